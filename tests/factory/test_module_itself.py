@@ -21,7 +21,6 @@ SECTION: dict[str, Any] = {
     "module": {"_target_": "own_module.Noisy", "_partial_": True},
     "example": [["float32", [4, 3, 8, 8]]],
 }
-OTHER = {**SECTION, "module": {"_target_": "own_module.other_when_real", "_partial_": True}}
 TASK = build_task({"_target_": "gpipe_cli.tasks.classification.ClassificationTask"})
 WORDS = ["model=module", "model.module._target_=own_module.other_when_real", "data.batch_size=8", "trainer.steps=2"]
 DIFFERS = "output after an update of micro-batch 0: relative difference"

@@ -49,10 +49,3 @@ def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
         ConfigurationError, match=r"^model\.module\._target_=torchvision\.models\.resnet99 was not found"
     ):
         build_model(section)
-
-
-def test_what_our_own_code_refuses_is_told_without_its_place() -> None:
-    """The message names the key already; a line of ours says nothing to the person who typed it."""
-    section = {"_target_": "gpipe_cli.models.amoebanet.amoebanet", "L": 3, "D": 16, "classes": 2, "image_size": 66}
-    with pytest.raises(ConfigurationError, match=r": model\.auxiliary_head=true with model\.image_size=66[^()]*$"):
-        build_model(section)

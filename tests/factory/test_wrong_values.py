@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from composed import composed
 
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.build import build_lr_schedule, build_model, build_source, refuse_wrong_values
-from gpipe_cli.typed_section import shown
+from gpipe_cli.factory.build import refuse_wrong_values
 
 INTEGER, LEAST = "should be a valid integer", "should be greater than or equal to"
 
@@ -52,17 +49,3 @@ def test_the_wrong_values_of_all_sections_are_told_at_once() -> None:
 @pytest.mark.parametrize("words", [["data.temperature=inf"], ["data.max_length=1e2"], ["model.dropout=0"]], ids=str)
 def test_infinity_and_whole_numbers_written_otherwise_pass(words: list[str]) -> None:
     refuse_wrong_values(Settings.from_config(composed(*words)))
-
-
-@pytest.mark.parametrize(
-    ("make", "target", "keys"),
-    [
-        (build_model, "models.transformer_lm.transformer_lm", {"L": 0}),
-        (lambda section: build_source(section, 0), "data.images.digits.DigitsSource", {"shift": 2}),
-        (lambda section: build_lr_schedule(section, None), "optim.lr_schedules.constant", {"warmup_steps": -1}),
-    ],
-)
-def test_whoever_makes_an_object_has_its_values_checked(make: Any, target: str, keys: dict[str, Any]) -> None:
-    ((key, value),) = keys.items()
-    with pytest.raises(ConfigurationError, match=rf"\.{key}={shown(value)}: should be"):
-        make({"_target_": f"gpipe_cli.{target}", **keys})
