@@ -102,9 +102,9 @@ def draw_capacity(models: Sequence[ModelScores], sizes: Mapping[str, int], path:
     figure.savefig(path, dpi=130)
 
 
-def trailing_average(values: Sequence[float], window: int | None = None) -> list[float]:
-    """Returns the mean of each value and up to ``window`` − 1 values before it; default: a tenth of the values."""
-    width = max(1, round(len(values) / 10)) if window is None else window
+def trailing_average(values: Sequence[float]) -> list[float]:
+    """Returns the mean of each value and those before it, over a tenth of the values."""
+    width = max(1, round(len(values) / 10))
     return [fmean(values[max(0, last - width + 1) : last + 1]) for last in range(len(values))]
 
 

@@ -90,8 +90,7 @@ class Instruction:
         """Parses what ``str`` prints. Raises ScheduleError for any other text."""
         match = _PRINTED.fullmatch(text)
         if match is None:
-            codes = ", ".join(op.value for op in Op)
-            raise ScheduleError(f"{text!r} is no instruction: write it as F2.0 or sa1.3; codes: {codes}")
+            raise ScheduleError(f"{text!r} is no instruction: write it as F2.0 or sa1.3")
         return cls(Op(match[1]), int(match[2]), int(match[3]))
 
     @property

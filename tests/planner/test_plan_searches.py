@@ -73,17 +73,6 @@ def test_a_key_of_which_all_larger_values_are_refused_grows_up_to_there(start: i
     assert asked(*width_words(start, most=most), "plan.grow=model.width").found == {"model.width": most}
 
 
-# -- how many micro-batches are tried ----------------------------------------------------------------------------------
-
-COUNTED_IN_TOKENS = ("data.batch_size=null", "data.batch_tokens=4096")  # typical targets are 16 wide: 320 pairs
-
-
-def test_micro_batches_of_data_counted_in_tokens_go_as_far_as_its_sentences() -> None:
-    request = make_request((*COUNTED_IN_TOKENS, "pipeline.K=1"))
-    assert micro_batch_counts(request.settings)[-1] == 256
-    assert micro_batch_counts(request.settings, longest=True)[-1] < 256
-
-
 # -- plan.fit ----------------------------------------------------------------------------------------------------------
 
 

@@ -110,10 +110,6 @@ class Measurements:
                 loss = None
                 notes.append(str(error))
             timed = self._time(layers, loss, micro_batch, notes) if self._options.device is None else None
-            if self._sharing > 1:
-                notes.append(
-                    f"{self._sharing} workers share a GPU of this machine: each has that part of its memory and speed"
-                )
             costs = [
                 replace(cost, by_values=facts.by_values, may_end_cell=facts.may_end_cell)
                 for cost, facts in zip(self._costs(layers, loss, micro_batch, timed, notes), layers, strict=True)
