@@ -60,15 +60,12 @@ def line_config(run: Reopened, command: str, source: Mapping[str, Any] | None) -
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
 
 
-def answer_lines(
-    entry: str, config: Mapping[str, Any], chosen: Mapping[str, Any], keep: bool = False
-) -> tuple[Any, Writer]:
+def answer_lines(entry: str, config: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Any, Writer]:
     """Runs workers that answer the lines of the input, or the one prompt in ``config``.
 
     Args:
         entry: of the workers.
         chosen: the command's own keys, among them perhaps `input`, `output` and `scores`.
-        keep: see `Writer`.
 
     Returns:
         What rank 0 returned, and the writer of the answers.
@@ -84,10 +81,10 @@ def answer_lines(
                 raise ConfigurationError(f"output={chosen['output']}: {error.strerror}") from error
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
         if "prompt" in config:
-            writer = Writer(output, scores, None, keep)
+            writer = Writer(output, scores, None)
             return launch_program(EntryPoint(entry), dict(config), folder, writer), writer
         pipe = LinePipe(stack.enter_context(opened(chosen.get("input"))))
-        writer = Writer(output, scores, pipe, keep)
+        writer = Writer(output, scores, pipe)
         given = {**config, "input": str(pipe.start(folder))}
         return launch_program(EntryPoint(entry), given, folder, writer), writer
 
@@ -165,15 +162,13 @@ class Writer:
         pipe: of the lines; None: there is one prompt, whose answers may have several lines.
 
     Attributes:
-        texts: all answers, if they are kept.
         lines: the number of lines that were answered.
     """
 
-    def __init__(self, output: TextIO, scores: bool, pipe: LinePipe | None, keep: bool) -> None:
-        self._output, self._scores, self._pipe, self._keep = output, scores, pipe, keep
+    def __init__(self, output: TextIO, scores: bool, pipe: LinePipe | None) -> None:
+        self._output, self._scores, self._pipe = output, scores, pipe
         self._last_preparation = -PREPARATION_SECONDS
         self._began = time.monotonic()
-        self.texts: list[str] = []
         self.lines = 0
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -211,8 +206,6 @@ class Writer:
         self.lines += lines
         if self._pipe is not None:
             self._pipe.answered(lines)
-        if self._keep:
-            self.texts += texts
 
     def _prepare(self, event: dict[str, Any]) -> None:
         now, done, total = time.monotonic(), event["done"], event["total"]

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import Problems
 from gpipe_cli.terminal.command import run_command, show
 from gpipe_cli.terminal.words import OF_PLANS, read_words
 
@@ -40,7 +39,6 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
     plan.format=json        one JSON object on standard output
-    plan.picture=FILE       the schedule of one plan drawn: .svg, .png, .pdf
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
 """
@@ -92,21 +90,7 @@ def _run(words: Sequence[str]) -> int:
         from gpipe_cli.commands.plan_report import describe, found_line
 
         show("\n\n".join([*found_line(plan), describe(plan)]))
-    if request.options.picture is not None:
-        _draw(plan, request.options.picture)
     return 0
-
-
-def _draw(plan: Plan, picture: str) -> None:
-    from gpipe_cli.schedule.picture import save_picture
-
-    try:
-        Path(picture).parent.mkdir(parents=True, exist_ok=True)
-        save_picture(plan.timeline, picture, f"{plan.schedule} on {plan.device.name}", "s")
-    except OSError as error:
-        raise ConfigurationError(
-            f"plan.picture={picture} cannot be written ({error.strerror}): name a file in a folder that can be"
-        ) from error
 
 
 def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:

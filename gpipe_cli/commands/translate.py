@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines, opened
+from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import run_command
 from gpipe_cli.terminal.command import to_stderr as say  # standard output holds translations only
@@ -18,20 +17,19 @@ if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
 
 EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
-OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "references", "trust"), str), "scores": bool}
+OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool}
 HELP = """\
 gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
     gpipe-translate RUN < sentences.txt > translations.txt
     echo 'viernes, 4 de mayo' | gpipe-translate RUN
-    gpipe-translate RUN input=sentences.txt output=translations.txt references=correct.txt
+    gpipe-translate RUN input=sentences.txt output=translations.txt
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 input=FILE        UTF-8 text, one sentence a line; default: standard input
 output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line
 scores=true       before each translation its log-probability and a tab
-references=FILE   correct translations: BLEU (sacreBLEU, with its signature) on standard error at the end
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
 
 Any key of the run can be typed too, for example
@@ -51,19 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _translate(words: Sequence[str]) -> int:
     line = read_words(words, OWN)
-    references = _read_references(line.own.get("references"))
-    if references is not None and "input" in line.own:
-        with opened(line.own["input"]) as lines:
-            refuse_other_count(sum(1 for _ in lines), references)
     run = open_for_lines(line, EXAMPLE)
     config = worker_config(run)
     entry = "gpipe_cli.inference.translate:main"
-    result, writer = answer_lines(entry, config, line.own, keep=references is not None)
+    result, writer = answer_lines(entry, config, line.own)
     writer.print_end(result)
     if result["longer"]:
         longest = config["longest"]
         say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
-    return _show_bleu(writer.texts, references)
+    return 0
 
 
 def worker_config(run: Reopened) -> dict[str, Any]:
@@ -88,38 +82,6 @@ def worker_config(run: Reopened) -> dict[str, Any]:
     if vocabulary_file(vocabularies).is_file():
         source = {"_target_": "gpipe_cli.data.kept_vocabularies.SentenceSource", "vocabularies": str(vocabularies)}
     return {**line_config(run, "gpipe-translate", source), "longest": longest if isinstance(longest, int) else None}
-
-
-def _read_references(path: str | None) -> list[str] | None:
-    if path is None:
-        return None
-    try:
-        lines = Path(path).expanduser().read_bytes().decode().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"references={path}: {error}") from error
-    return [line.rstrip("\r") for line in (lines if lines[-1] else lines[:-1])]
-
-
-def refuse_other_count(lines: int, references: Sequence[str]) -> None:
-    """Refuses references that are not one for each line of the input.
-
-    Raises:
-        ConfigurationError: the counts differ.
-    """
-    if lines != len(references):
-        raise ConfigurationError(f"references= has {len(references):,} lines, the input {lines:,}: give one for each")
-
-
-def _show_bleu(texts: Sequence[str], references: Sequence[str] | None) -> int:
-    if references is None:
-        return 0
-    from gpipe_cli.tasks.bleu import corpus_bleu
-
-    refuse_other_count(len(texts), references)
-    if texts:
-        bleu, signature = corpus_bleu(texts, references)
-        say(f"BLEU {bleu:.2f}  {signature}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigurationError, Problems
@@ -12,7 +11,6 @@ from ..typed_section import Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
 
 THIS = "this"
-PICTURES = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,6 @@ class _Typed:
     best: bool
     grow: str | None
     format: Literal["text", "json"]
-    picture: str | None
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,6 @@ class Options(_Typed):
                 values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
         if sum(bool(values.get(key)) for key in ("fit", "best", "grow")) > 1:
             problems.append("plan.fit, plan.best and plan.grow look for different things: give one of them")
-        if (picture := values.get("picture")) is not None and Path(picture).suffix not in PICTURES:
-            problems.append(f"plan.picture={picture}: the name must end in {', '.join(PICTURES)}")
         return object.__new__(cls) if problems else cls(**values)
 
 

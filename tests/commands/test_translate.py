@@ -73,19 +73,6 @@ def test_a_run_translates_where_its_data_is_not(
     assert not nothing.exists()
 
 
-def test_bleu_is_that_of_sacrebleus_command(
-    run: Path, source: Path, reference: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    correct, said = tmp_path / "correct.txt", tmp_path / "said.txt"
-    correct.write_text("".join(f"{text} too\n" for text in reference))
-    said.write_text("".join(f"{text}\n" for text in reference))
-    translated(run, source, *INLINE, f"references={correct}")
-    words = [sys.executable, "-m", "sacrebleu", str(correct), "-i", str(said), "-m", "bleu", "-b", "-w", "2"]
-    expected = subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    assert 0 < float(expected) < 100
-    assert f"BLEU {expected} " in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_nothing_else(
     run: Path, reference: list[str]
