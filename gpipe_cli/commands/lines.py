@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 # Lines in flight, at most: unread events of the workers are kept up to 16 MiB.
 LINES_AHEAD = 4096
-LONGEST_LINE = 2**16  # bytes
 PREPARATION_SECONDS = 5.0
 
 
@@ -111,8 +110,7 @@ def opened(path: str | None) -> Iterator[BinaryIO]:
 class LinePipe:
     """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` at a time.
 
-    Bytes that are not UTF-8 become U+FFFD, and a line of more than `LONGEST_LINE` bytes becomes empty, both with a
-    warning that names the line.
+    Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
     """
 
     def __init__(self, lines: BinaryIO) -> None:
@@ -130,22 +128,11 @@ class LinePipe:
         """Makes room for as many new lines as have been answered."""
         self._free.release(count)
 
-    def _read(self) -> bytes:
-        """Returns the next line; of one that is too long its beginning, without a line's end. No more is held."""
-        line = self._lines.readline(LONGEST_LINE + 1)
-        if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-            while (rest := self._lines.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
-                pass
-        return line
-
     def _pump(self, path: Path) -> None:
         try:
             with path.open("wb", buffering=0) as pipe:
-                for number, line in enumerate(iter(self._read, b""), start=1):
+                for number, line in enumerate(self._lines, start=1):
                     self._free.acquire()
-                    if len(line) > LONGEST_LINE:
-                        say(f"warning: line {number} has more than {LONGEST_LINE:,} bytes: it is not answered")
-                        line = b""
                     text = line.rstrip(b"\r\n").decode(errors="replace")
                     if "\ufffd" in text:
                         say(f"warning: line {number} is no valid UTF-8; unreadable bytes became \ufffd")
