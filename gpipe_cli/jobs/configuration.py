@@ -152,7 +152,7 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())
     if match := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+)'", str(error)):
-        return f"{match[1]} is a sweep: type -m too, or give one value (a list has brackets)"
+        return f"{match[1]} is a sweep: give one value (a list has brackets), or, to gpipe-train, type -m too"
     lines = [line.strip() for line in str(cause).splitlines()]
     said = " ".join(line for line in lines if not line.startswith(("object_type", "full_key", "See https")))[:LONGEST]
     return f"{key}: {said}" if key else said or type(cause).__name__

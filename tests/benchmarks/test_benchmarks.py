@@ -18,6 +18,7 @@ SMALL = {
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "reliability.kills": "--quick --K 2",
+    "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "reliability.wrong_configurations": "--quick",
 }

@@ -177,7 +177,7 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
         (["pipeline.k=4"], "there is no key pipeline.k; did you mean pipeline.K?"),
         (["modle=transformer"], "there is no key modle; did you mean model?"),
         (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
-        (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: type -m too"),
+        (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: give one value"),
         (
             ["pipeline.K=0", "trainer.steps=x"],
             "gpipe-train: pipeline.K=0: should be greater than or equal to 1\ntr",
