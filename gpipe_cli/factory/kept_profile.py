@@ -65,7 +65,11 @@ def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[L
         draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
     with writing_cache(file.parent):
-        rows = json.loads(made(file, write).read_text(encoding="utf-8"))
+        try:
+            rows = json.loads(made(file, write).read_text(encoding="utf-8"))
+        except ValueError:  # a crash of the machine left a part of it
+            file.unlink()
+            rows = json.loads(made(file, write).read_text(encoding="utf-8"))
     return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in rows]
 
 

@@ -40,6 +40,8 @@ def test_a_profile_is_measured_once(tmp_path: Path) -> None:
     assert [(cost.name, cost.parameters, cost.cost) for cost in second] == [
         (cost.name, cost.parameters, cost.cost) for cost in first
     ]
+    file.write_text(file.read_text()[:20])
+    assert len(profile(tmp_path)[0]) == len(first)  # a damaged one is measured anew
 
 
 @pytest.mark.parametrize("change", [{"words": ["model.H=48"]}, {"batch": 3}, {"words": ["precision=bf16"]}])
