@@ -62,8 +62,8 @@ def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
 def test_it_is_refused_under_torchrun(
     run: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert main([f"checkpoint={run[0]}"]) == 2
     assert "gpipe-eval: it starts its own workers: call it without torchrun" in capsys.readouterr().err
 
