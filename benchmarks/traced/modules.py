@@ -96,7 +96,7 @@ CAUSAL = (
     *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mixtral", "mpt", "nemotron", "olmo"),
     *("olmo2", "olmoe", "opt", "openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
-    *("stablelm", "starcoder2", "xglm"),
+    *("stablelm", "starcoder2", "xglm", "xlnet"),
 )
 MASKED = (
     *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),

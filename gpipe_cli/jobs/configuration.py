@@ -27,6 +27,7 @@ from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.limits import MACHINE
 from gpipe_cli.jobs.workers import choose_workers
 from gpipe_cli.launch.join import joined
+from gpipe_cli.terminal import yaml_aliases  # noqa: F401  # from here on all YAML is checked
 from gpipe_cli.typed_section import nearest, unknown_key
 
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.

@@ -25,7 +25,7 @@ SMALLER: dict[str, dict[str, Any]] = {
     "mixtral": {"num_hidden_layers": 1, "experts_implementation": "batched_mm"},  # a mixture of experts
 }
 DOZEN = (
-    *("gpt2", "opt", "bert", "fnet", "pegasus", "mamba", "mixtral", pytest.param("t5", marks=pytest.mark.slow)),
+    *("gpt2", "opt", "bert", "fnet", "xlnet", "mamba", "mixtral", pytest.param("t5", marks=pytest.mark.slow)),
     *("torchvision squeezenet1_1", "beit (images)", "dinov2 (images)", "resnet (images)", "vit (images)"),
 )
 

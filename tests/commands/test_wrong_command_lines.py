@@ -52,3 +52,22 @@ def test_the_answer_is_one_line_and_no_more(
         import_module("gpipe_cli.commands.train").main(words)
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: &a\n  b: *a\n", "this value holds itself"),
+        ("a: &a [" + "1," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]\n", "write fewer of them"),
+    ],
+)
+def test_yaml_without_an_end_is_refused(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(text)
+    with suppress(SystemExit):
+        import_module("gpipe_cli.commands.train").main(["--config-dir", str(tmp_path), "model=mine"])
+    written = capsys.readouterr().err
+    assert said in written and written.count("\n") == 1

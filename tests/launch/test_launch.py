@@ -208,6 +208,14 @@ def test_nothing_survives_a_killed_command(command: Any, entry: str, fork: bool)
     assert started.end()[0] == -signal.SIGKILL
 
 
+def test_nothing_survives_a_command_that_is_killed_while_its_starter_is_stopped(command: Any) -> None:
+    started = command("sleep", 2)
+    started.wait_until_ready(2)
+    os.kill(started.ready[0]["parent"], signal.SIGSTOP)
+    started.process.kill()
+    assert started.end()[0] == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("moment", ["the interpreter starts", "modules are imported", "the workers start"])
 def test_nothing_survives_a_command_that_is_killed_while_its_job_starts(
     command: Any, tmp_path: Path, moment: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import unusual_modules
 from torch import Tensor, nn
 
 from benchmarks.traced.check import find
+from benchmarks.traced.modules import _from_config
 from benchmarks.traced.subject import TracedSubject
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.models.traced.layers import layers
@@ -65,6 +67,15 @@ def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> N
         with pytest.raises(SizeError) as refusal:
             first(*inputs)
         assert said in str(refusal.value) and branch in str(refusal.value)
+
+
+def test_a_constructor_may_read_its_weights_from_a_folder(tmp_path: Path) -> None:
+    library = pytest.importorskip("transformers").AutoModelForCausalLM
+    own = _from_config("AutoModelForCausalLM", "gpt2")
+    own.save_pretrained(tmp_path)
+    made = layers(partial(library.from_pretrained, str(tmp_path)), [("int64", [2, 8])], inputs=["input_ids"])
+    held = [weight for builder in made for weight in builder.build().parameters()]
+    assert all(any(torch.equal(weight, other) for other in held) for weight in own.parameters())
 
 
 def test_an_output_inside_others_is_named_by_its_path_and_bytes_may_stay_bytes() -> None:
