@@ -14,6 +14,7 @@ from .files import (
     CheckpointInfo,
     best_step,
     checkpoints_directory,
+    locked,
     problems,
     problems_of,
     read_manifest,
@@ -115,11 +116,11 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, tuple[str, .
             if step_directories(_run_dir(path)) == there:
                 raise
             continue  # a run has just replaced it by a newer one
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        held.append(descriptor)
+        locked(descriptor, fcntl.LOCK_SH)
         if info.path.is_dir():
+            held.append(descriptor)
             return info, warnings
+        os.close(descriptor)
 
 
 def _choose(path: Path, step: str) -> tuple[CheckpointInfo, tuple[str, ...]]:

@@ -30,6 +30,7 @@ from .files import (
     RunState,
     best_step,
     checkpoints_directory,
+    locked,
     partial_directory,
     problems,
     problems_of,
@@ -163,21 +164,13 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
 
 
 def _discard_unless_read(directory: Path) -> None:
-    """Discards a checkpoint.
-
-    Raises:
-        BlockingIOError: another command holds it.
-    """
+    """Discards a checkpoint, unless another command holds it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            _discard(directory)
+    finally:
         os.close(descriptor)
-        raise
-    except OSError:
-        pass  # a file system without locks
-    _discard(directory)
-    os.close(descriptor)
 
 
 def _discard(directory: Path) -> None:

@@ -15,6 +15,7 @@ layers. `commit.py` writes this layout, `choose.py` finds checkpoints in it.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
@@ -157,6 +158,21 @@ def step_directories(run_dir: Path) -> list[Path]:
     if not home.is_dir():
         return []
     return sorted((path for path in home.iterdir() if STEP_NAME.fullmatch(path.name)), key=step_of)
+
+
+def locked(descriptor: int, kind: int) -> bool:
+    """Locks an open directory until its descriptor is closed; returns False if another process keeps it locked.
+
+    Args:
+        kind: `fcntl.LOCK_SH` or `LOCK_EX`, which wait for the other process, or one of them with `fcntl.LOCK_NB`.
+    """
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True
 
 
 def sha256_of(path: Path) -> str:

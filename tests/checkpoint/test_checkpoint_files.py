@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import pickle
@@ -363,6 +364,17 @@ def test_a_checkpoint_that_a_command_reads_is_deleted_only_when_it_has_ended(tmp
     os.close(choose.held.pop())
     save(tmp_path, 4, layers, keep=1)
     assert kept_steps(tmp_path) == [4]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_not_locked_against_readers(tmp_path: Path) -> None:
+    layers = make_layers()
+    save(tmp_path, 1, layers, keep=1)
+    (tmp_path / "checkpoints" / "step_00000001.discarded").touch()  # a file, where its folder is to be renamed to
+    save(tmp_path, 2, layers, keep=1)
+    assert kept_steps(tmp_path) == [1, 2]
+    reader = os.open(tmp_path / "checkpoints" / "step_00000001", os.O_RDONLY)
+    assert checkpoint_files.locked(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    os.close(reader)
 
 
 def test_where_the_newest_checkpoint_is_deleted_while_it_is_chosen_the_next_is_taken(
