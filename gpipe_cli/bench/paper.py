@@ -1,4 +1,4 @@
-"""Holds the figures of the paper's tables 1 to 4 (NeurIPS 2019), and the ideal throughput to compare them with."""
+"""Holds the figures of the paper's tables 1 to 4 (NeurIPS 2019)."""
 
 from __future__ import annotations
 
@@ -68,13 +68,3 @@ TABLE_1 = {
         Capacity(128, False, (1663,), 83.9e9),
     ),
 }
-
-
-def ideal_speedup(K: int, M: int) -> float:
-    """Returns K·M / (M+K-1): K equal cells against one device, messages free (the bubble of section 2.3)."""
-    return K * M / (M + K - 1)
-
-
-def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> float:
-    """Returns `ideal_speedup` in units of the reference's (K, M)."""
-    return ideal_speedup(K, M) / ideal_speedup(*reference)

@@ -13,9 +13,10 @@ from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
 from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
 from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
+from gpipe_cli.terminal.run_table import ideal_throughput
 
 from .options import BenchOptions
-from .paper import TABLE_2, TABLE_3, Throughputs, ideal_throughput
+from .paper import TABLE_2, TABLE_3, Throughputs
 from .workers import run_workers
 
 BACKWARD = 2.0  # a backward takes so many forwards: the gradients of the input and of the weights

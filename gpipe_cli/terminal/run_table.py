@@ -83,9 +83,14 @@ def short_names(runs: Sequence[FinishedRun]) -> list[str]:
     ]
 
 
-def _ideal_speed(K: int, M: int) -> float:
-    """Returns the speed of K cells that wait for nothing but the bubble, in units of one cell."""
+def ideal_speedup(K: int, M: int) -> float:
+    """Returns K·M / (M+K-1): K equal cells against one device, messages free (the bubble of section 2.3)."""
     return K * M / (M + K - 1)
+
+
+def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> float:
+    """Returns `ideal_speedup` in units of the reference's (K, M)."""
+    return ideal_speedup(K, M) / ideal_speedup(*reference)
 
 
 def _group(run: FinishedRun, keys: Sequence[str]) -> tuple[str, ...]:
@@ -105,7 +110,7 @@ def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | 
         return None, None
     assert run.examples_per_second and reference.examples_per_second
     assert run.K and run.M and reference.K and reference.M
-    ideal = _ideal_speed(run.workers or run.K, run.M) / _ideal_speed(reference.workers or reference.K, reference.M)
+    ideal = ideal_throughput(run.workers or run.K, run.M, (reference.workers or reference.K, reference.M))
     return run.examples_per_second / reference.examples_per_second, ideal
 
 

@@ -13,13 +13,13 @@ import torch
 
 from gpipe_cli.bench.capacity import OverBudget, attempt
 from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.paper import ideal_throughput
 from gpipe_cli.bench.tables.capacity_table import search
 from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import LayerFailed
+from gpipe_cli.terminal.run_table import ideal_throughput
 
 CPU = torch.device("cpu")
 WORLD = World(0, 1, 1, CPU, CPU, None, None, None)
