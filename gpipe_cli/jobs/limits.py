@@ -1,4 +1,4 @@
-"""Refuses threads and processes that this machine cannot hold, and data that are not there, before workers start.
+"""Refuses what this machine cannot run, and data that are not there, before workers start.
 
 Imports no torch.
 """
@@ -22,6 +22,8 @@ def _machine(settings: Settings) -> Iterator[str]:
     most = max(16, THREADS_OF_A_CORE * cores)
     if pipeline.threads > most:
         yield f"pipeline.threads={pipeline.threads}: this machine has {cores} cores, use at most {most}"
+    if pipeline.backend == "nccl" and pipeline.device == "cpu":
+        yield "pipeline.backend=nccl is for GPUs, but pipeline.device=cpu: use pipeline.backend=auto"
     workers = 1 if pipeline.workers == "auto" else pipeline.workers
     number = workers * pipeline.replicas
     if torchrun.world_size() is None and memory is not None and number * WORKER_BYTES > memory:
