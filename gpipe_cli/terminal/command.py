@@ -14,6 +14,7 @@ from typing import IO
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, visible
+from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.text import relative_paths
@@ -70,7 +71,7 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
     except UnicodeEncodeError:
         say(f"{name}: the path of the current directory is not UTF-8: use another one")
         return REFUSED
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    if joined() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         say(f"{name}: RANK and WORLD_SIZE are set, as torchrun does, but not MASTER_ADDR and MASTER_PORT: unset them")
         return REFUSED
     try:

@@ -24,7 +24,6 @@ else:
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
 COMMANDS: dict[str, str] = PROJECT["project"]["scripts"]
-START_TRAINING = "import sys; from gpipe_cli.commands.train import main; sys.exit(main())"
 RUN_WITHOUT_WORDS = ("gpipe-train", "gpipe-verify", "gpipe-plan")
 
 

@@ -18,7 +18,6 @@ from gpipe_cli.distributed.world import CPU, choose_backend, choose_device
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import Context
 
-ONE_GPU_EACH = ["a 0", "a 1", "a 2", "a 3"]
 TWO_MACHINES = ["a 0", "a 1", "b 0", "b 1"]
 UNEQUAL_MACHINES = ["a 0", "a 1", "a 2", "a 3", "b 0", "b 1", "b 0", "b 1"]
 ONE_ON_A_CPU = ["a 0", "a 1", CPU]
