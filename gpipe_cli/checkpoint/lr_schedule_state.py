@@ -41,11 +41,11 @@ class LRScheduleState:
         Raises:
             ValueError: the learning rates are not those that were saved.
         """
-        counted = saved if "last_epoch" in saved else saved["_schedulers"][0]  # of an earlier release's ChainedScheduler
-        self.replay(counted["last_epoch"])
-        before = [group["lr"] for group in saved[GROUPS]]
+        counted = saved if "last_epoch" in saved else saved["_schedulers"][0]  # earlier releases' ChainedScheduler
+        steps, before = counted["last_epoch"], [group["lr"] for group in saved[GROUPS]]
+        self.replay(steps)
         if not all(map(math.isclose, self._rates(), before)):
-            raise ValueError(f"the learning rates after {counted['last_epoch']} steps were {before}, now {self._rates()}")
+            raise ValueError(f"the learning rates after {steps} steps were {before}, now {self._rates()}")
 
     def replay(self, steps: int) -> None:
         """Brings schedule and groups to where the present configuration has them after so many steps."""
