@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
@@ -15,18 +14,15 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import run_command, show, to_stderr
 from gpipe_cli.terminal.words import read_words
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 HELP = """\
 gpipe-export: writes the weights of a checkpoint as one plain state_dict.
 
     gpipe-export RUN                                                  writes RUN/model.safetensors
-    gpipe-export RUN step=best output=model.pt
+    gpipe-export RUN step=best output=best.safetensors
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
-output=FILE       ends in .safetensors, or in .pt for torch.load(FILE, weights_only=True)
+output=FILE       ends in .safetensors
 average=true      the moving averages of weights and BatchNorm statistics (trainer.average), as evaluation uses them
 overwrite=true    replaces FILE if it exists
 
@@ -38,7 +34,6 @@ Weights and buffers are named <layer name>.<parameter>, in model order; optimize
 """
 OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
 EXAMPLE = "gpipe-export checkpoint=RUN output=model.safetensors"
-SUFFIXES = (".safetensors", ".pt")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, OWN, overrides=False)
     output = Path(line.own.get("output", "model.safetensors"))
-    if output.suffix not in SUFFIXES:
-        raise ConfigurationError(f"output={output}: the name must end in {' or '.join(SUFFIXES)}")
+    if output.suffix != ".safetensors":
+        raise ConfigurationError(f"output={output}: the name must end in .safetensors")
     info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
         output = info.path.parent.parent / output
@@ -70,7 +65,7 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     Raises:
         OSError: it cannot be written; as a rule before the weights are read.
     """
-    from gpipe_cli.checkpoint.layer_state import export_state_dict
+    from gpipe_cli.checkpoint.layer_state import export_state_dict, save_tensors
 
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = with_suffix(output, ".tmp")
@@ -78,7 +73,7 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     temporary.open("xb").close()
     try:
         weights = export_state_dict(info, average)
-        _save(weights, temporary, output.suffix, info.step)
+        save_tensors(weights, temporary, {"format": "pt", "step": str(info.step)})
         temporary.replace(output)
     finally:
         temporary.unlink(missing_ok=True)
@@ -87,23 +82,6 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
         f"{output}: {len(weights)} tensors of {len(info.layers)} layers, {numbers:,} numbers, "
         f"{output.stat().st_size / 1e6:.1f} MB, from step {info.step} of {info.path}"
     )
-
-
-def _save(weights: dict[str, Tensor], path: Path, suffix: str, step: int) -> None:
-    import torch
-
-    from gpipe_cli.checkpoint.layer_state import save_tensors
-
-    if suffix != ".pt":
-        save_tensors(weights, path, {"format": "pt", "step": str(step)})
-        return
-    try:
-        with path.open("wb") as file:
-            torch.save(weights, file)
-    except RuntimeError as error:  # of the end of the file, after what has failed in it
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 if __name__ == "__main__":

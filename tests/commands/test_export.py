@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoint_tools import OPTIMIZERS, make_layers, parameters_of, save, snapshot, train
 from safetensors.torch import load_file
 from small_disk import small_disk
@@ -14,20 +13,16 @@ from torch import nn
 from gpipe_cli.commands import export
 
 
-@pytest.mark.parametrize("output", ["model.safetensors", "model.pt"])
-def test_an_exported_model_loads_into_the_plain_layers(
-    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_model_loads_into_the_plain_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = {name.replace("/", "_"): layer for name, layer in make_layers().items()}
     optimizer = OPTIMIZERS["Adam"](parameters_of(layers))
     train(layers, [optimizer], range(2))
     save(tmp_path / "run", 2, layers, optimizer)
-    path = tmp_path / output
+    path = tmp_path / "model.safetensors"
     assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={path}"]) == 0
     assert "10 tensors of 4 layers" in capsys.readouterr().out
-    weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     plain = nn.ModuleDict({name.replace("/", "_"): layer for name, layer in make_layers(seed=1).items()})
-    plain.load_state_dict(weights)
+    plain.load_state_dict(load_file(path))
     assert snapshot(dict(plain.items()), []) == snapshot(layers, [])
 
 
@@ -42,19 +37,19 @@ def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureF
     save(tmp_path, 1, layers, best=("loss", 0.1))
     save(tmp_path, 2, layers)
     for step, wanted in (("best", 1), ("last", 2), ("1", 1)):
-        target = tmp_path / f"{step}.pt"
+        target = tmp_path / f"{step}.safetensors"
         assert export.main([f"checkpoint={tmp_path}", f"output={target}", f"step={step}"]) == 0
         assert f"from step {wanted} of" in capsys.readouterr().out
-    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.pt'}", "step=7"]) == 2
+    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.safetensors'}", "step=7"]) == 2
     assert "it has kept: 1, 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{run}", "out=x.pt"], "there is no key out; did you mean output?"),
-        (["{run}", "output=x.bin"], "must end in .safetensors or .pt"),
-        (["{run}", "output=x.pt", "step=newest"], "step=newest: use a number, best or last"),
+        (["{run}", "out=x.safetensors"], "there is no key out; did you mean output?"),
+        (["{run}", "output=x.bin"], "must end in .safetensors"),
+        (["{run}", "output=x.safetensors", "step=newest"], "step=newest: use a number, best or last"),
     ],
 )
 def test_a_wrong_call_of_export_says_what_to_type(
@@ -67,7 +62,7 @@ def test_a_wrong_call_of_export_says_what_to_type(
 
 def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1, make_layers())
-    output = tmp_path / "model.pt"
+    output = tmp_path / "model.safetensors"
     output.write_text("mine")
     words = [f"checkpoint={tmp_path}", f"output={output}"]
     assert export.main(words) == 2
@@ -75,16 +70,15 @@ def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: 
     assert export.main([*words, "overwrite=true"]) == 0
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 @pytest.mark.parametrize(
     ("options", "reason"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
 )
 def test_a_disk_that_does_not_take_the_file_is_told_in_one_line(
-    name: str, options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path / "run", 1, {"wide": nn.Linear(100, 100)})
     with small_disk(tmp_path / "disk", options) as disk:
-        assert export.main([str(tmp_path / "run"), f"output={disk / name}"]) == 1
+        assert export.main([str(tmp_path / "run"), f"output={disk / 'model.safetensors'}"]) == 1
         assert not list(disk.iterdir())
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{name} cannot be written: {reason} (room left: " in line
+    assert f"model.safetensors cannot be written: {reason} (room left: " in line
