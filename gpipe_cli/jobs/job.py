@@ -164,7 +164,7 @@ def _start(
 ) -> Any:
     for line in prepared.lines:
         console.detail(line)
-    restarts = Restarts(prepared.settings, config["settings"], run_dir, console)
+    restarts = Restarts(config["settings"], run_dir, console)
 
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":

@@ -7,16 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.files import read_manifest, step_directories
-from gpipe_cli.config import Settings
 from gpipe_cli.disk import read_rows, write_whole
 from gpipe_cli.jobs.torchrun import is_first
-from gpipe_cli.jobs.workers import most_workers, plural
 from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import Failure, WorkerFailed, take_failure
 
@@ -29,24 +26,22 @@ log = logging.getLogger(__name__)
 
 
 class Restarts:
-    """Starts a run, and starts it again after a failure if that can help, on the devices that are left.
+    """Starts a run, and starts it again after a failure if that can help.
 
     A killed worker or a lost connection is worth a restart every time. After any other failure one restart is tried:
     if the same failure comes again before a new checkpoint is saved, it ends the run. What the run has found out itself
     (a wrong configuration, a loss that is not finite) ends it at once.
 
     Args:
-        settings: with the number of workers in place of "auto".
-        config: the same as plain values, with the checkpoint to resume from.
+        config: plain values, with the checkpoint to resume from.
 
     Attributes:
         records: of all restarts of the run so far, for summary.json.
     """
 
-    def __init__(self, settings: Settings, config: dict[str, Any], run_dir: Path, console: Console) -> None:
-        self._pipeline, self._allowed, self._first = settings.pipeline, settings.launch.restarts, config
+    def __init__(self, config: dict[str, Any], run_dir: Path, console: Console) -> None:
+        self._allowed, self._first = config["launch"]["restarts"], config
         self._run_dir, self._console = run_dir, console
-        self._at_first = most_workers(self._pipeline)[0] if self._allowed else 0
         self._failures: list[tuple[Failure, int]] = []  # each with the step of the newest checkpoint at that time
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / FILE).unlink(missing_ok=True)
@@ -62,8 +57,7 @@ class Restarts:
         settings = self._first
         if restart_count() and is_first():  # torchrun has started this process again
             failure = take_failure(self._run_dir / "workers")
-            workers, count = self._pipeline.worker_count, f"torchrun's restart {restart_count()}"
-            self._report(failure, count, self._newest_checkpoint()[1], workers)
+            self._report(failure, f"torchrun's restart {restart_count()}", self._newest_checkpoint()[1])
         while True:
             try:
                 return start(settings)
@@ -77,10 +71,8 @@ class Restarts:
                     raise
                 self._failures.append((failure, step))
                 log.info("%s", failure.text)
-                workers = self._workers_left()
-                self._report(failure, f"restart {done + 1} of {self._allowed}", step, workers)
-                pipeline = {**self._first["pipeline"], "workers": workers}
-                settings = {**self._first, "checkpoint": checkpoint, "pipeline": pipeline}
+                self._report(failure, f"restart {done + 1} of {self._allowed}", step)
+                settings = {**self._first, "checkpoint": checkpoint}
 
     def _newest_checkpoint(self) -> tuple[dict[str, Any], int]:
         """Returns the section `checkpoint` with which the run starts again, and the step from which it continues.
@@ -94,20 +86,13 @@ class Restarts:
             return {**section, "resume": str(newest.path.absolute()), "init_from": None}, newest.step
         return section, 0 if section["resume"] is None else read_manifest(Path(section["resume"])).step
 
-    def _report(self, failure: Failure | None, count: str, step: int, workers: int) -> None:
+    def _report(self, failure: Failure | None, count: str, step: int) -> None:
         """Prints and records one restart, for summary.json and in a file for the case that the run is resumed."""
         cause, place = ("a process was killed", None) if failure is None else (failure.cause, failure.place or None)
-        self._console.warn(f"{cause}: {count} from step {step} on {plural(workers, 'worker')}")
-        self.records.append(
-            {"time": time.time(), "cause": cause, "place": place, "from_step": step, "workers": workers}
-        )
+        self._console.warn(f"{cause}: {count} from step {step}")
+        self.records.append({"time": time.time(), "cause": cause, "place": place, "from_step": step})
         with suppress(OSError):
             write_whole(self._run_dir / FILE, "".join(f"{json.dumps(record)}\n" for record in self.records))
-
-    def _workers_left(self) -> int:
-        """Returns the number of workers of one replica: as at first, less what the machine has lost."""
-        here, most = most_workers(self._pipeline)[0], self._pipeline.worker_count
-        return replace(self._pipeline, workers="auto").workers_in(min(most, here) if here < self._at_first else most)
 
 
 def _saved(run_dir: Path) -> set[tuple[Path, int]]:

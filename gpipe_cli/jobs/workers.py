@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
 
 
-@dataclass(frozen=True)
-class Devices:
-    """Holds a number of devices and their kind, "GPU" or "core"."""
-
-    number: int
-    word: str
-
-    def __str__(self) -> str:
-        return plural(self.number, self.word)
-
-
 def plural(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
-def find_devices(device: str) -> Devices:
-    """Returns the machine's GPUs, or the CPU cores that this process may use (`pipeline.device`)."""
-    gpus = 0 if device == "cpu" else count_gpus()
-    return Devices(gpus, "GPU") if gpus else Devices(usable_cores(), "core")
+def most_workers(pipeline: PipelineConfig) -> tuple[int, str]:
+    """Returns the number of workers of one replica that fit this machine, at least one, and its devices in words.
 
-
-def most_workers(pipeline: PipelineConfig) -> tuple[int, Devices]:
-    """Returns the number of workers of one replica that fit this machine, at least one, and its devices."""
-    devices = find_devices(pipeline.device)
-    room = devices.number // pipeline.replicas // (pipeline.threads if devices.word == "core" else 1)
-    return max(1, room), devices
+    The devices are GPUs, or the CPU cores that this process may use (`pipeline.device`).
+    """
+    if gpus := 0 if pipeline.device == "cpu" else count_gpus():
+        return max(1, gpus // pipeline.replicas), plural(gpus, "GPU")
+    cores = usable_cores()
+    return max(1, cores // pipeline.replicas // pipeline.threads), plural(cores, "core")
 
 
 def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | None) -> tuple[int, str]:
@@ -46,7 +31,7 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         world_size: of the torchrun job that started this process; None if the command starts its own workers.
 
     Raises:
-        ConfigurationError: `world_size` does not fit the configuration, or the workers do not fit the schedule.
+        ConfigurationError: `world_size` does not fit the configuration.
     """
     if world_size is not None:
         workers, why = _workers_of_job(pipeline, world_size), f"WORLD_SIZE={world_size}"
@@ -54,38 +39,21 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         workers, why = 1, "launch.inline=true"
     elif pipeline.workers == "auto":
         room, devices = most_workers(pipeline)
-        workers, why = pipeline.workers_in(room), str(devices)
+        workers, why = pipeline.workers_in(room), devices
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
-    K = pipeline.K
-    if pipeline.schedule == "interleaved_1f1b" and K % workers:
-        raise ConfigurationError(
-            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
-            f"multiple of {plural(workers, 'worker')} ({why}): use pipeline.K={K + -K % workers}"
-        )
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
     return workers, f"{plural(pipeline.K, 'cell')} on {plural(workers, 'worker')}{replicas} ({why})"
 
 
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:
     replicas, K = pipeline.replicas, pipeline.K
-    if pipeline.workers != "auto":
-        wanted = pipeline.workers * replicas
-        if wanted != world_size:
-            raise ConfigurationError(
-                f"pipeline.workers={pipeline.workers} × pipeline.replicas={replicas} needs {wanted} processes but "
-                f"WORLD_SIZE={world_size}: start torchrun with {wanted} processes in all, or use pipeline.workers=auto"
-            )
-        return pipeline.workers
     workers, rest = divmod(world_size, replicas)
-    if rest or not workers:
+    uneven = pipeline.schedule == "interleaved_1f1b" and workers and K % workers
+    if rest or not 1 <= workers <= K or pipeline.workers not in ("auto", workers) or uneven:
         raise ConfigurationError(
-            f"pipeline.replicas={replicas} does not divide WORLD_SIZE={world_size}: start torchrun with a multiple of "
-            f"{replicas} processes, or use another pipeline.replicas"
-        )
-    if workers > K:
-        raise ConfigurationError(
-            f"WORLD_SIZE={world_size} makes {plural(workers, 'worker')} per replica but pipeline.K={K}: "
-            f"use pipeline.K>={workers}, or start torchrun with {K * replicas} processes in all"
+            f"WORLD_SIZE={world_size} does not fit pipeline.workers={pipeline.workers} × pipeline.replicas={replicas} "
+            f"and pipeline.K={K}: start torchrun with pipeline.replicas times 1 to {K} processes"
+            + (", a number that divides pipeline.K (interleaved_1f1b)" if uneven else "")
         )
     return workers

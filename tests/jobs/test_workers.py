@@ -12,7 +12,7 @@ from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import Devices, choose_workers
+from gpipe_cli.jobs.workers import choose_workers
 
 PIPELINE = PipelineConfig(
     K=16,
@@ -35,29 +35,30 @@ PIPELINE = PipelineConfig(
 @pytest.mark.parametrize(
     ("changes", "machine", "workers", "line"),
     [
-        ({}, Devices(2, "core"), 2, "16 cells on 2 workers (2 cores)"),
-        ({"K": 4}, Devices(8, "GPU"), 4, "4 cells on 4 workers (8 GPUs)"),
-        ({"replicas": 4}, Devices(8, "GPU"), 2, "16 cells on 2 workers × 4 replicas (8 GPUs)"),
-        ({"replicas": 4}, Devices(2, "core"), 1, "16 cells on 1 worker × 4 replicas (2 cores)"),
-        ({"threads": 4}, Devices(8, "core"), 2, "16 cells on 2 workers (8 cores)"),
-        ({"workers": 16}, Devices(2, "core"), 16, "16 cells on 16 workers (pipeline.workers=16)"),
-        ({"schedule": "interleaved_1f1b"}, Devices(7, "core"), 4, "16 cells on 4 workers (7 cores)"),
+        ({}, (0, 2), 2, "16 cells on 2 workers (2 cores)"),
+        ({"K": 4}, (8, 2), 4, "4 cells on 4 workers (8 GPUs)"),
+        ({"replicas": 4}, (8, 2), 2, "16 cells on 2 workers × 4 replicas (8 GPUs)"),
+        ({"replicas": 4}, (0, 2), 1, "16 cells on 1 worker × 4 replicas (2 cores)"),
+        ({"threads": 4}, (0, 8), 2, "16 cells on 2 workers (8 cores)"),
+        ({"workers": 16}, (0, 2), 16, "16 cells on 16 workers (pipeline.workers=16)"),
+        ({"schedule": "interleaved_1f1b"}, (0, 7), 4, "16 cells on 4 workers (7 cores)"),
     ],
 )
 def test_workers_follow_the_devices(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: Devices, workers: int, line: str
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: tuple[int, int], workers: int, line: str
 ) -> None:
-    monkeypatch.setattr(devices, "find_devices", lambda device: machine)
+    monkeypatch.setattr(devices, "count_gpus", lambda: machine[0])
+    monkeypatch.setattr(devices, "usable_cores", lambda: machine[1])
     assert choose_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
 
 
 @pytest.mark.parametrize(
     ("changes", "world_size", "message"),
     [
-        ({"workers": 3}, 4, "needs 3 processes but WORLD_SIZE=4"),
-        ({"replicas": 3}, 4, "pipeline.replicas=3 does not divide WORLD_SIZE=4"),
-        ({"K": 2}, 4, "use pipeline.K>=4, or start torchrun with 2 processes in all"),
-        ({"schedule": "interleaved_1f1b"}, 3, r"no multiple of 3 workers \(WORLD_SIZE=3\): use pipeline.K=18"),
+        ({"workers": 3}, 4, "WORLD_SIZE=4 does not fit pipeline.workers=3"),
+        ({"replicas": 3}, 4, "pipeline.replicas=3 and pipeline.K=16"),
+        ({"K": 2}, 4, "start torchrun with pipeline.replicas times 1 to 2 processes$"),
+        ({"schedule": "interleaved_1f1b"}, 3, "a number that divides pipeline.K"),
     ],
 )
 def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:
