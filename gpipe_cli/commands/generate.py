@@ -76,27 +76,16 @@ def _generate(words: Sequence[str]) -> int:
 
 
 def worker_config(run: Reopened) -> dict[str, Any]:
-    """Returns the workers' configuration: the run's, with its saved vocabulary in place of its text.
-
-    A run that saved none, such as one with a user's own data source, opens its data.
+    """Returns the workers' configuration; see `line_config`.
 
     Raises:
         ConfigurationError: the run's model translates, or there is more than one replica.
     """
-    from gpipe_cli.checkpoint.files import vocabulary_folder
-    from gpipe_cli.data.kept_vocabularies import vocabulary_file
-
-    data, vocabularies, source = run.config["data"], vocabulary_folder(run.run_dir), None
+    data = run.config["data"]
     if run.config["task"].get("generation"):
         raise ConfigurationError(f"{run.run_dir} translates, it does not continue texts: use gpipe-translate")
-    if vocabulary_file(vocabularies).is_file():
-        source = {
-            "_target_": "gpipe_cli.data.kept_vocabularies.PromptSource",
-            "vocabularies": str(vocabularies),
-            "sequence_length": data.get("sequence_length", 1),
-            "end_token": data.get("end_token"),
-        }
-    return line_config(run, "gpipe-generate", source)
+    keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
+    return line_config(run, "gpipe-generate", "PromptSource", **keys)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -18,10 +18,6 @@ from gpipe_cli.terminal.command import to_stderr as say  # standard output holds
 if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
     from gpipe_cli.terminal.words import Words
-
-# Lines in flight, at most: unread events of the workers are kept up to 16 MiB.
-LINES_AHEAD = 4096
-PREPARATION_SECONDS = 5.0
 
 
 def open_for_lines(line: Words, example: str) -> Reopened:
@@ -40,22 +36,31 @@ def open_for_lines(line: Words, example: str) -> Reopened:
     return run
 
 
-def line_config(run: Reopened, command: str, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the workers' configuration: the run's, with another data source unless it is None.
+def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[str, Any]:
+    """Returns the workers' configuration: the run's, with its saved vocabularies in place of its data.
+
+    A run that saved none, such as one with a user's own data source, opens its data.
+
+    Args:
+        source: the class of gpipe_cli.data.kept_vocabularies that reads them.
+        keys: of that class, beside the folder.
 
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
     """
     from gpipe_cli.checkpoint.compatibility import require_same_vocabularies, vocabularies_in
     from gpipe_cli.checkpoint.files import vocabulary_folder
+    from gpipe_cli.data.kept_vocabularies import vocabulary_file
 
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
-    require_same_vocabularies(run.info, vocabularies_in(vocabulary_folder(run.run_dir)))
+    vocabularies = vocabulary_folder(run.run_dir)
+    require_same_vocabularies(run.info, vocabularies_in(vocabularies))
     launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     config = {**run.config, "launch": launch}
-    if source is not None:
-        config["data"] = dict(source)
+    if vocabulary_file(vocabularies).is_file():
+        target = f"gpipe_cli.data.kept_vocabularies.{source}"
+        config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
 
 
@@ -79,12 +84,12 @@ def answer_lines(entry: str, config: Mapping[str, Any], chosen: Mapping[str, Any
             except OSError as error:
                 raise ConfigurationError(f"output={chosen['output']}: {error.strerror}") from error
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
-        if "prompt" in config:
-            writer = Writer(output, scores, None)
-            return launch_program(EntryPoint(entry), dict(config), folder, writer), writer
-        pipe = LinePipe(stack.enter_context(opened(chosen.get("input"))))
-        writer = Writer(output, scores, pipe)
-        given = {**config, "input": str(pipe.start(folder))}
+        given, writer = dict(config), Writer(output, scores, one_line="prompt" not in config)
+        if "prompt" not in config:
+            os.mkfifo(pipe := folder / "lines")
+            given["input"] = str(pipe)
+            lines = stack.enter_context(opened(chosen.get("input")))
+            threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
         return launch_program(EntryPoint(entry), given, folder, writer), writer
 
 
@@ -107,38 +112,17 @@ def opened(path: str | None) -> Iterator[BinaryIO]:
         yield file
 
 
-class LinePipe:
-    """Passes lines to rank 0 through a named pipe, from its own thread, at most `LINES_AHEAD` at a time.
+def _pass_on(lines: BinaryIO, path: Path) -> None:
+    """Passes lines to rank 0 through a named pipe; ends with the input or with its reader.
 
     Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
     """
-
-    def __init__(self, lines: BinaryIO) -> None:
-        self._lines = lines
-        self._free = threading.Semaphore(LINES_AHEAD)
-
-    def start(self, folder: Path) -> Path:
-        """Starts the thread and returns the pipe's path. The thread ends with the input, its reader or this process."""
-        path = folder / "lines"
-        os.mkfifo(path)
-        threading.Thread(target=self._pump, args=(path,), daemon=True).start()
-        return path
-
-    def answered(self, count: int) -> None:
-        """Makes room for as many new lines as have been answered."""
-        self._free.release(count)
-
-    def _pump(self, path: Path) -> None:
-        try:
-            with path.open("wb", buffering=0) as pipe:
-                for number, line in enumerate(self._lines, start=1):
-                    self._free.acquire()
-                    text = line.rstrip(b"\r\n").decode(errors="replace")
-                    if "\ufffd" in text:
-                        say(f"warning: line {number} is no valid UTF-8; unreadable bytes became \ufffd")
-                    pipe.write(text.replace("\r", " ").encode() + b"\n")
-        except (BrokenPipeError, FileNotFoundError):
-            return  # the workers have ended; the command prints the reason
+    with suppress(BrokenPipeError, FileNotFoundError), path.open("wb", buffering=0) as pipe:
+        for number, line in enumerate(lines, start=1):
+            text = line.rstrip(b"\r\n").decode(errors="replace")
+            if "\ufffd" in text:
+                say(f"warning: line {number} is no valid UTF-8; unreadable bytes became \ufffd")
+            pipe.write(text.replace("\r", " ").encode() + b"\n")
 
 
 class Writer:
@@ -146,15 +130,14 @@ class Writer:
 
     Args:
         scores: before each answer its log-probability and a tab.
-        pipe: of the lines; None: there is one prompt, whose answers may have several lines.
+        one_line: of each answer, as of what it answers.
 
     Attributes:
         lines: the number of lines that were answered.
     """
 
-    def __init__(self, output: TextIO, scores: bool, pipe: LinePipe | None) -> None:
-        self._output, self._scores, self._pipe = output, scores, pipe
-        self._last_preparation = -PREPARATION_SECONDS
+    def __init__(self, output: TextIO, scores: bool, one_line: bool) -> None:
+        self._output, self._scores, self._one_line = output, scores, one_line
         self._began = time.monotonic()
         self.lines = 0
 
@@ -162,8 +145,6 @@ class Writer:
         kind = event.get("kind") or event.get("event")
         if kind == "answers":
             self._write(event["lines"], event["texts"], event["log_probabilities"])
-        elif kind == "preparation":
-            self._prepare(event)
         elif kind in ("message", "warning", "killed"):
             say(str(event.get("text") or event.get("message")))
 
@@ -183,7 +164,7 @@ class Writer:
             say(f"warning: not answered, because they have more than {most:,} tokens: {plural(count, 'line')}")
 
     def _write(self, lines: int, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
-        if self._pipe is not None:
+        if self._one_line:
             texts = [" ".join(text.splitlines()) for text in texts]
         if self._output.isatty():
             texts = [visible(text) for text in texts]
@@ -191,11 +172,3 @@ class Writer:
             self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
         self._output.flush()
         self.lines += lines
-        if self._pipe is not None:
-            self._pipe.answered(lines)
-
-    def _prepare(self, event: dict[str, Any]) -> None:
-        now, done, total = time.monotonic(), event["done"], event["total"]
-        if now - self._last_preparation >= PREPARATION_SECONDS or (total and done >= total):
-            self._last_preparation = now
-            say(f"{event['text']}: {done:,}" + (f" of {total:,}" if total else ""))

@@ -61,16 +61,11 @@ def _translate(words: Sequence[str]) -> int:
 
 
 def worker_config(run: Reopened) -> dict[str, Any]:
-    """Returns the workers' configuration: the run's, with its saved vocabularies in place of its corpus.
-
-    A run that saved none, such as one with a user's own data source, opens its data.
+    """Returns the workers' configuration, see `line_config`, and the longest source of the training.
 
     Raises:
         ConfigurationError: the run's model does not translate, or there is more than one replica.
     """
-    from gpipe_cli.checkpoint.files import vocabulary_folder
-    from gpipe_cli.data.kept_vocabularies import vocabulary_file
-
     config = run.config
     if not config["task"].get("generation"):
         raise ConfigurationError(
@@ -78,10 +73,9 @@ def worker_config(run: Reopened) -> dict[str, Any]:
             "gpipe-generate. If its model is a translation, type "
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
-    longest, vocabularies, source = config["data"].get("max_length"), vocabulary_folder(run.run_dir), None
-    if vocabulary_file(vocabularies).is_file():
-        source = {"_target_": "gpipe_cli.data.kept_vocabularies.SentenceSource", "vocabularies": str(vocabularies)}
-    return {**line_config(run, "gpipe-translate", source), "longest": longest if isinstance(longest, int) else None}
+    longest = config["data"].get("max_length")
+    longest = longest if isinstance(longest, int) else None
+    return {**line_config(run, "gpipe-translate", "SentenceSource"), "longest": longest}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import IO
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, visible
-from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.text import relative_paths
@@ -64,15 +63,9 @@ def run_command(
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
     try:
-        str(Path.cwd()).encode()
+        Path.cwd()
     except OSError:
         say(f"{name}: the current directory has been deleted: change to another one with cd")
-        return REFUSED
-    except UnicodeEncodeError:
-        say(f"{name}: the path of the current directory is not UTF-8: use another one")
-        return REFUSED
-    if joined() and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        say(f"{name}: RANK and WORLD_SIZE are set, as torchrun does, but not MASTER_ADDR and MASTER_PORT: unset them")
         return REFUSED
     try:
         return work()

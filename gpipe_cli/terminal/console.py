@@ -267,7 +267,7 @@ class OutputStream(io.TextIOBase):
         self._stream = stream  # None: Python was started with this stream closed
 
     def write(self, text: str) -> int:
-        self._guard(lambda stream: _write(stream, text))
+        self._guard(lambda stream: stream.write(text))
         return len(text)
 
     def flush(self) -> None:
@@ -286,14 +286,6 @@ class OutputStream(io.TextIOBase):
             discard(failed)
             # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
             log.info("%s cannot be written to (%s): the run goes on", getattr(failed, "name", "the output"), error)
-
-
-def _write(stream: IO[str], text: str) -> None:
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:  # the terminal's encoding is Latin-1 or ASCII
-        known = getattr(stream, "encoding", None) or "ascii"
-        stream.write(text.encode(known, errors="replace").decode(known))
 
 
 class TrainLog(logging.FileHandler):

@@ -70,23 +70,6 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
     assert exit_code("gpipe-x", lambda: 7, to_stderr) == 7
 
 
-def test_where_a_command_stands_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (odd := tmp_path / "\udcff").mkdir()
-    with monkeypatch.context() as inside:
-        inside.chdir(odd)
-        assert exit_code("gpipe-x", lambda: 7, to_stderr) == 2
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert exit_code("gpipe-x", lambda: 7, to_stderr) == 2
-    assert [line.partition(":")[2][:16] for line in capsys.readouterr().err.splitlines()] == [
-        " the path of the",
-        " RANK and WORLD_",
-    ]
-
-
 @pytest.mark.parametrize("run", ["0_pipeline.K=1", "sweeps/today/0_pipeline.K=1", "runs/NAME"])
 def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
     words = ["+task.x=1", "model@a.b=c", run, "step=best"]

@@ -10,7 +10,7 @@ import pytest
 from cli_jobs import progress
 
 from gpipe_cli.commands.lines import Writer
-from gpipe_cli.terminal.command import show, to_stderr
+from gpipe_cli.terminal.command import run_command, show, to_stderr
 from gpipe_cli.terminal.console import Console
 from gpipe_cli.terminal.text import relative_paths
 
@@ -25,10 +25,9 @@ def shown(*events: dict[str, object], every: int = 1) -> str:
 
 def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
     written = io.BytesIO()
-    with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")), Console(1, "plain") as console:
-        console.say("8.1 → 7.9")
-        console.say("on")
-    assert written.getvalue() == b"8.1 ? 7.9\non\n"
+    with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")):
+        assert run_command("gpipe-x", ["K=1"], "", lambda: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
+        assert written.getvalue() == b"8.1 ? 7.9\n"
 
 
 HOSTILE = "\x1b]0;title\x07\x9b2J\rok"
@@ -53,7 +52,7 @@ def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pyt
     for terminal in (True, False):
         output = io.StringIO()
         monkeypatch.setattr(output, "isatty", lambda terminal=terminal: terminal)
-        Writer(output, scores=False, pipe=None)._write(1, [HOSTILE], [0.0])
+        Writer(output, scores=False, one_line=False)._write(1, [HOSTILE], [0.0])
         written[terminal] = output.getvalue()
     assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 
