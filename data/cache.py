@@ -7,8 +7,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..disk import writing
 from .source import Report, no_report
@@ -46,6 +50,19 @@ def made_json(path: Path, make: Callable[[], Any]) -> Any:
         with whole_file(path) as draft:
             draft.write_text(text, encoding="utf-8")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def save_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Writes an array to a file."""
+    with whole_file(path) as draft:
+        np.save(draft, array)
+
+
+@lru_cache(maxsize=4_096)  # Linux allows a process 65,530 maps
+def mapped_array(path: Path) -> npt.NDArray[Any]:
+    """Returns the array in a file, mapped into memory."""
+    array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+    return array
 
 
 @contextmanager

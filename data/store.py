@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..disk import write_whole
-from .cache import whole_file
+from .cache import mapped_array, save_array
 from .kept_vocabularies import read_both
 from .source import fingerprint_of
 from .token_batches import width_of
@@ -38,8 +38,20 @@ LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.uint16]
 Numbers = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.void]
+"""Where pairs lie, of the type `ROW`."""
 Ragged = tuple[Numbers, Numbers]
 """Token ids of several sequences, one after the other, and the length of each sequence."""
+
+
+ROW = np.dtype(
+    [
+        ("shard", np.int32),  # number of the file, counted over all languages
+        ("offset", np.int64),  # of the first source token in it
+        ("source", np.int64),  # tokens of each side, without beginning and end tokens
+        ("target", np.int64),
+    ]
+)
 
 
 class HeldOutPair(NamedTuple):
@@ -104,28 +116,6 @@ class LanguageSummary:
         return sum(self.shards)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Holds where pairs lie: arrays with one entry per pair.
-
-    Attributes:
-        shard: number of the file, counted over all languages.
-        offset: of the first source token in it.
-        source, target: tokens of each side, without beginning and end tokens.
-    """
-
-    shard: npt.NDArray[np.int32]
-    offset: Numbers
-    source: Numbers
-    target: Numbers
-
-    def take(self, numbers: Numbers | slice) -> Rows:
-        return Rows(self.shard[numbers], self.offset[numbers], self.source[numbers], self.target[numbers])
-
-    def __len__(self) -> int:
-        return len(self.shard)
-
-
 class Store:
     """Reads a corpus.
 
@@ -168,8 +158,7 @@ class Store:
 
     def locate(self, languages: Numbers, indices: Numbers) -> Rows:
         """Returns where pair `indices[i]` of language number `languages[i]` lies, for every i. Reads lengths only."""
-        count = len(indices)
-        rows = Rows(np.empty(count, np.int32), *(np.empty(count, np.int64) for _ in range(3)))
+        rows = np.empty(len(indices), ROW)
         for number, of in enumerate(self.languages.values()):
             mine = np.flatnonzero(languages == number)
             ends = np.cumsum(of.shards)
@@ -182,7 +171,7 @@ class Store:
 
     def _locate_in_shard(self, shard: int, places: Numbers, within: Numbers, rows: Rows) -> None:
         lengths, starts = self._map(shard, "lengths"), self._map(shard, "starts")
-        rows.shard[places] = shard
+        rows["shard"][places] = shard
         for block in np.unique(within // self.block).tolist():
             first = block * self.block
             chosen = places[within // self.block == block]
@@ -190,39 +179,25 @@ class Store:
             of_block = np.asarray(lengths[first : first + self.block]).astype(np.int64)
             pair_lengths = of_block.sum(1)
             begins = int(starts[block]) + np.cumsum(pair_lengths) - pair_lengths
-            rows.offset[chosen] = begins[in_block]
-            rows.source[chosen], rows.target[chosen] = of_block[in_block].T
+            rows["offset"][chosen] = begins[in_block]
+            rows["source"][chosen], rows["target"][chosen] = of_block[in_block].T
 
-    def gather(self, rows: Rows, opened: dict[int, Tokens] | None = None) -> tuple[Ragged, Ragged]:
-        """Returns the ids of the pairs' sources and targets.
+    def gather(self, rows: Rows) -> tuple[Ragged, Ragged]:
+        """Returns the ids of the pairs' sources and targets."""
+        sources = self._gather(rows["shard"], rows["offset"], rows["source"])
+        return sources, self._gather(rows["shard"], rows["offset"] + rows["source"], rows["target"])
 
-        Args:
-            opened: files that stay mapped between calls; the caller keeps the dictionary and drops it.
-        """
-        opened = {} if opened is None else opened
-        return (
-            self._gather(rows.shard, rows.offset, rows.source, opened),
-            self._gather(rows.shard, rows.offset + rows.source, rows.target, opened),
-        )
-
-    def _gather(
-        self, shard: npt.NDArray[np.int32], offset: Numbers, lengths: Numbers, opened: dict[int, Tokens]
-    ) -> Ragged:
+    def _gather(self, shards: npt.NDArray[np.int32], offsets: Numbers, lengths: Numbers) -> Ragged:
         ids = np.empty(int(lengths.sum()), np.int64)
         begins = np.cumsum(lengths) - lengths
-        for number in np.unique(shard).tolist():
-            if number not in opened:
-                opened[number] = self._map(number, "tokens")
-            mine = np.flatnonzero(shard == number)
-            of_mine = lengths[mine]
-            within = np.arange(int(of_mine.sum())) - np.repeat(np.cumsum(of_mine) - of_mine, of_mine)
-            ids[np.repeat(begins[mine], of_mine) + within] = opened[number][np.repeat(offset[mine], of_mine) + within]
+        for shard in np.unique(shards).tolist():
+            mine = shards == shard
+            places = places_of(offsets[mine], lengths[mine])
+            ids[places_of(begins[mine], lengths[mine])] = self._map(shard, "tokens")[places]
         return ids, lengths
 
     def _map(self, shard: int, kind: str) -> npt.NDArray[Any]:
-        code, number = self._shards[shard]
-        array: npt.NDArray[Any] = np.load(shard_path(self.folder, code, number, kind), mmap_mode="r")
-        return array
+        return mapped_array(shard_path(self.folder, *self._shards[shard], kind))
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """Yields all held-out sentences of "dev" or "test", language after language."""
@@ -245,6 +220,12 @@ def interleave(
     return np.fromiter(ids, np.uint32 if wide else np.uint16, int(lengths.sum(dtype=np.int64))), lengths
 
 
+def places_of(starts: Numbers, lengths: Numbers) -> Numbers:
+    """Returns the places of the tokens of sequences that begin at `starts`, one sequence after the other."""
+    offsets = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return np.asarray(offsets + np.arange(len(offsets)))
+
+
 def pair_ends(lengths: Lengths) -> Numbers:
     """Returns 0 and, for each pair, where it ends in tokens."""
     return np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
@@ -256,8 +237,7 @@ def write_shard(folder: Path, code: str, number: int, tokens: Tokens, lengths: L
     ends = pair_ends(lengths)
     starts = np.append(ends[:-1:block], ends[-1]) if len(lengths) else ends
     for kind, array in (("tokens", tokens), ("lengths", lengths), ("starts", starts)):
-        with whole_file(shard_path(folder, code, number, kind)) as draft:
-            np.save(draft, array)
+        save_array(shard_path(folder, code, number, kind), array)
 
 
 def write_description(

@@ -53,8 +53,9 @@ def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> li
         least = max(1, pairs // (LEAST * parts))
         bounds = _apart(_rounded(_places_of_shares(tokens, parts * count)), len(order), least)
     groups = np.split(order, bounds[1:-1])
-    rows = [groups[part * count :][:count][:: -1 if part % 2 else 1] for part in range(parts)]
-    return [list(column) for column in zip(*rows, strict=True)]
+    return [
+        [groups[number] for number in column] for column in _turned(np.arange(parts * count).reshape(parts, count)).T
+    ]
 
 
 def least_pairs(mean: int) -> int:

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
 from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
 from .source import Batch, HeldOutSample, Report, permutation, read_ahead, slices_of_replica, split_evenly
-from .store import HeldOutPair, Ragged, Store, Tokens
+from .store import HeldOutPair, Ragged, Store
 from .token_batches import dealt, least_pairs, micro_batches, width_of
 from .vocabulary import BOS, EOS, PAD
-
-if TYPE_CHECKING:
-    from ..micro_batch import MicroBatch
 
 CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
@@ -189,14 +187,14 @@ class PairSource(PreparedSource[Store]):
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             rows = self._opened.locate(*sampler.items(number))
-            batches = dealt(rows.source + 1, rows.target + 1, len(rows) // self._pairs, self._batch_tokens is None)
+            lengths = rows["source"] + 1, rows["target"] + 1
+            batches = dealt(*lengths, len(rows) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
-            opened: dict[int, Tokens] = {}  # files stay mapped for one chunk
             for place in range(batch, len(batches)):
                 groups = batches[order[place]]
-                of_batch = rows.take(np.concatenate(groups))
+                of_batch = rows[np.concatenate(groups)]
                 cuts = micro_batches([len(group) for group in groups], M * replicas)[mine]
-                made = [_micro_batch(*self._opened.gather(of_batch.take(cut), opened)) for cut in cuts]
+                made = [_micro_batch(*self._opened.gather(of_batch[cut])) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1})
             batch = 0
 

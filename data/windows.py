@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..micro_batch import MicroBatch
 from .sampling import EpochOrder
 from .source import Batch, Source, read_ahead, slices_of_replica, split_evenly
 from .vocabulary import PAD
-
-if TYPE_CHECKING:
-    from ..micro_batch import MicroBatch
 
 Numbers = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed
 from ..prepared import PreparedSource
 from ..source import Report, permutation
-from ..store import Rows, Store
+from ..store import Rows, Store, places_of
 from ..vocabulary import BOS, EOS, PAD
 from ..windows import TokenSequence, WindowSource
 from .corpus import CorpusParameters, open_store
@@ -70,7 +70,7 @@ class TextSource(WindowSource, PreparedSource[Store]):
         pieces = []
         for first in range(0, len(order), PACKED_AT_ONCE):
             report("text: one stream of tokens", first, len(order))
-            pieces.append(_packed(store, rows.take(order[first : first + PACKED_AT_ONCE])))
+            pieces.append(_packed(store, rows[order[first : first + PACKED_AT_ONCE]]))
         self._stream = np.concatenate(pieces)
         if self._count() < 1:
             raise ConfigurationError(
@@ -108,6 +108,5 @@ def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:
     starts = (np.cumsum(lengths) - lengths).reshape(-1, 2)
     row = np.full(int(lengths.sum()), EOS, np.uint16)
     for column, (tokens, of_side) in enumerate(sides):
-        within = np.arange(len(tokens)) - np.repeat(np.cumsum(of_side) - of_side, of_side)
-        row[np.repeat(starts[:, column], of_side) + within] = tokens
+        row[places_of(starts[:, column], of_side)] = tokens
     return row

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cache import made_json, whole_file
+from ..cache import made_json, save_array
 from ..defects import Defects
 from ..packed import check_encoding
 from ..prepared import WORK
@@ -24,11 +24,11 @@ from ..source import permutation, random_words
 from ..store import (
     LanguageSummary,
     Lengths,
-    Numbers,
     Sizes,
     Tokens,
     interleave,
     pair_ends,
+    places_of,
     write_shard,
 )
 from ..vocabulary import Vocabulary
@@ -156,8 +156,7 @@ def _encode(draft: Draft, piece: Piece, shards: int, out: Path) -> dict[str, Any
     wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
     tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        with whole_file(out.with_suffix(f".{kind}.npy")) as file:
-            np.save(file, array)
+        save_array(out.with_suffix(f".{kind}.npy"), array)
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64)).tolist()
     defects.examples.sort(key=lambda defect: defect.line)
     return {"bounds": bounds, **defects.as_json()}
@@ -217,23 +216,17 @@ def merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSumma
 
 def _merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSummary:
     tokens, lengths = _collected([draft.piece(language, number) for number in range(pieces)], shard)
-    ends = pair_ends(lengths)[1:]
+    starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)
     filled = 0
     for first in range(0, len(order), AT_ONCE):
         chosen = order[first : first + AT_ONCE]
-        places = _token_places(ends[chosen], lengths[chosen].sum(1, dtype=np.int64))
+        places = places_of(starts[chosen], of_pairs[chosen])
         shuffled[filled : filled + len(places)] = tokens[places]
         filled += len(places)
     write_shard(draft.folder, language, shard, shuffled, lengths[order], draft.text.sizes.block)
     return LanguageSummary.of_shard(lengths)
-
-
-def _token_places(ends: Numbers, lengths: Numbers) -> Numbers:
-    """Returns the places of the tokens of pairs that end at `ends`, one pair after the other."""
-    starts = np.repeat(ends - lengths - (np.cumsum(lengths) - lengths), lengths)
-    return np.asarray(starts + np.arange(len(starts)))
 
 
 def _collected(pieces: list[Path], shard: int) -> tuple[Tokens, Lengths]:

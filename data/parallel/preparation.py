@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigurationError
-from ..cache import made_json, whole_file
+from ..cache import made_json, save_array, whole_file
 from ..defects import KINDS, Defect, Defects, in_words
 from ..prepared import WORK
 from ..sampling import temperature_shares
@@ -180,8 +180,7 @@ class Preparation:
                         out.write(json.dumps(content, ensure_ascii=False) + "\n")
                         digests[language].append(pair_digest(source, target))
         for language, of_language in digests.items():
-            with whole_file(self._draft.held_out(language)) as file:
-                np.save(file, np.array(of_language, np.uint64))
+            save_array(self._draft.held_out(language), np.array(of_language, np.uint64))
 
     def _held_out_pieces(self, split: str) -> Iterator[Piece]:
         pairs = [pair for pair in self._pairs if pair.split == split]

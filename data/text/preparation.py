@@ -21,7 +21,7 @@ import numpy as np
 
 from ...disk import write_whole
 from ...errors import ConfigurationError
-from ..cache import made_json, whole_file
+from ..cache import made_json, save_array, whole_file
 from ..defects import Defect, Defects
 from ..kept_vocabularies import SOURCE, TOKENIZER, read_vocabulary, vocabulary_file
 from ..prepared import WORK
@@ -216,8 +216,7 @@ def _encode(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[s
     for split, wanted in zip(SPLITS, (False, True), strict=True):
         chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
         tokens = _tokens(chosen, form, folder)
-        with whole_file(folder / f"{name}.{split}.npy") as draft:
-            np.save(draft, tokens)
+        save_array(folder / f"{name}.{split}.npy", tokens)
         content |= {split: len(tokens)}
         if split == "train":
             content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}

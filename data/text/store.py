@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..cache import mapped_array
 from ..kept_vocabularies import read_vocabulary, vocabulary_file
 from ..source import fingerprint_of
 
@@ -24,7 +24,7 @@ SPLITS = ("train", "dev")
 
 
 class TokenFiles:
-    """Holds one long sequence of token ids that lies in several files; each is mapped when it is first read.
+    """Holds one long sequence of token ids that lies in several files.
 
     Args:
         paths: of the files, in order.
@@ -34,7 +34,6 @@ class TokenFiles:
     def __init__(self, paths: Sequence[Path], lengths: Sequence[int]) -> None:
         self._paths = paths
         self._ends = np.cumsum([0, *lengths])
-        self._mapped: dict[int, npt.NDArray[Any]] = {}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -46,13 +45,8 @@ class TokenFiles:
         ids = np.empty(len(flat), np.int64)
         for number in np.unique(file_of).tolist():
             mine = file_of == number
-            ids[mine] = self._file(number)[flat[mine] - self._ends[number]]
+            ids[mine] = mapped_array(self._paths[number])[flat[mine] - self._ends[number]]
         return ids.reshape(places.shape)
-
-    def _file(self, number: int) -> npt.NDArray[Any]:
-        if number not in self._mapped:
-            self._mapped[number] = np.load(self._paths[number], mmap_mode="r")
-        return self._mapped[number]
 
 
 class TextStore:
