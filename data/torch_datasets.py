@@ -67,20 +67,25 @@ class DatasetSource(Source):
             slices_of_replica(size, M, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
         loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], M, replica, replicas))
-        return _grouped(loaded, M, _positions(start["epoch"], start["batch"], self._batches))
+        numbers = count(start["epoch"] * self._batches + start["batch"] + 1)
+        return (Batch(list(islice(loaded, M)), self._position(number)) for number in numbers)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """Returns all examples once, in order; the last batch may have fewer micro-batches.
+        """Returns all examples once, in order; the last batch may have fewer micro-batches."""
+        return self.evaluation_share(M, 0, 1)
+
+    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Returns the mini-batches number replica, replica + replicas, … of `evaluation`; no example is read twice.
 
         Loader processes start here, in the calling thread, and not at the first batch: one forked by a thread that
         reads ahead fails when it ends ("cannot join current thread"), which would look like a crash.
         """
-        total = len(cast(Any, self._evaluation_set))
-        sizes = {first: min(self._batch_size, total - first) for first in range(0, total, self._batch_size)}
-        slices = {first: split_evenly(size, min(M, size)) for first, size in sizes.items()}
-        keys = [[(0, first + i) for i in range(sizes[first])[some]] for first in slices for some in slices[first]]
+        total, size = len(cast(Any, self._evaluation_set)), self._batch_size
+        batches = [range(total)[first : first + size] for first in range(replica * size, total, replicas * size)]
+        divided = [[batch[cut] for cut in split_evenly(len(batch), min(M, len(batch)))] for batch in batches]
+        keys = [[(0, index) for index in part] for parts in divided for part in parts]
         loaded = self._load(self._evaluation_set, iter(keys))
-        return (Batch(list(islice(loaded, len(of_batch))), first) for first, of_batch in slices.items())
+        return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in divided)
 
     def epoch(self, position: Any) -> float:
         """Returns how often all examples were read up to `position`."""
@@ -91,6 +96,10 @@ class DatasetSource(Source):
     def _batches(self) -> int:
         """Returns the number of mini-batches of an epoch."""
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
+
+    def _position(self, batches: int) -> dict[str, int]:
+        """Returns the position after so many mini-batches."""
+        return {"epoch": batches // self._batches, "batch": batches % self._batches}
 
     def _keys(self, epoch: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[list[Key]]:
         """Yields the keys of each micro-batch of this replica, epoch after epoch."""
@@ -160,14 +169,3 @@ def _seeded(*key: int) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(tensors)
-
-
-def _grouped(loaded: Iterator[MicroBatch], M: int, positions: Iterator[Any]) -> Iterator[Batch]:
-    for position in positions:
-        yield Batch(list(islice(loaded, M)), position)
-
-
-def _positions(epoch: int, batch: int, batches: int) -> Iterator[dict[str, int]]:
-    """Yields the position after each batch, counted from `epoch` and `batch`."""
-    for number in count(epoch * batches + batch + 1):
-        yield {"epoch": number // batches, "batch": number % batches}

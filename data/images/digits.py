@@ -23,7 +23,7 @@ from ..source import Batch, Report, Source, permutation, read_ahead, slices_of_r
 from .loading import typical_images
 
 CLASSES: Literal[10] = 10
-TEST_IMAGES = 360  # the last ones: mostly of writers who are not in the training set
+TRAINING_IMAGES = 1437  # the 360 after them are mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
 
@@ -57,7 +57,6 @@ class DigitsSource(Source):
     ) -> None:
         self._batch_size, self._image_size, self._seed = batch_size, image_size, seed
         self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
-        self._images, self._labels = torch.empty(0), torch.empty(0, dtype=torch.int64)
 
     def prepare(self, report: Report) -> None:
         """Reads and enlarges all images, in a few hundredths of a second."""
@@ -79,11 +78,10 @@ class DigitsSource(Source):
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields the test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
-        first_test = self._training_images
-        for first in range(first_test, len(self._images), self._batch_size):
+        for first in range(TRAINING_IMAGES, len(self._images), self._batch_size):
             numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
             slices = split_evenly(len(numbers), min(M, len(numbers)))
-            yield Batch(self._micro_batches(self._images[numbers], numbers, slices), first - first_test)
+            yield Batch(self._micro_batches(self._images[numbers], numbers, slices), first - TRAINING_IMAGES)
 
     def epoch(self, position: Any) -> float:
         """Returns how often the training images were read up to `position`."""
@@ -91,19 +89,13 @@ class DigitsSource(Source):
         return float(start["epoch"] + start["batch"] / self._batches)
 
     @property
-    def _training_images(self) -> int:
-        if not len(self._images):
-            raise RuntimeError("DigitsSource: call prepare() before reading")
-        return len(self._images) - TEST_IMAGES
-
-    @property
     def _batches(self) -> int:
         """Returns the number of mini-batches of an epoch; one that would not be full is left out."""
-        return self._training_images // self._batch_size
+        return TRAINING_IMAGES // self._batch_size
 
     def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
         for current in count(epoch):
-            order = permutation(self._training_images, self._seed, current)
+            order = permutation(TRAINING_IMAGES, self._seed, current)
             matrices = self._matrices(current)
             for place in range(batch, self._batches):
                 numbers = order[place * self._batch_size : (place + 1) * self._batch_size]
@@ -115,7 +107,7 @@ class DigitsSource(Source):
 
     def _matrices(self, epoch: int) -> Tensor:
         """Returns the inverse affine maps [n, 2, 3] of the training images in an epoch."""
-        words = np.random.Philox(np.random.SeedSequence((self._seed, epoch))).random_raw(4 * self._training_images)
+        words = np.random.Philox(np.random.SeedSequence((self._seed, epoch))).random_raw(4 * TRAINING_IMAGES)
         uniform = (words >> np.uint64(11)).astype(np.float64).reshape(-1, 4) * 2.0**-52 - 1
         angle, size, across, down = (uniform * np.array(self._affine)).T
         cos, sin = np.cos(angle) / (1 + size), np.sin(angle) / (1 + size)

@@ -47,24 +47,21 @@ class TransformedImages(Dataset[Example]):
     """
 
     def __init__(self, images: Images, transform: Transform, attempts: int) -> None:
-        self._images, self._transform, self._attempts = images, transform, attempts
+        self.images, self._transform, self._attempts = images, transform, attempts
 
     def __len__(self) -> int:
-        return len(self._images)
-
-    def fingerprint(self) -> str:
-        return self._images.fingerprint()
+        return len(self.images)
 
     def __getitem__(self, index: int) -> Example:
         broken = []
         for place in range(self._attempts):
             number = (index + place) % len(self)
             try:
-                image = self._images.read(number)
+                image = self.images.read(number)
             except BrokenImageError as error:
                 broken.append(error)
             else:
-                return Example(self._transform(image), int(self._images.labels[number]), tuple(broken))
+                return Example(self._transform(image), int(self.images.labels[number]), tuple(broken))
         return Example(None, -1, tuple(broken))
 
 

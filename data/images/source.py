@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
-from torch.utils.data import Dataset, Subset
 
 from ...errors import ConfigurationError
+from ...micro_batch import MicroBatch
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
@@ -18,9 +18,6 @@ from .datasets import help_for, open_images
 from .files import BrokenImageError, Images
 from .loading import LoadedMicroBatch, TransformedImages, collate, loader_workers, typical_images
 from .transforms import evaluation_transform, training_transform
-
-if TYPE_CHECKING:
-    from ...micro_batch import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +81,7 @@ class ImageSource(Source):
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
         self._augmentation = (crop_area, flip, brightness, chroma, cutout)
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        self._workers, self._replicas, self._broken_limit = workers, 1, broken_images_limit
-        self._sets: tuple[TransformedImages, TransformedImages] | None = None
+        self._workers, self._broken_limit = workers, broken_images_limit
         self.broken_images: dict[str, str] = {}
 
     def prepare(self, report: Report) -> None:
@@ -99,10 +95,10 @@ class ImageSource(Source):
         self.class_names = train.class_names
         self.prepared_defects = {"other_files": train.others + evaluation.others}
         self._broken_limit = min(self._broken_limit, len(train) - 1)
-        self._sets = (
-            TransformedImages(train, training_transform(self._image_size, *self._augmentation), self._broken_limit + 1),
-            TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop), 1),
-        )
+        augmented = training_transform(self._image_size, *self._augmentation)
+        self._train_set = TransformedImages(train, augmented, self._broken_limit + 1)
+        plain = evaluation_transform(self._image_size, self._evaluation_crop)
+        self._evaluation_set = TransformedImages(evaluation, plain, 1)
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
@@ -110,8 +106,7 @@ class ImageSource(Source):
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
-        self._replicas = replicas
-        batches = self._ahead(self._examples().train(position, M, replica, replicas))
+        batches = self._ahead(self._examples(replicas).train(position, M, replica, replicas), replicas)
         return (Batch([one.tensors for one in self._loaded(batch)], batch.position) for batch in batches)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
@@ -120,10 +115,8 @@ class ImageSource(Source):
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the mini-batches number replica, replica + replicas, … of `evaluation`; no image is decoded twice."""
-        count, size = len(self._prepared[1]), self._batch_size
-        firsts = range(replica * size, count, replicas * size)
-        mine = Subset(self._prepared[1], [i for first in firsts for i in range(first, min(first + size, count))])
-        for batch in self._ahead(self._examples(mine).evaluation(M)):
+        batches = self._examples(replicas).evaluation_share(M, replica, replicas)
+        for batch in self._ahead(batches, replicas):
             loaded = [one for one in self._loaded(batch) if len(one.labels)]
             if any(one.broken for one in loaded):
                 loaded = _divided_again(loaded, M)
@@ -132,36 +125,30 @@ class ImageSource(Source):
 
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
-        return self._prepared[0].fingerprint()
+        return self._train_set.images.fingerprint()
 
     def epoch(self, position: Any) -> float:
         """Returns how often the training images were read up to `position`."""
         return self._examples().epoch(position)
 
-    @property
-    def _prepared(self) -> tuple[TransformedImages, TransformedImages]:
-        if self._sets is None:
-            raise RuntimeError("ImageSource: call prepare() before reading")
-        return self._sets
-
-    def _examples(self, evaluation: Dataset[Any] | None = None) -> DatasetSource:
+    def _examples(self, replicas: int = 1) -> DatasetSource:
         return DatasetSource(
-            self._prepared[0],
-            self._prepared[1] if evaluation is None else evaluation,
+            self._train_set,
+            self._evaluation_set,
             self._batch_size,
             self._drop_last,
             cast(Any, collate),  # its micro-batches also hold broken images; `_loaded` counts them
-            loader_workers(self._workers, self._replicas),
+            loader_workers(self._workers, replicas),
             self._seed,
         )
 
-    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _ahead(self, batches: Iterator[Batch], replicas: int) -> Iterator[Batch]:
         """Yields the same mini-batches; with loader processes the next ones are made while one is trained on.
 
         Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them,
         examples are read in this process, where only the training thread may seed the generators.
         """
-        return read_ahead(batches) if loader_workers(self._workers, self._replicas) else batches
+        return read_ahead(batches) if loader_workers(self._workers, replicas) else batches
 
     def _loaded(self, batch: Batch) -> list[LoadedMicroBatch]:
         """Returns the batch's micro-batches after counting their broken images.

@@ -8,6 +8,7 @@ Random numbers come from torch's global generator, which the source seeds for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -40,7 +41,7 @@ def training_transform(
     """
     from torchvision.transforms import v2  # type: ignore[import-untyped] # two seconds, only for image files
 
-    steps: list[Callable[[Tensor], Tensor]] = []
+    steps: list[Transform] = []
     if crop_area is None:
         steps.append(v2.Resize((image_size, image_size), antialias=True))
     else:
@@ -49,9 +50,9 @@ def training_transform(
     if flip:
         steps.append(v2.RandomHorizontalFlip())
     if brightness or chroma:
-        steps.append(ColourShift(brightness, chroma))
+        steps.append(partial(shift_colours, brightness=brightness, chroma=chroma))
     if cutout:
-        steps.append(Cutout(cutout))
+        steps.append(partial(cut_out, share=cutout))
     return cast(Transform, v2.Compose(steps))
 
 
@@ -60,54 +61,39 @@ def evaluation_transform(image_size: int, crop: float) -> Transform:
     from torchvision.transforms import v2
 
     resize = v2.Resize((image_size, image_size), antialias=True)
-    return cast(Transform, v2.Compose([CentralCrop(crop), resize]))
+    return cast(Transform, v2.Compose([partial(central_crop, share=crop), resize]))
 
 
-class CentralCrop:
-    """Keeps the middle, `share` of the height and of the width."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-
-    def __call__(self, image: Tensor) -> Tensor:
-        height, width = image.shape[-2:]
-        top, left = (int((side - side * self.share) / 2) for side in (height, width))
-        return image[..., top : height - top, left : width - left]
+def central_crop(image: Tensor, share: float) -> Tensor:
+    """Returns the middle of an image, `share` of its height and of its width."""
+    height, width = image.shape[-2:]
+    top, left = (int((side - side * share) / 2) for side in (height, width))
+    return image[..., top : height - top, left : width - left]
 
 
-class ColourShift:
+def shift_colours(image: Tensor, brightness: float, chroma: float) -> Tensor:
     """Adds one random amount to the brightness of all pixels, and one to each of their chroma values Cb and Cr."""
-
-    def __init__(self, brightness: float, chroma: float) -> None:
-        self.brightness, self.chroma = brightness, chroma
-
-    def __call__(self, image: Tensor) -> Tensor:
-        light, blue, red = (torch.rand(3, dtype=torch.float64) * 2 - 1).tolist()
-        shifts = [
-            round(255 * (light * self.brightness + self.chroma * (blue * of_blue + red * of_red)))
-            for of_blue, of_red in (RED, GREEN, BLUE)
-        ]
-        shifted = image.to(torch.int16) + torch.tensor(shifts, dtype=torch.int16)[:, None, None]
-        return shifted.clamp_(0, 255).to(torch.uint8)
+    light, blue, red = (torch.rand(3, dtype=torch.float64) * 2 - 1).tolist()
+    shifts = [
+        round(255 * (light * brightness + chroma * (blue * of_blue + red * of_red)))
+        for of_blue, of_red in (RED, GREEN, BLUE)
+    ]
+    shifted = image.to(torch.int16) + torch.tensor(shifts, dtype=torch.int16)[:, None, None]
+    return shifted.clamp_(0, 255).to(torch.uint8)
 
 
-class Cutout:
+def cut_out(image: Tensor, share: float) -> Tensor:
     """Fills a square with grey; its centre is any pixel, so that it may lie partly outside (DeVries & Taylor, 2017).
 
     Args:
         share: side of the square as a share of the image's.
     """
+    rows, columns = (_span(side, round(share * side)) for side in image.shape[-2:])
+    cut = image.clone()
+    cut[..., rows, columns] = GREY
+    return cut
 
-    def __init__(self, share: float) -> None:
-        self.share = share
 
-    def __call__(self, image: Tensor) -> Tensor:
-        rows, columns = (self._span(side) for side in image.shape[-2:])
-        cut = image.clone()
-        cut[..., rows, columns] = GREY
-        return cut
-
-    def _span(self, side: int) -> slice:
-        length = round(self.share * side)
-        first = int(torch.randint(side, ())) - length // 2
-        return slice(max(0, first), min(side, first + length))
+def _span(side: int, length: int) -> slice:
+    first = int(torch.randint(side, ())) - length // 2
+    return slice(max(0, first), min(side, first + length))
