@@ -77,11 +77,13 @@ class Defects:
         self.counts.setdefault(defect.language, Counter())[defect.kind] += 1
         self._list(defect)
 
-    def update(self, other: Defects) -> None:
+    def update(self, other: Defects, policy: Mapping[str, str]) -> None:
+        """Adds others; raises ConfigurationError for the first of all that the policy refuses."""
         for language, counts in other.counts.items():
             self.counts.setdefault(language, Counter()).update(counts)
         for defect in other.examples:
             self._list(defect)
+        self.refuse(policy)
 
     def _list(self, defect: Defect) -> None:
         if self._listed[defect.language, defect.kind] < EXAMPLES:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..micro_batch import MicroBatch
 from .cache import whole_file
 from .source import Batch, Source
 from .tokenizer import TokenizerFile
 from .vocabulary import BOS, EOS, PAD, Vocabulary
-
-if TYPE_CHECKING:
-    from ..micro_batch import MicroBatch
 
 SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
 EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
@@ -57,18 +55,27 @@ def read_both(folder: Path) -> tuple[Vocabulary, Vocabulary]:
 
 
 class _VocabulariesOnly(Source):
-    """Yields one mini-batch, which shows the shapes: there is no corpus."""
+    """Encodes and decodes text; yields one mini-batch, which shows the shapes: there is no corpus."""
+
+    _source: Vocabulary | TokenizerFile
+    _target: Vocabulary | TokenizerFile
+    _example: MicroBatch
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the one mini-batch."""
-        yield Batch([self._example()] * M, None)
+        yield Batch([self._example] * M, None)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields nothing."""
         yield from ()
 
-    def _example(self) -> MicroBatch:
-        raise NotImplementedError
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the source ids of each text."""
+        return self._source.encode(texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of target ids, up to the first end token."""
+        return self._target.decode(ids)
 
 
 class SentenceSource(_VocabulariesOnly):
@@ -84,21 +91,15 @@ class SentenceSource(_VocabulariesOnly):
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
     def __init__(self, vocabularies: str) -> None:
+        import torch  # imported late: `vocabulary_file` does not need it
+
         self._source, self._target = read_both(Path(vocabularies))
+        tokens = torch.full(EXAMPLE, PAD)
+        self._example = (tokens, tokens), (tokens,)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the source ids of each text with the end token, as the model reads them."""
-        return [[*ids, EOS] for ids in self._source.encode(texts)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of target ids, up to the first end token."""
-        return self._target.decode(ids)
-
-    def _example(self) -> MicroBatch:
-        import torch  # imported late: `vocabulary_file` does not need it
-
-        tokens = torch.full(EXAMPLE, PAD)
-        return (tokens, tokens), (tokens,)
+        return [[*ids, EOS] for ids in super().encode(texts)]
 
 
 class PromptSource(_VocabulariesOnly):
@@ -114,22 +115,9 @@ class PromptSource(_VocabulariesOnly):
     """
 
     def __init__(self, vocabularies: str, sequence_length: int, end_token: str | None = None) -> None:
-        self._vocabulary, self._length = (
-            read_vocabulary(vocabulary_file(Path(vocabularies)), end_token),
-            sequence_length,
-        )
-        self.eos_id = self._vocabulary.eos_id
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text."""
-        return self._vocabulary.encode(texts)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids up to the first end token."""
-        return self._vocabulary.decode(ids)
-
-    def _example(self) -> MicroBatch:
         import torch
 
-        tokens = torch.full((1, self._length), self.eos_id)
-        return (tokens,), (tokens,)
+        self._source = self._target = read_vocabulary(vocabulary_file(Path(vocabularies)), end_token)
+        self.eos_id = self._source.eos_id
+        tokens = torch.full((1, sequence_length), self.eos_id)
+        self._example = (tokens,), (tokens,)

@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import sentencepiece
 
@@ -48,34 +48,36 @@ class PreparedText(Protocol):
     """Holds a prepared text: a `store.Store` or a `text.store.TextStore`."""
 
     folder: Path
+    source_vocabulary: Any  # of `Vocabulary` or `TokenizerFile`
+    target_vocabulary: Any
 
     def fingerprint(self) -> str: ...
 
 
-Store = TypeVar("Store", bound=PreparedText)
-
-
-class PreparedSource(Source, Generic[Store]):
+class PreparedSource(Source):
     """Reads a prepared text; `prepare` calls `_use`."""
 
-    _store: Store | None = None
+    _store: PreparedText
 
-    def _use(self, store: Store) -> None:
+    def _use(self, store: PreparedText) -> None:
         self._store, self.prepared_defects = store, defects_of(store.folder)
 
-    @property
-    def _opened(self) -> Store:
-        if self._store is None:
-            raise RuntimeError(f"{type(self).__name__}: call prepare() before reading")
-        return self._store
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the source ids of each text."""
+        ids: list[list[int]] = self._store.source_vocabulary.encode(texts)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of target ids, up to the first end token."""
+        return str(self._store.target_vocabulary.decode(ids))
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies what ids mean to a folder, from which `kept_vocabularies` reads it without the text."""
-        keep_vocabularies(self._opened.folder, folder)
+        keep_vocabularies(self._store.folder, folder)
 
     def fingerprint(self) -> str:
         """Returns that of the text that is trained on, which the order of reading does not change."""
-        return self._opened.fingerprint()
+        return self._store.fingerprint()
 
 
 def warn_of(

@@ -30,7 +30,7 @@ TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR b
 SPLITS = ("dev", "test")  # held-out sentences: dev for evaluations during training, test for the final comparison
 
 
-class PairSource(PreparedSource[Store]):
+class PairSource(PreparedSource):
     """Yields temperature-sampled mini-batches of pairs. Subclasses open the store.
 
     A mini-batch is a sample of all lengths. Its micro-batches hold pairs of similar lengths, and have nearly equal
@@ -48,6 +48,7 @@ class PairSource(PreparedSource[Store]):
         evaluation_split: which held-out sentences: "dev" or "test".
     """
 
+    _store: Store
     pad_id, bos_id, eos_id = PAD, BOS, EOS
     typical_lengths = (24, 16)  # padded source and target tokens: the medians of CLDR batches with 4,000 pieces
 
@@ -112,7 +113,7 @@ class PairSource(PreparedSource[Store]):
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields `evaluation_per_language` held-out sentences of each language, shortest first."""
         samples = self.held_out(self.evaluation_split, self.evaluation_per_language)
-        targets = self._opened.target_vocabulary.encode([sample.reference for sample in samples])
+        targets = self._store.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
         for first in range(0, len(order), EVALUATION_BATCH * M):
@@ -135,11 +136,11 @@ class PairSource(PreparedSource[Store]):
         """
         if split not in SPLITS:
             raise ValueError(f"no held-out split '{split}': use 'dev' or 'test'")
-        by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self._opened.languages}
-        for pair in self._opened.held_out(split):
+        by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self._store.languages}
+        for pair in self._store.held_out(split):
             by_language[pair.language].append(pair)
         chosen = [pair for code, pairs in by_language.items() for pair in self._chosen(code, pairs, per_language)]
-        sources = self._opened.source_vocabulary.encode([pair.source for pair in chosen])
+        sources = self._store.source_vocabulary.encode([pair.source for pair in chosen])
         return [
             HeldOutSample(pair.language, pair.source, pair.target, [*ids, EOS])
             for pair, ids in zip(chosen, sources, strict=True)
@@ -153,20 +154,16 @@ class PairSource(PreparedSource[Store]):
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the source ids of each text with the end token, as the model reads them."""
-        return [[*ids, EOS] for ids in self._opened.source_vocabulary.encode(texts)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of target ids, up to the first end token."""
-        return self._opened.target_vocabulary.decode(ids)
+        return [[*ids, EOS] for ids in super().encode(texts)]
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
-        return self._read(position) / sum(self._opened.sizes.values())
+        return self._read(position) / sum(self._store.sizes.values())
 
     def epochs(self, position: Any) -> dict[str, float]:
         """Returns how often each language's pairs have been read up to `position`."""
         taken = self._sampler().taken(self._read(position))
-        return {code: count / size for (code, size), count in zip(self._opened.sizes.items(), taken, strict=True)}
+        return {code: count / size for (code, size), count in zip(self._store.sizes.items(), taken, strict=True)}
 
     def _read(self, position: Any) -> int:
         """Returns how many pairs have been read; with `batch_tokens` about as many, within a chunk."""
@@ -180,13 +177,13 @@ class PairSource(PreparedSource[Store]):
 
     def _sampler(self) -> TemperatureSampler:
         """Returns a new sampler: each stream of batches needs its own."""
-        return TemperatureSampler(self._opened.blocks(), self._temperature, self._chunk, self._seed)
+        return TemperatureSampler(self._store.blocks(), self._temperature, self._chunk, self._seed)
 
     def _train(self, chunk: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         sampler = self._sampler()
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
-            rows = self._opened.locate(*sampler.items(number))
+            rows = self._store.locate(*sampler.items(number))
             lengths = rows["source"] + 1, rows["target"] + 1
             batches = dealt(*lengths, len(rows) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
@@ -194,7 +191,7 @@ class PairSource(PreparedSource[Store]):
                 groups = batches[order[place]]
                 of_batch = rows[np.concatenate(groups)]
                 cuts = micro_batches([len(group) for group in groups], M * replicas)[mine]
-                made = [_micro_batch(*self._opened.gather(of_batch[cut])) for cut in cuts]
+                made = [_micro_batch(*self._store.gather(of_batch[cut])) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1})
             batch = 0
 

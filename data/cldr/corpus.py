@@ -27,7 +27,7 @@ from ..store import (
     write_shard,
 )
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
-from ..workers import Workers
+from ..workers import RunAll, in_processes
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
@@ -88,10 +88,11 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 
 
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
-    with Workers(_worker_count(parameters)) as workers:
-        corpus = _compose(parameters, workers, report)
+    small = sum(parameters.sizes.values()) < SMALL
+    with in_processes(1 if small else usable_cores()) as run_all:  # their number changes no byte
+        corpus = _compose(parameters, run_all, report)
         jobs = [(parameters, split) for split in ("dev", "test")]
-        for (_, split), lines in zip(jobs, workers.map(_held_out_lines, jobs), strict=True):
+        for (_, split), lines in zip(jobs, run_all(_held_out_lines, jobs), strict=True):
             (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
     report("translation corpus: vocabulary", 0, 1)
     sentences, smaller = _vocabulary_sentences(corpus), parameters.smaller_vocabulary
@@ -109,15 +110,10 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
     report("translation corpus", 1, 1)
 
 
-def _worker_count(parameters: CorpusParameters) -> int:
-    """Returns 1 for a corpus that is done before other processes have started. The number changes no byte."""
-    return 1 if sum(parameters.sizes.values()) < SMALL else usable_cores()
-
-
-def _compose(parameters: CorpusParameters, workers: Workers, report: Report) -> dict[str, list[Pair]]:
+def _compose(parameters: CorpusParameters, run_all: RunAll, report: Report) -> dict[str, list[Pair]]:
     """Returns the training pairs of each language."""
     corpus: dict[str, list[Pair]] = {}
-    results = workers.map(train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
+    results = run_all(train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
     for done, code in enumerate(parameters.languages):
         report("translation corpus: sentences", done, len(parameters.languages))
         corpus[code] = next(results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
@@ -22,7 +21,7 @@ from .languages import check_languages
 PACKED_AT_ONCE = 20_000  # pairs
 
 
-class TextSource(WindowSource, PreparedSource[Store]):
+class TextSource(WindowSource, PreparedSource):
     """Yields windows of "sentence end English end sentence end English end …"; the corpus is shuffled once.
 
     Args:
@@ -35,6 +34,7 @@ class TextSource(WindowSource, PreparedSource[Store]):
         ConfigurationError: a language is not in the table.
     """
 
+    _store: Store
     pad_id, bos_id, eos_id = PAD, BOS, EOS
 
     def __init__(
@@ -54,7 +54,6 @@ class TextSource(WindowSource, PreparedSource[Store]):
         codes = tuple(check_languages(languages))
         self.parameters = CorpusParameters(codes, largest, smallest, vocabulary, corpus_seed)
         self._evaluation_per_language, self._cache_dir = evaluation_per_language, cache_dir
-        self._stream = np.empty(0, np.uint16)
 
     def prepare(self, report: Report) -> None:
         """Builds the corpus unless it is cached, and reads all tokens into memory (2 bytes each).
@@ -78,21 +77,11 @@ class TextSource(WindowSource, PreparedSource[Store]):
                 "window: lower data.sequence_length or raise data.largest"
             )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids up to the first end token."""
-        return self._opened.source_vocabulary.decode(ids)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text."""
-        return self._opened.source_vocabulary.encode(texts)
-
     def _training_tokens(self) -> TokenSequence:
-        if not len(self._stream):
-            raise RuntimeError("TextSource: call prepare() before reading")
         return self._stream
 
     def _held_out_tokens(self) -> TokenSequence:
-        store, taken = self._opened, dict.fromkeys(self.parameters.languages, 0)
+        store, taken = self._store, dict.fromkeys(self.parameters.languages, 0)
         texts = []
         for pair in store.held_out("dev"):
             if taken[pair.language] < self._evaluation_per_language:

@@ -84,16 +84,17 @@ class ParallelText:
     sizes: Sizes = field(default_factory=Sizes)
 
 
+@dataclass(frozen=True)
 class Draft:
     """Names the files of a store that is being made.
 
-    Args:
+    Attributes:
         text: what the store is made of.
         folder: that becomes the store.
     """
 
-    def __init__(self, text: ParallelText, folder: Path) -> None:
-        self.text, self.folder, self._work = text, folder, folder / WORK
+    text: ParallelText
+    folder: Path
 
     @property
     def models(self) -> tuple[Path, Path]:
@@ -102,19 +103,20 @@ class Draft:
         return source, source if self.text.vocabularies.shared else self.folder / "target.model"
 
     def scan(self, pair: PairFiles) -> Path:
-        return self._work / "scan" / f"{pair.language}-{pair.split}.json"
+        return self.folder / WORK / "scan" / f"{pair.language}-{pair.split}.json"
 
     def held_out(self, language: str) -> Path:
         """Returns the file of the digests of a language's held-out pairs."""
-        return self._work / "held_out" / f"{language}.npy"
+        return self.folder / WORK / "held_out" / f"{language}.npy"
 
     def piece(self, language: str, number: int) -> Path:
-        """Returns a piece's files, without their endings."""
-        return self._work / "pieces" / f"{language}-{number:06}"
+        """Returns the file that describes a piece; the files of its ids have other endings."""
+        return self.folder / WORK / "pieces" / f"{language}-{number:06}.json"
 
     def result(self, language: str, shard: int | None = None) -> Path:
         """Returns the file that is written when a language, or a shard of it, is finished."""
-        return self._work / "shards" / (f"{language}.json" if shard is None else f"{language}-{shard:05}.json")
+        name = language if shard is None else f"{language}-{shard:05}"
+        return self.folder / WORK / "shards" / f"{name}.json"
 
 
 def scan(draft: Draft, pair: PairFiles, wanted: int) -> list[int]:
@@ -141,13 +143,8 @@ def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
     return {"lines": lines, "sample": sample.items}
 
 
-def encode(draft: Draft, piece: Piece, shards: int) -> Defects:
-    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns the defects."""
-    out = draft.piece(piece.files.language, piece.number)
-    return Defects.from_json(made_json(out.with_suffix(".json"), lambda: _encode(draft, piece, shards, out)))
-
-
-def _encode(draft: Draft, piece: Piece, shards: int, out: Path) -> dict[str, Any]:
+def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
+    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns bounds and defects."""
     usable, defects = readable(piece, draft.text.max_length)
     lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, usable, defects), defects)
     words = random_words(len(piece.sources), draft.text.seed, "shard of", piece.files.language, piece.number)
@@ -156,7 +153,7 @@ def _encode(draft: Draft, piece: Piece, shards: int, out: Path) -> dict[str, Any
     wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
     tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        save_array(out.with_suffix(f".{kind}.npy"), array)
+        save_array(draft.piece(piece.files.language, piece.number).with_suffix(f".{kind}.npy"), array)
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64)).tolist()
     defects.examples.sort(key=lambda defect: defect.line)
     return {"bounds": bounds, **defects.as_json()}
@@ -208,13 +205,8 @@ def _vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(model.read_bytes())
 
 
-def merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSummary:
-    """Collects a shard's pairs from all pieces, shuffles and writes them."""
-    merged = made_json(draft.result(language, shard), lambda: asdict(_merge(draft, language, shard, pieces)))
-    return LanguageSummary.from_json(merged)
-
-
-def _merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSummary:
+def merge(draft: Draft, language: str, shard: int, pieces: int) -> dict[str, Any]:
+    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their `LanguageSummary`."""
     tokens, lengths = _collected([draft.piece(language, number) for number in range(pieces)], shard)
     starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
@@ -226,13 +218,13 @@ def _merge(draft: Draft, language: str, shard: int, pieces: int) -> LanguageSumm
         shuffled[filled : filled + len(places)] = tokens[places]
         filled += len(places)
     write_shard(draft.folder, language, shard, shuffled, lengths[order], draft.text.sizes.block)
-    return LanguageSummary.of_shard(lengths)
+    return asdict(LanguageSummary.of_shard(lengths))
 
 
 def _collected(pieces: list[Path], shard: int) -> tuple[Tokens, Lengths]:
     all_tokens, all_lengths = [], []
     for piece in pieces:
-        bounds = json.loads(piece.with_suffix(".json").read_text(encoding="utf-8"))["bounds"]
+        bounds = json.loads(piece.read_text(encoding="utf-8"))["bounds"]
         lengths = np.load(piece.with_suffix(".lengths.npy"))
         ends = pair_ends(lengths)
         first, last = bounds[shard], bounds[shard + 1]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,33 +23,32 @@ from ..sampling import temperature_shares
 from ..source import Report
 from ..store import LanguageSummary, write_description
 from ..vocabulary import train_vocabulary
-from ..workers import Workers
+from ..workers import RunAll, in_processes
 from .folders import PairFiles
-from .pieces import Draft, ParallelText, encode, merge, pair_digest, scan
+from .pieces import Draft, encode, merge, pair_digest, scan
 from .text_files import Piece, read_pieces, readable
 
 
+@dataclass
 class Preparation:
     """Makes one store; each step leaves files from which the next run sees that it is done.
 
-    Args:
-        pairs: the files.
+    Attributes:
+        draft: names the files.
+        pairs: of files to read.
         policy: what is done about each kind of defect.
-        folder: that becomes the store.
         workers: number of processes.
     """
 
-    def __init__(
-        self,
-        text: ParallelText,
-        pairs: Sequence[PairFiles],
-        policy: Mapping[str, str],
-        folder: Path,
-        workers: int,
-        report: Report,
-    ) -> None:
-        self._text, self._pairs, self._draft, self._report = text, pairs, Draft(text, folder), report
-        self._policy, self._defects, self._workers = policy, Defects(), workers
+    draft: Draft
+    pairs: Sequence[PairFiles]
+    policy: Mapping[str, str]
+    workers: int
+    report: Report
+    _defects: Defects = field(default_factory=Defects)
+
+    def __post_init__(self) -> None:
+        self.text = self.draft.text
 
     def run(self) -> None:
         """Does all steps that are not done yet.
@@ -58,110 +57,112 @@ class Preparation:
             ConfigurationError: see `source.open_parallel_store`.
         """
         for name in ("scan", "held_out", "pieces", "shards"):
-            (self._draft.folder / WORK / name).mkdir(parents=True, exist_ok=True)
-        with Workers(self._workers) as workers:
-            lines = self._scan(workers)
+            (self.draft.folder / WORK / name).mkdir(parents=True, exist_ok=True)
+        with in_processes(self.workers) as run_all:
+            lines = self._scan(run_all)
             self._train_vocabularies(lines)
             self._write_held_out(lines)
             summaries, done, total = {}, 0, sum(lines.values())
-            for pair in (pair for pair in self._pairs if pair.split == "train"):
-                summaries[pair.language] = self._encode(workers, pair, lines[pair.language], done, total)
+            for pair in (pair for pair in self.pairs if pair.split == "train"):
+                summaries[pair.language] = self._encode(run_all, pair, lines[pair.language], done, total)
                 done += lines[pair.language]
-        self._defects.write(self._draft.folder, total)
-        text = {key: value for key, value in asdict(self._text).items() if key != "sizes"}
-        write_description(self._draft.folder, summaries, self._text.sizes.block, {"parallel_text": text})
-        self._report("parallel text: languages", len(summaries), len(summaries))
+        self._defects.write(self.draft.folder, total)
+        text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
+        write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
+        self.report("parallel text: languages", len(summaries), len(summaries))
 
-    def _scan(self, workers: Workers) -> dict[str, int]:
+    def _scan(self, run_all: RunAll) -> dict[str, int]:
         """Returns the pairs of lines of each language's training text; misaligned text is dropped or refused."""
         lines, aligned = {}, []
-        for done, (pair, counts) in enumerate(zip(self._pairs, workers.map(scan, self._scan_jobs()), strict=True)):
-            self._report("parallel text: counting lines", done, len(self._pairs))
+        for done, (pair, counts) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
+            self.report("parallel text: counting lines", done, len(self.pairs))
             if len(set(counts)) > 1:
                 longer = pair.files[counts.index(max(counts))]
                 both = f"{pair.source} has {counts[0]:,} lines, but {counts[1]:,} in {pair.target}"
                 found = f"{KINDS['misaligned']}: {both}"
-                self._enter(Defect("misaligned", pair.language, str(longer), min(counts) + 1, found))
+                self._defects.add(Defect("misaligned", pair.language, str(longer), min(counts) + 1, found))
                 continue
             aligned.append(pair)
             if pair.split == "train":
                 lines[pair.language] = counts[0]
+        self._defects.refuse(self.policy)
         if not lines:
-            raise ConfigurationError(f"data.root={self._text.root}: no training text is left, all of it is misaligned")
-        self._pairs = [pair for pair in aligned if pair.language in lines]
-        for language in sorted(lines.keys() - {pair.language for pair in self._pairs if pair.split == "dev"}):
+            raise ConfigurationError(f"data.root={self.text.root}: no training text is left, all of it is misaligned")
+        self.pairs = [pair for pair in aligned if pair.language in lines]
+        for language in sorted(lines.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
             found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
-            self._enter(Defect("no_dev", language, str(self._text.root), 0, found))
+            self._defects.add(Defect("no_dev", language, str(self.text.root), 0, found))
+        self._defects.refuse(self.policy)
         return lines
-
-    def _enter(self, defect: Defect) -> None:
-        self._defects.add(defect)
-        self._defects.refuse(self._policy)
 
     def _scan_jobs(self) -> Iterator[tuple[Draft, PairFiles, int]]:
         """Yields the jobs; a language's sample is twice its share of the vocabulary's pairs, judged by file size."""
-        train = {pair.language: pair.source.stat().st_size + 1 for pair in self._pairs if pair.split == "train"}
-        vocabularies = self._text.vocabularies
+        train = {pair.language: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"}
+        vocabularies = self.text.vocabularies
         shares = dict(zip(train, temperature_shares(list(train.values()), vocabularies.temperature), strict=True))
-        for pair in self._pairs:
+        for pair in self.pairs:
             wanted = int(2 * shares[pair.language] * vocabularies.pairs) + 1 if pair.split == "train" else 0
-            yield self._draft, pair, min(wanted, vocabularies.pairs)
+            yield self.draft, pair, min(wanted, vocabularies.pairs)
 
     def _train_vocabularies(self, lines: Mapping[str, int]) -> None:
-        wanted = self._text.vocabularies
+        wanted = self.text.vocabularies
         sides = [("source", wanted.source, [0, 1] if wanted.shared else [0])]
         if not wanted.shared:
             sides.append(("target", wanted.target, [1]))
         for side, size, columns in sides:
             key = "vocabulary" if wanted.shared else f"{side}_vocabulary"
-            model = self._draft.folder / f"{side}.model"
+            model = self.draft.folder / f"{side}.model"
             if not model.exists():
-                self._report(f"parallel text: {side} vocabulary", 0, 0)
+                self.report(f"parallel text: {side} vocabulary", 0, 0)
                 sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
                 if not sentences:
                     raise ConfigurationError(
-                        f"data.root={self._text.root}: no pair of lines has text on both sides; the first file is "
-                        f"{self._pairs[0].source}"
+                        f"data.root={self.text.root}: no pair of lines has text on both sides; the first file is "
+                        f"{self.pairs[0].source}"
                     )
                 with whole_file(model) as draft:
                     draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
 
     def _vocabulary_pairs(self, lines: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
-        wanted = self._text.vocabularies
+        wanted = self.text.vocabularies
         shares = temperature_shares([max(1, count) for count in lines.values()], wanted.temperature)
         total = min(wanted.pairs, sum(lines.values()))
-        trained = [pair for pair in self._pairs if pair.split == "train"]
+        trained = [pair for pair in self.pairs if pair.split == "train"]
         for pair, share in zip(trained, shares, strict=True):
-            sample = json.loads(self._draft.scan(pair).read_text(encoding="utf-8"))["sample"]
+            sample = json.loads(self.draft.scan(pair).read_text(encoding="utf-8"))["sample"]
             count = max(1, int(share * total)) if sample else 0
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
             )
 
-    def _encode(self, workers: Workers, pair: PairFiles, lines: int, done: int, total: int) -> LanguageSummary:
+    def _encode(self, run_all: RunAll, pair: PairFiles, lines: int, done: int, total: int) -> LanguageSummary:
         """Makes ids of a language's pieces, then shards of pieces; removes the pieces when all shards are there."""
-        code, draft = pair.language, self._draft
-        shards = max(1, -(-lines // self._text.sizes.shard))
+        code, draft = pair.language, self.draft
+        shards = max(1, -(-lines // self.text.sizes.shard))
 
         def encoded() -> dict[str, Any]:
             defects, pieces = Defects(), 0
-            jobs = ((draft, piece, shards) for piece in read_pieces(pair, self._text.piece))
-            for pieces, found in enumerate(workers.map(encode, jobs), start=1):
-                self._report("parallel text: token ids", min(total, done + pieces * self._text.piece), total)
-                found.refuse(self._policy)
-                defects.update(found)
-            merged = workers.map(merge, [(draft, code, shard, pieces) for shard in range(shards)])
+            jobs = (
+                (draft.piece(code, piece.number), partial(encode, draft, piece, shards))
+                for piece in read_pieces(pair, self.text.piece)
+            )
+            for pieces, found in enumerate(run_all(made_json, jobs), start=1):
+                self.report("parallel text: token ids", min(total, done + pieces * self.text.piece), total)
+                defects.update(Defects.from_json(found), self.policy)
+            merges = [
+                (draft.result(code, shard), partial(merge, draft, code, shard, pieces)) for shard in range(shards)
+            ]
+            merged = map(LanguageSummary.from_json, run_all(made_json, merges))
             return {"summary": asdict(LanguageSummary.of_shards(merged)), **defects.as_json()}
 
         content = made_json(draft.result(code), encoded)
         for left in draft.piece(code, 0).parent.glob(f"{code}-*"):
             left.unlink()
         defects, summary = Defects.from_json(content), LanguageSummary.from_json(content["summary"])
-        defects.refuse(self._policy)
-        self._defects.update(defects)
+        self._defects.update(defects, self.policy)
         if not summary.pairs:
-            counts = in_words(defects.counts.get(code, {}), self._policy)
+            counts = in_words(defects.counts.get(code, {}), self.policy)
             raise ConfigurationError(f"{pair.named}: no pair of language '{code}' is left ({counts})")
         return summary
 
@@ -169,19 +170,18 @@ class Preparation:
         """Writes the texts, and their digests; unusable lines are dropped or refused as in the training text."""
         digests: dict[str, list[int]] = {language: [] for language in languages}
         for split in ("dev", "test"):
-            with whole_file(self._draft.folder / f"{split}.jsonl") as file, file.open("w", encoding="utf-8") as out:
+            with whole_file(self.draft.folder / f"{split}.jsonl") as file, file.open("w", encoding="utf-8") as out:
                 for piece in self._held_out_pieces(split):
                     language = piece.files.language
-                    usable, defects = readable(piece, self._text.max_length)
-                    self._defects.update(defects)
-                    self._defects.refuse(self._policy)
+                    usable, defects = readable(piece, self.text.max_length)
+                    self._defects.update(defects, self.policy)
                     for place, source, target in usable:
                         content = [language, piece.first + place, source, target]
                         out.write(json.dumps(content, ensure_ascii=False) + "\n")
                         digests[language].append(pair_digest(source, target))
         for language, of_language in digests.items():
-            save_array(self._draft.held_out(language), np.array(of_language, np.uint64))
+            save_array(self.draft.held_out(language), np.array(of_language, np.uint64))
 
     def _held_out_pieces(self, split: str) -> Iterator[Piece]:
-        pairs = [pair for pair in self._pairs if pair.split == split]
-        return chain.from_iterable(read_pieces(pair, self._text.piece) for pair in pairs)
+        pairs = [pair for pair in self.pairs if pair.split == split]
+        return chain.from_iterable(read_pieces(pair, self.text.piece) for pair in pairs)

@@ -18,7 +18,7 @@ from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
 from .folders import find_pairs
-from .pieces import ParallelText, Vocabularies
+from .pieces import Draft, ParallelText, Vocabularies
 from .preparation import Preparation
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def open_parallel_store(
     files = [file for pair in pairs for file in pair.files]
 
     def make(draft: Path) -> None:
-        Preparation(text, pairs, policy, draft, worker_count(files, workers), report).run()
+        Preparation(Draft(text, draft), pairs, policy, worker_count(files, workers), report).run()
 
     stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
     name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"

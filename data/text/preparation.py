@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import Report
 from ..vocabulary import Vocabulary, train_vocabulary
-from ..workers import Workers
+from ..workers import RunAll, in_processes
 from .documents import SEPARATORS, Document, documents
 from .files import TextPiece, check_text, read_text
 from .store import FORMAT, SPLITS
@@ -71,10 +71,11 @@ class TextForm:
         return int.from_bytes(digest, "little") < self.held_out * 2**64
 
 
+@dataclass
 class TextPreparation:
     """Makes one store; each step leaves files from which the next run sees that it is done.
 
-    Args:
+    Attributes:
         files: to train on; a share of their documents is held out.
         held_out: files that are held out as a whole.
         policy: what is done about each kind of defect.
@@ -82,19 +83,14 @@ class TextPreparation:
         workers: number of processes.
     """
 
-    def __init__(
-        self,
-        form: TextForm,
-        files: Sequence[Path],
-        held_out: Sequence[Path],
-        policy: Mapping[str, str],
-        draft: Path,
-        workers: int,
-        report: Report,
-    ) -> None:
-        self._form, self._files, self._held_out = form, files, held_out
-        self._draft, self._report = draft, report
-        self._policy, self._defects, self._workers = policy, Defects(), workers
+    form: TextForm
+    files: Sequence[Path]
+    held_out: Sequence[Path]
+    policy: Mapping[str, str]
+    draft: Path
+    workers: int
+    report: Report
+    _defects: Defects = field(default_factory=Defects)
 
     def run(self) -> None:
         """Does all steps that are not done yet.
@@ -102,90 +98,85 @@ class TextPreparation:
         Raises:
             ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
         """
-        (self._draft / WORK).mkdir(exist_ok=True)
-        for file in (*self._files, *self._held_out):
+        (self.draft / WORK).mkdir(exist_ok=True)
+        for file in (*self.files, *self.held_out):
             check_text(file)
-        with Workers(self._workers) as workers:
-            if self._form.tokenizer is not None:
-                given = Path(self._form.tokenizer).expanduser()
-                with whole_file(self._draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
+        with in_processes(self.workers) as run_all:
+            if self.form.tokenizer is not None:
+                given = Path(self.form.tokenizer).expanduser()
+                with whole_file(self.draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
                     shutil.copyfile(given, draft)
-            elif not (self._draft / SOURCE).exists():
-                self._train_vocabulary(workers)
-            pieces = self._encode(workers)
+            elif not (self.draft / SOURCE).exists():
+                self._train_vocabulary(run_all)
+            pieces = self._encode(run_all)
         self._finish(pieces)
 
-    def _train_vocabulary(self, workers: Workers) -> None:
-        form, texts = self._form, list[str]()
-        for done, sample in enumerate(workers.map(sample_texts, self._sample_jobs())):
-            self._report("text: reading it for the vocabulary", done, len(self._files))
+    def _train_vocabulary(self, run_all: RunAll) -> None:
+        form, texts = self.form, list[str]()
+        for done, sample in enumerate(run_all(made_json, self._sample_jobs())):
+            self.report("text: reading it for the vocabulary", done, len(self.files))
             texts += sample
-        self._report("text: vocabulary", 0, 0)
+        self.report("text: vocabulary", 0, 0)
         count = min(len(texts), form.samples)
         if not count:
             raise ConfigurationError(f"no line of the text can be used for training. {self._first_defect()}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
-        with whole_file(self._draft / SOURCE) as draft:
+        with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
 
     def _first_defect(self) -> Defect | str:
         """Returns the first defect of the first file; with none all of its documents are held out."""
-        found, form = Defects(), self._form
-        for piece in read_text(self._files[0], form.piece, SEPARATORS[form.document]):
+        found, form = Defects(), self.form
+        for piece in read_text(self.files[0], form.piece, SEPARATORS[form.document]):
             for _ in documents(piece, form.document, form.json_key, found):
                 pass
             if found.examples:
                 return min(found.examples, key=lambda defect: defect.line)
-        return f"{self._files[0]} and the others have no document that is not held out"
+        return f"{self.files[0]} and the others have no document that is not held out"
 
-    def _sample_jobs(self) -> Iterator[tuple[Path, int, TextForm, Path]]:
+    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], list[str]]]]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
-        sizes = [file.stat().st_size for file in self._files]
-        for number, (file, size) in enumerate(zip(self._files, sizes, strict=True)):
-            wanted = min(int(2 * size / sum(sizes) * self._form.samples) + 1, self._form.samples)
-            yield file, wanted, self._form, self._draft / WORK / f"sample-{number:05}.json"
+        sizes = [file.stat().st_size for file in self.files]
+        for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
+            wanted = min(int(2 * size / sum(sizes) * self.form.samples) + 1, self.form.samples)
+            yield self.draft / WORK / f"sample-{number:05}.json", partial(sample_texts, file, wanted, self.form)
 
-    def _encode(self, workers: Workers) -> list[dict[str, Any]]:
+    def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""
         pieces, tokens = [], 0
-        self._report("text: tokens", 0, 0)
-        for piece in workers.map(encode_piece, self._encode_jobs()):
-            self._defects.update(Defects.from_json(piece.pop("found")))
-            self._defects.refuse(self._policy)
+        self.report("text: tokens", 0, 0)
+        for piece in run_all(made_json, self._encode_jobs()):
+            self._defects.update(Defects.from_json(piece.pop("found")), self.policy)
             pieces.append(piece)
             tokens += sum(piece[split] for split in SPLITS)
-            self._report("text: tokens", tokens, 0)
+            self.report("text: tokens", tokens, 0)
         return pieces
 
-    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path, str]]:
-        own, form = len(self._files), self._form
-        for number, file in enumerate((*self._files, *self._held_out)):
+    def _encode_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+        own, form = len(self.files), self.form
+        for number, file in enumerate((*self.files, *self.held_out)):
             of_file = form if number < own else replace(form, held_out=1.0)
             for piece in read_text(file, form.piece, SEPARATORS[form.document]):
                 name = f"{number:05}-{piece.number:05}"
-                done = _result(self._draft, name).exists()
-                yield piece._replace(content=b"") if done else piece, of_file, self._draft, name
+                result = self.draft / WORK / f"{name}.json"
+                sent = piece._replace(content=b"") if result.exists() else piece
+                yield result, partial(encode_piece, sent, of_file, self.draft, name)
 
     def _finish(self, pieces: list[dict[str, Any]]) -> None:
-        self._defects.write(self._draft, sum(piece["documents"] for piece in pieces))
-        made_of = {key: value for key, value in asdict(self._form).items() if key != "tokenizer"}
-        content = {"format": FORMAT, "end_token": self._form.end_token, "made_of": made_of, "pieces": pieces}
-        write_whole(self._draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
+        self._defects.write(self.draft, sum(piece["documents"] for piece in pieces))
+        made_of = {key: value for key, value in asdict(self.form).items() if key != "tokenizer"}
+        content = {"format": FORMAT, "end_token": self.form.end_token, "made_of": made_of, "pieces": pieces}
+        write_whole(self.draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
         tokens = sum(piece[split] for piece in pieces for split in SPLITS)
-        self._report("text: tokens", tokens, tokens)
+        self.report("text: tokens", tokens, tokens)
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-def sample_texts(file: Path, wanted: int, form: TextForm, out: Path) -> list[str]:
+def sample_texts(file: Path, wanted: int, form: TextForm) -> list[str]:
     """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
-    texts: list[str] = made_json(out, lambda: _sample(file, wanted, form))
-    return texts
-
-
-def _sample(file: Path, wanted: int, form: TextForm) -> list[str]:
     sample = EvenSample[str](wanted)
     for piece in read_text(file, form.piece, SEPARATORS[form.document]):
         for document in documents(piece, form.document, form.json_key, Defects()):
@@ -198,17 +189,8 @@ def _sample(file: Path, wanted: int, form: TextForm) -> list[str]:
     return sample.items
 
 
-def _result(folder: Path, name: str) -> Path:
-    return folder / WORK / f"{name}.json"
-
-
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
     """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
-    described: dict[str, Any] = made_json(_result(folder, name), lambda: _encode(piece, form, folder, name))
-    return described
-
-
-def _encode(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
     found = Defects()
     texts = list(documents(piece, form.document, form.json_key, found))
     held_out = [form.holds_out(document.text) for document in texts]

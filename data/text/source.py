@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PIECE = 2**24  # bytes of text that one process takes at a time
 
 
-class TextFilesSource(WindowSource, PreparedSource[TextStore]):
+class TextFilesSource(WindowSource, PreparedSource):
     """Reads text files, as one sequence of documents with an end token after each.
 
     Args:
@@ -52,6 +52,7 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
         ConfigurationError: the tokenizer is missing or has more ids than `vocabulary`.
     """
 
+    _store: TextStore
     bos_id = BOS
 
     def __init__(
@@ -111,8 +112,8 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
         name = f"text-{digest_of(FORMAT, asdict(self.form), stats)}"
         store = TextStore(prepared_folder(self._cache_dir, name, make, report))
         self._use(store)
-        self.eos_id = store.vocabulary.eos_id
-        trained = {"vocabulary": (self._vocabulary, store.vocabulary)} if self.form.tokenizer is None else {}
+        self.eos_id = store.source_vocabulary.eos_id
+        trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
         warn_of(log, store.folder, self._policy, "text: {lines} documents are used: lines", trained)
         if len(store.train) <= self._length:
             raise ConfigurationError(
@@ -127,16 +128,8 @@ class TextFilesSource(WindowSource, PreparedSource[TextStore]):
                 "data.document=line if each line is a document"
             )
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the ids of each text."""
-        return self._opened.vocabulary.encode(texts)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of the ids up to the first end token."""
-        return self._opened.vocabulary.decode(ids)
-
     def _training_tokens(self) -> TokenSequence:
-        return self._opened.train
+        return self._store.train
 
     def _held_out_tokens(self) -> TokenSequence:
-        return self._opened.dev
+        return self._store.dev

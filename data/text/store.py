@@ -53,14 +53,15 @@ class TextStore:
     """Opens a prepared text; reads neither the tokens nor, with SentencePiece, anything large.
 
     Attributes:
-        vocabulary: of the ids.
+        source_vocabulary, target_vocabulary: of the ids; one object.
         train, dev: the tokens.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        self.vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
+        self.source_vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
+        self.target_vocabulary = self.source_vocabulary
         self.train, self.dev = (self._tokens(split) for split in SPLITS)
 
     def _tokens(self, split: str) -> TokenFiles:

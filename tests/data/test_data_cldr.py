@@ -19,7 +19,7 @@ from gpipe_cli.data.cldr.rendering import format_number, render
 from gpipe_cli.data.cldr.strings import locale_strings
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.vocabulary import train_vocabulary
-from gpipe_cli.data.workers import Workers
+from gpipe_cli.data.workers import in_processes
 from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError
 
@@ -119,7 +119,7 @@ def test_the_store_is_the_same_bytes_however_many_processes_make_it(
     asked: list[int] = []
     monkeypatch.setattr(cldr_corpus, "SMALL", 0)
     monkeypatch.setattr(cldr_corpus, "usable_cores", lambda: 3)
-    monkeypatch.setattr(cldr_corpus, "Workers", lambda count: asked.append(count) or Workers(count))
+    monkeypatch.setattr(cldr_corpus, "in_processes", lambda count: asked.append(count) or in_processes(count))
     assert bytes_of(open_store(TINY, str(tmp_path / "three"), no_report).folder) == bytes_of(alone)
     assert asked == [3]
 

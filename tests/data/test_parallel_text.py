@@ -31,7 +31,7 @@ def refusal(root: Path, **changes: Any) -> str:
 
 def sources_read(made: ParallelTextSource) -> set[str]:
     """Returns the training sentences of a store, decoded."""
-    store = made._opened
+    store = made._store
     texts: set[str] = set()
     for number, size in enumerate(store.sizes.values()):
         ids, lengths = store.gather(store.locate(np.full(size, number), np.arange(size)))[0]
@@ -224,9 +224,9 @@ def test_pairs_whose_source_is_its_translation_are_kept_or_dropped_and_counted(r
 
 
 def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) -> None:
-    apart = source(root, target_vocabulary=200)._opened
+    apart = source(root, target_vocabulary=200)._store
     assert (len(apart.source_vocabulary), len(apart.target_vocabulary)) == (300, 200)
-    shared = source(root, vocabulary=300)._opened
+    shared = source(root, vocabulary=300)._store
     assert shared.target_vocabulary is shared.source_vocabulary
 
 
@@ -236,7 +236,7 @@ def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
     sizes = {"source_vocabulary": 9000, "target_vocabulary": 9000}
     for _ in range(2):
         caplog.clear()
-        made = source(root, smaller_vocabulary=True, **sizes)._opened
+        made = source(root, smaller_vocabulary=True, **sizes)._store
         pieces = f"{len(made.target_vocabulary):,} pieces"
         assert f"data.target_vocabulary=9000, but the text supports {pieces}" in caplog.text
     assert made.target_vocabulary.decode([8999, 5]) == made.target_vocabulary.decode([5])  # the model knows more ids

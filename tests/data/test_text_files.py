@@ -75,10 +75,10 @@ def ids(tokens: Any) -> list[int]:
 
 def texts_of(made: TextFilesSource, split: str = "train") -> list[str]:
     """Returns the documents of a store, decoded."""
-    store = made._opened
+    store = made._store
     row = np.array(ids(getattr(store, split)))
-    ends = np.flatnonzero(row == store.vocabulary.eos_id) + 1
-    return [store.vocabulary.decode(part.tolist()) for part in np.split(row, ends)[:-1]]
+    ends = np.flatnonzero(row == store.source_vocabulary.eos_id) + 1
+    return [store.source_vocabulary.decode(part.tolist()) for part in np.split(row, ends)[:-1]]
 
 
 # --- what is read
@@ -110,7 +110,7 @@ def test_a_share_is_held_out_by_content_or_a_file_is_named(tmp_path: Path) -> No
 
 def test_windows_follow_the_text_and_each_comes_once_an_epoch(tmp_path: Path) -> None:
     made = source(write(tmp_path / "text.txt", "\n\n".join(documents())), sequence_length=8)
-    row, windows = ids(made._opened.train), made._count()
+    row, windows = ids(made._store.train), made._count()
     batches = list(islice(made.train(None, 2, 0, 1), -(-windows // 4)))
     pairs = [pair for batch in batches for pair in batch.micro_batches]
     seen = [[*i, t[-1]] for (x,), (y,) in pairs for i, t in zip(x.tolist(), y.tolist(), strict=True)][:windows]
@@ -124,7 +124,7 @@ def test_an_evaluation_reads_the_held_out_text_once_or_a_share_of_it(tmp_path: P
     root = write(tmp_path / "text.txt", "\n\n".join(documents()))
     made = source(root, sequence_length=8, evaluation_windows=None)
     targets = np.concatenate([t[0].numpy().reshape(-1) for batch in made.evaluation(3) for _, t in batch.micro_batches])
-    assert targets[targets != -100].tolist() == ids(made._opened.dev)[1:] and (targets == -100).sum() < 8
+    assert targets[targets != -100].tolist() == ids(made._store.dev)[1:] and (targets == -100).sum() < 8
     fewer = source(root, sequence_length=8, evaluation_windows=5)
     assert sum(len(t[0]) for batch in fewer.evaluation(3) for _, t in batch.micro_batches) == 5
 
@@ -133,7 +133,7 @@ def test_an_evaluation_reads_the_held_out_text_once_or_a_share_of_it(tmp_path: P
 
 
 def store_bytes(made: TextFilesSource) -> dict[str, bytes]:
-    return bytes_of(made._opened.folder)
+    return bytes_of(made._store.folder)
 
 
 def prepare_and_die(root: Path, changes: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
     before = {path.name: path.stat().st_mtime_ns for path in left.glob("*.train.npy")}
     made = source(tmp_path / "text", **changes)
     assert store_bytes(made) == wanted and len(before) >= 3
-    assert {name: (made._opened.folder / name).stat().st_mtime_ns for name in before} == before
+    assert {name: (made._store.folder / name).stat().st_mtime_ns for name in before} == before
 
 
 # --- what cannot be used

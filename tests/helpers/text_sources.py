@@ -31,7 +31,7 @@ def refusal_of(kind: Callable[..., object], root: Path, settings: Mapping[str, A
 
 def defects(made: Any) -> dict[str, Any]:
     """Returns what the preparation of a source has noted of lines that cannot be used."""
-    said: dict[str, Any] = json.loads((made._opened.folder / "defects.json").read_text())
+    said: dict[str, Any] = json.loads((made._store.folder / "defects.json").read_text())
     return said
 
 
