@@ -1,41 +1,33 @@
-"""Writes TensorBoard's files; a run goes on without them."""
+"""Writes TensorBoard's files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from ..disk import cannot_write
 from .step_report import PHASES, StepReport
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
-
     from .records import Evaluation
 
 
 class Board:
-    """Writes scalars, samples and pictures. After a first failure it warns and writes nothing more.
+    """Writes scalars, samples and pictures. Any method may raise an OSError.
 
     Args:
         folder: of TensorBoard's files.
         resumed_step: what an earlier process wrote for later steps is hidden.
-        warn: receives the warning.
     """
 
-    def __init__(self, folder: Path, resumed_step: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
-        self._folder, self._warn = folder, warn
-        self._writer: SummaryWriter | None = None
-        try:
-            self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
-        except OSError as error:
-            self._give_up(error)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        self.close = self._writer.close
 
     def step(self, step: int, row: Mapping[str, float], report: StepReport, shares: Mapping[str, float]) -> None:
         """Writes the numbers of a training step."""
@@ -46,35 +38,19 @@ class Board:
         for rank, worker in enumerate(report.workers):
             scalars[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
             scalars |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
-        self.scalars(step, scalars)
+        self._scalars(step, scalars)
 
     def evaluation(self, step: int, result: Evaluation, pictures: Sequence[Path]) -> None:
         """Writes the numbers of an evaluation, its outputs beside their references, and pictures."""
-        self.scalars(step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
+        self._scalars(step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
         for number, sample in enumerate(result.samples):
-            self._write("add_text", f"samples/{number}", sample.as_markdown(), step)
+            self._writer.add_text(f"samples/{number}", sample.as_markdown(), step)
         for path in pictures:
             with Image.open(path) as picture:
                 pixels = np.asarray(picture.convert("RGB"))
-            self._write("add_image", f"evaluation/{path.stem}", pixels, step, dataformats="HWC")
-        self._write("flush")
+            self._writer.add_image(f"evaluation/{path.stem}", pixels, step, dataformats="HWC")
+        self._writer.flush()
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes numbers by name."""
+    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._write("add_scalar", name, value, step)
-
-    def close(self) -> None:
-        """Writes the rest and closes the files."""
-        self._write("close")
-
-    def _write(self, method: str, *arguments: Any, **others: Any) -> None:
-        if self._writer is not None:
-            try:
-                getattr(self._writer, method)(*arguments, **others)
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        self._writer = None
-        self._warn(f"{cannot_write(self._folder, error)}; the run goes on without TensorBoard")
+            self._writer.add_scalar(name, value, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.simulate import Timeline, simulate
@@ -38,36 +38,11 @@ class Breakdown:
 
     def shares(self) -> dict[str, float]:
         """Returns the shares by name, in the order of table 4."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
     def __str__(self) -> str:
         """Returns one line: "computation 65.6 %, recomputation 22.5 %, …"."""
         return ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in self.shares().items())
-
-
-def break_down(
-    lists: InstructionLists, placement: Sequence[int], durations: Durations, update_seconds: float, step_seconds: float
-) -> Breakdown:
-    """Returns the shares of a step (paper, Table 4).
-
-    Args:
-        lists: one list of instructions per worker, those that ran.
-        placement: worker of each cell.
-        durations: measured.
-        update_seconds: of the weight update, the mean over the workers.
-        step_seconds: of the whole step, with its update and the wait for data.
-    """
-    counts, workers = count_computations(lists), len(lists)
-    whole, update = workers * step_seconds, workers * update_seconds
-    busy = sum(count * durations[key] for key, count in counts.items())
-    again = sum(count * durations[key] for key, count in counts.items() if key[0] is Op.RECOMPUTE)
-    # Measured times vary and the simulation uses their means, so limit each share to the time that is left.
-    left = max(0.0, whole - busy - update)
-    bubble = min(left, idle_seconds(simulate_with(lists, placement, even_durations(lists, placement, durations))))
-    imbalance = min(left - bubble, max(0.0, idle_seconds(simulate_with(lists, placement, durations)) - bubble))
-    shares = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
-    total = sum(shares)  # more than `whole` if computation and update together seem longer than the step
-    return Breakdown(*(share / total for share in shares))
 
 
 def mean_breakdown(
@@ -77,13 +52,26 @@ def mean_breakdown(
     updates: Sequence[float],
     step_seconds: float,
 ) -> Breakdown:
-    """Returns `break_down` of the figures of a step's report.
+    """Returns the shares of a step (paper, Table 4).
 
     Args:
+        lists: one list of instructions per worker, those that ran.
+        placement: worker of each cell.
         cells: as in `durations_of_cells`.
         updates: seconds of every worker's weight update.
+        step_seconds: of the whole step, with its update and the wait for data.
     """
-    return break_down(lists, placement, durations_of_cells(lists, cells), sum(updates) / len(updates), step_seconds)
+    counts, workers, durations = count_computations(lists), len(lists), durations_of_cells(lists, cells)
+    whole, update = workers * step_seconds, workers * (sum(updates) / len(updates))
+    busy = sum(count * durations[key] for key, count in counts.items())
+    again = sum(count * durations[key] for key, count in counts.items() if key[0] is Op.RECOMPUTE)
+    # Measured times vary and the simulation uses their means, so limit each share to the time that is left.
+    left = max(0.0, whole - busy - update)
+    bubble = min(left, idle_seconds(simulate_with(lists, placement, even_durations(lists, placement, durations))))
+    imbalance = min(left - bubble, max(0.0, idle_seconds(simulate_with(lists, placement, durations)) - bubble))
+    shares = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
+    total = sum(shares)  # more than `whole` if computation and update together seem longer than the step
+    return Breakdown(*(share / total for share in shares))
 
 
 def predicted_bubble(lists: InstructionLists, placement: Sequence[int], cells: Sequence[Mapping[str, float]]) -> float:

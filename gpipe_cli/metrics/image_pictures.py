@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,7 @@ from torch import Tensor
 from ..schedule.picture import new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from .predictions import Predictions
-
-Numbers = Sequence[int] | npt.NDArray[np.int64]
 
 RIGHT, WRONG = "#2a7f3f", "#c0392b"
 MOST_COLUMNS = 8  # of sample images
@@ -27,67 +22,56 @@ MOST_PRINTED_CLASSES = 15  # likewise numbers in the squares
 LONGEST_NAME = 18
 
 
-def draw_classification(predictions: Predictions, folder: Path) -> list[Path]:
+def draw_classification(found: Predictions, folder: Path) -> list[Path]:
     """Draws confusion.png and, if the data are images, predictions.png of an evaluation; returns their paths."""
-    labels, predicted, paths = predictions.labels, predictions.predicted, []
-    if predictions.images is not None:
-        shown = list(predictions.shown)
+    paths = []
+    if found.images is not None:
         paths.append(folder / "predictions.png")
-        draw_predictions(
-            *(predictions.images, labels[shown], predicted[shown], predictions.class_names, paths[-1]),
-            predictions.confidences,
-        )
+        draw_predictions(found, found.images, paths[-1])
     paths.append(folder / "confusion.png")
-    draw_confusion(labels, predicted, predictions.class_names, paths[-1])
+    draw_confusion(found, paths[-1])
     return paths
 
 
-def draw_predictions(
-    images: Tensor,
-    labels: Numbers,
-    predictions: Numbers,
-    class_names: Sequence[str],
-    path: Path,
-    confidences: Sequence[float],
-) -> None:
+def draw_predictions(found: Predictions, images: Tensor, path: Path) -> None:
     """Draws a grid of images, each with its predicted class and, if that is wrong, with the true class.
 
     Args:
-        images: uint8, or floating point in any range, [n, 3 or 1, H, W].
-        labels, predictions: class numbers, n of each.
-        confidences: the model's probability of its prediction, n of them.
+        images: those of `found`: uint8, or floating point in any range, [n, 3 or 1, H, W].
         path: of the PNG file.
     """
     columns = min(MOST_COLUMNS, len(images))
     rows = -(-len(images) // columns)
-    right = sum(int(label) == int(prediction) for label, prediction in zip(labels, predictions, strict=True))
+    shown = list(found.shown)
+    labels, predicted = found.labels[shown], found.predicted[shown]
     figure = new_figure(1.35 * columns + 0.3, 1.75 * rows + 0.5)
-    figure.suptitle(f"{right} of these {len(images)} right", fontsize=11)
+    figure.suptitle(f"{np.sum(labels == predicted)} of these {len(images)} right", fontsize=11)
     pixels = _pixels(images)
     for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
         axes.set_axis_off()
         if number < len(images):
             axes.imshow(pixels[number], interpolation="nearest")
-            label, prediction = int(labels[number]), int(predictions[number])
-            caption = f"{_short(class_names[prediction])} {confidences[number]:.0%}"
-            if label != prediction:
-                caption += f"\nis {_short(class_names[label])}"
-            axes.set_title(caption, fontsize=8, color=RIGHT if label == prediction else WRONG)
+            right = labels[number] == predicted[number]
+            caption = f"{_short(found.class_names[predicted[number]])} {found.confidences[number]:.0%}"
+            if not right:
+                caption += f"\nis {_short(found.class_names[labels[number]])}"
+            axes.set_title(caption, fontsize=8, color=RIGHT if right else WRONG)
     figure.savefig(path, dpi=130)
 
 
-def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[str], path: Path) -> None:
+def draw_confusion(found: Predictions, path: Path) -> None:
     """Draws the confusion matrix: a row for each true class, a square's colour is the share predicted so.
 
     With at most 15 classes the squares show counts; with more than 30 the axes show numbers instead of names.
 
     Args:
-        labels, predictions: class numbers of the same examples.
         path: of the PNG file.
     """
-    counts = confusion_matrix(labels, predictions, len(class_names))
+    names = [_short(name) for name in found.class_names]
+    counts = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(counts, (found.labels, found.predicted), 1)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    side = min(9.0, 3.5 + 0.35 * len(class_names))
+    side = min(9.0, 3.5 + 0.35 * len(names))
     figure = new_figure(side + 1, side)
     axes = figure.add_subplot()
     picture = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
@@ -95,26 +79,15 @@ def draw_confusion(labels: Numbers, predictions: Numbers, class_names: Sequence[
     axes.set_title(f"accuracy {np.trace(counts) / max(1, counts.sum()):.4g}, {counts.sum():,} examples", fontsize=11)
     axes.set_xlabel("predicted")
     axes.set_ylabel("true")
-    if len(class_names) <= MOST_NAMED_CLASSES:
-        names = [_short(name) for name in class_names]
+    if len(names) <= MOST_NAMED_CLASSES:
         upright = max(map(len, names)) <= 2
         axes.set_xticks(range(len(names)), names, rotation=0 if upright else 90, fontsize=8)
         axes.set_yticks(range(len(names)), names, fontsize=8)
-    if len(class_names) <= MOST_PRINTED_CLASSES:
-        _print_counts(axes, counts, shares)
+    if len(names) <= MOST_PRINTED_CLASSES:
+        for true, predicted in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if shares[true, predicted] > 0.5 else "#444444"
+            axes.text(predicted, true, str(counts[true, predicted]), ha="center", va="center", fontsize=8, color=colour)
     figure.savefig(path, dpi=130)
-
-
-def confusion_matrix(labels: Numbers, predictions: Numbers, classes: int) -> npt.NDArray[np.int64]:
-    """Returns the counts [true class, predicted class]."""
-    pairs = np.asarray(labels, np.int64) * classes + np.asarray(predictions, np.int64)
-    return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
-
-
-def _print_counts(axes: Axes, counts: npt.NDArray[np.int64], shares: npt.NDArray[np.float64]) -> None:
-    for true, predicted in zip(*np.nonzero(counts), strict=True):
-        colour = "white" if shares[true, predicted] > 0.5 else "#444444"
-        axes.text(predicted, true, str(counts[true, predicted]), ha="center", va="center", fontsize=8, color=colour)
 
 
 def _pixels(images: Tensor) -> npt.NDArray[np.uint8]:

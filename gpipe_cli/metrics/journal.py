@@ -24,8 +24,6 @@ from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, measured_timeline, trace, write_trace
 from .translation_scores import languages_of
 
-GOES_ON = "the run goes on without"
-
 
 class Notices:
     """Reports messages to the console and keeps no record.
@@ -70,7 +68,7 @@ class Journal(Notices):
 
     def __init__(self, run_dir: Path, emit: Callable[[dict[str, Any]], None], settings: Settings, task: Task) -> None:
         super().__init__(emit, True)
-        self._run_dir, self._pictures = run_dir, run_dir / "pictures"
+        self._run_dir, self._pictures, self._tensorboard = run_dir, run_dir / "pictures", run_dir / "tensorboard"
         self._logging, self._steps, self._task = settings.logging, settings.trainer.steps, task
         self._board: Board | None = None
         self._evaluations: list[Mapping[str, float]] = []
@@ -95,11 +93,12 @@ class Journal(Notices):
             if file.damaged:
                 self.warn(skipped(file.path, file.damaged))
         if self._logging.tensorboard:
-            self._board = Board(self._run_dir / "tensorboard", resumed_step, self.warn)
+            with self._tried(self._tensorboard):
+                self._board = Board(self._tensorboard, resumed_step)
 
     @contextmanager
-    def _tried(self, path: Path, otherwise: str) -> Iterator[None]:
-        """Warns, once for each file, where it cannot be written while the context lasts."""
+    def _tried(self, path: Path) -> Iterator[None]:
+        """Warns, once for each file, where it cannot be written while the context lasts; the run goes on without."""
         try:
             yield
         except Vanished:
@@ -107,7 +106,8 @@ class Journal(Notices):
         except (OSError, DiskError) as error:
             if path not in self._warned:
                 self._warned.add(path)
-                self.warn(f"{cannot_write(path, error) if isinstance(error, OSError) else error}; {otherwise}")
+                reason = cannot_write(path, error) if isinstance(error, OSError) else error
+                self.warn(f"{reason}; the run goes on without")
 
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None:
         """Records one training step in metrics.jsonl and on the console; at the logging interval also its times.
@@ -144,10 +144,11 @@ class Journal(Notices):
         self._record(self._metrics, {**row, **scale, **where, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
-            self._board.step(progress.step, row, report, shares)
+            with self._tried(self._tensorboard):
+                self._board.step(progress.step, row, report, shares)
 
     def _record(self, file: MetricsFile, row: Mapping[str, Any]) -> None:
-        with self._tried(file.path, "its rows are kept in memory until there is room"):
+        with self._tried(file.path):
             file.write(row)
 
     def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
@@ -170,11 +171,12 @@ class Journal(Notices):
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
         drawn: list[Path] = []
-        with self._tried(self._pictures, GOES_ON):
+        with self._tried(self._pictures):
             if progress.step > 0:  # the untrained model's are noise
                 drawn = self._draw_evaluation(progress.step, result)
         if self._board is not None:
-            self._board.evaluation(progress.step, result, drawn)
+            with self._tried(self._tensorboard):
+                self._board.evaluation(progress.step, result, drawn)
 
     def _draw_evaluation(self, step: int, result: Evaluation) -> list[Path]:
         """Draws sample predictions, the confusion matrix, BLEU by language; pictures/ keeps the last ones."""
@@ -195,7 +197,7 @@ class Journal(Notices):
         path, placement = self._run_dir / "trace" / f"step_{step:06d}.trace.json", self._pipeline.placement
         # Drawn when the run ends: drawing takes a second, for which the other workers would wait.
         self._traced[step] = measured_timeline(recordings, placement)
-        with self._tried(path, GOES_ON):
+        with self._tried(path):
             write_trace(path, trace(step, recordings, placement, cells))
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
@@ -205,7 +207,7 @@ class Journal(Notices):
         A failure is a warning only: the run has done its work.
         """
         try:
-            with self._tried(self._pictures, GOES_ON):
+            with self._tried(self._pictures):
                 self._draw(recordings, breakdown)
         except Exception as error:
             self.warn(f"{self._pictures} is not complete ({type(error).__name__}: {error})")
@@ -236,20 +238,14 @@ class Journal(Notices):
             write_whole(path, json.dumps(json_safe(values), indent=2) + "\n")
 
     def close(self) -> None:
-        """Prints first → last evaluation and closes the files.
-
-        Raises:
-            DiskError: rows of metrics.jsonl or evaluations.jsonl could not be written up to now.
-        """
+        """Prints first → last evaluation and closes the files."""
         if len(self._evaluations) > 1:
             first, last = self._evaluations[0], self._evaluations[-1]
             both = [name for name in last if name in first and "/" not in name]  # without single languages
             changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
             self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
-            self._board.close()
-        try:
-            self._metrics.close()
-            self._evaluations_file.close()
-        except DiskError as error:
-            raise DiskError(f"{error}; its last rows are lost, the checkpoints are complete") from error
+            with self._tried(self._tensorboard):
+                self._board.close()
+        self._metrics.close()
+        self._evaluations_file.close()

@@ -52,10 +52,13 @@ def draw_languages(
             that have one.
 
     Raises:
-        ValueError: no model, or no language that all models and the baselines have been evaluated on.
+        ValueError: there is no language that all models and the baselines have been evaluated on.
     """
-    codes = _common(models, sizes, baselines)
-    levels = resource_levels({code: sizes[code] for code in _common(models, sizes, None)})
+    known = _common(models, sizes)
+    levels = resource_levels({code: sizes[code] for code in known})
+    codes = known if baselines is None else [code for code in known if code in baselines]
+    if not codes:
+        raise ValueError("there is no language that all models and a baseline have")
     figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2, width_ratios=[3.4, 1])
     for model, colour in zip(models, cycle(COLOURS), strict=False):
@@ -80,9 +83,9 @@ def draw_capacity(models: Sequence[ModelScores], sizes: Mapping[str, int], path:
     """Draws the mean BLEU of high-, middle- and low-resource languages over the number of parameters.
 
     Raises:
-        ValueError: no model, or no language that all models have been evaluated on.
+        ValueError: there is no language that all models have been evaluated on.
     """
-    codes = _common(models, sizes, None)
+    codes = _common(models, sizes)
     levels = resource_levels({code: sizes[code] for code in codes})
     figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
@@ -108,17 +111,12 @@ def trailing_average(values: Sequence[float]) -> list[float]:
     return [fmean(values[max(0, last - width + 1) : last + 1]) for last in range(len(values))]
 
 
-def _common(
-    models: Sequence[ModelScores], sizes: Mapping[str, int], baselines: Mapping[str, float] | None
-) -> list[str]:
-    """Returns the languages that all models and baselines have a score for, most data first."""
-    if not models:
-        raise ValueError("there is no model to draw")
+def _common(models: Sequence[ModelScores], sizes: Mapping[str, int]) -> list[str]:
+    """Returns the languages that all models have a score for, most data first."""
     known = set(sizes).intersection(*(model.languages for model in models))
-    codes = sorted(known if baselines is None else known & set(baselines), key=lambda code: (-sizes[code], code))
-    if not codes:
-        raise ValueError("there is no language that all models" + (" and a baseline have" if baselines else " have"))
-    return codes
+    if not known:
+        raise ValueError("there is no language that all models have")
+    return sorted(known, key=lambda code: (-sizes[code], code))
 
 
 def _name_languages(axes: Axes, codes: Sequence[str], sizes: Mapping[str, int]) -> None:

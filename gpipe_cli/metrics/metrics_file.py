@@ -17,7 +17,7 @@ class MetricsFile:
     """Appends a row per step.
 
     A row equal to the last one is not written again: a finished run that is resumed evaluates the same step again.
-    Rows that cannot be written stay in memory, and are written with the next one as soon as there is room.
+    A row that finds no room is lost as a whole.
 
     Args:
         path: of the file; a resumed run appends to it. It may not be a symbolic link.
@@ -32,8 +32,6 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
-        self._pending: list[bytes] = []
-        self._cut: int | None = None  # where the file ends in a part of a row, which is to be written again
         with writing(path):
             self._last_line, self.damaged = _drop_later_rows(path, resumed_step)
             self._file = _open(path)
@@ -48,12 +46,10 @@ class MetricsFile:
         line = json.dumps(json_safe(row))
         if line != self._last_line:
             self._last_line = line
-            self._pending.append(f"{line}\n".encode())
-            self._write_pending()
+            with writing(self.path):
+                _write_all(self._file, f"{line}\n".encode())
 
     def close(self) -> None:
-        """Writes what is pending, and closes the file."""
-        self._write_pending()
         self._file.close()
 
     def _require_in_place(self) -> None:
@@ -65,25 +61,20 @@ class MetricsFile:
                 pass
         raise Vanished(self.path)
 
-    def _write_pending(self) -> None:
-        with writing(self.path):
-            while self._pending:
-                if self._cut is not None:
-                    self._file.truncate(self._cut)
-                self._cut = self._file.seek(0, os.SEEK_END)
-                _write_all(self._file, self._pending[0])
-                self._cut = None
-                self._pending.pop(0)
-
 
 def _open(path: Path) -> io.FileIO:
     return io.FileIO(open_for_writing(path, os.O_RDWR | os.O_APPEND), "r+")
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:
-    """Writes all bytes: of a nearly full disk, a system call writes as many as fit, and the next one fails."""
-    while content:
-        content = content[file.write(content) :]
+    """Appends all bytes or none: of a nearly full disk, a system call writes as many as fit, and the next one fails."""
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def json_safe(value: Any) -> Any:

@@ -97,8 +97,8 @@ class StepReporter:
     statistics: int
 
     def __post_init__(self) -> None:
-        pipeline, world = self.pipeline, self.pipeline.world
-        self.cells, self.micro_batches = len(pipeline.placement), pipeline.codec.M
+        world = self.pipeline.world
+        self.cells, self.micro_batches = len(self.pipeline.placement), self.pipeline.codec.M
         self.replica, self.replicas, self.ranks = world.replica, world.replicas, world.size
 
     def fields(self) -> dict[str, int]:

@@ -43,21 +43,21 @@ class Totals:
         self._recent.append(step)
         self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in step.report.workers))
 
-    @property
-    def examples_per_second(self) -> float | None:
-        seconds = sum(step.seconds for step in self._recent)
-        return sum(step.plan.examples for step in self._recent) / seconds if seconds else None
+    def figures(self, pipeline: Pipeline) -> dict[str, Any]:
+        """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
 
-    @property
-    def bubble(self) -> float | None:
-        """Returns the mean of the measured bubbles."""
-        return fmean(step.report.bubble for step in self._recent) if self._recent else None
-
-    def predicted_bubble(self, pipeline: Pipeline) -> float | None:
-        """Returns the bubble of the schedule, simulated with the mean measured times of its instructions."""
+        The prediction simulates the schedule with the mean measured times of its instructions.
+        """
         if not self._recent:
-            return None
-        return predicted_bubble(self._lists(pipeline), pipeline.placement, self._cell_means())
+            return dict.fromkeys(("examples_per_second", "bubble", "bubble_predicted", "breakdown"))
+        lists, placement, breakdown = self._lists(pipeline), pipeline.placement, self.breakdown(pipeline)
+        return {
+            "examples_per_second": sum(step.plan.examples for step in self._recent)
+            / sum(step.seconds for step in self._recent),
+            "bubble": fmean(step.report.bubble for step in self._recent),
+            "bubble_predicted": predicted_bubble(lists, placement, self._cell_means()),
+            "breakdown": None if breakdown is None else breakdown.shares(),
+        }
 
     def breakdown(self, pipeline: Pipeline) -> Breakdown | None:
         """Returns the shares of a step (paper, table 4), from the mean times."""

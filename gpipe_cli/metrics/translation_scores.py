@@ -5,8 +5,11 @@ The paper compares models by language, from the most to the least training data 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import fmean
+
+from ..data.source import split_evenly
 
 LEVELS = ("high", "middle", "low")  # of resource: thirds of the languages by training pairs
 LATIN, OTHER = "Latin", "other"  # scripts that the averages distinguish
@@ -23,10 +26,8 @@ def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
     Languages with equal numbers of pairs keep their order in ``sizes``.
     """
     order = sorted(sizes, key=lambda language: -sizes[language])
-    first, rest = divmod(len(order), 3)
-    counts = [first + (number < rest) for number in range(3)]
-    levels = [level for level, count in zip(LEVELS, counts, strict=True) for _ in range(count)]
-    return dict(zip(order, levels, strict=True))
+    thirds = zip(LEVELS, split_evenly(len(order), 3), strict=True)
+    return {language: level for level, third in thirds for language in order[third]}
 
 
 def with_averages(
@@ -70,15 +71,10 @@ def _averages(single: Mapping[str, float], levels: Mapping[str, str], scripts: M
 
 def by_script_and_level(
     languages: Iterable[str], sizes: Mapping[str, int], scripts: Mapping[str, str]
-) -> dict[tuple[str, str], int]:
+) -> Counter[tuple[str, str]]:
     """Counts the languages of each (script, level)."""
     levels = resource_levels({code: sizes[code] for code in languages if code in sizes})
-    counts: dict[tuple[str, str], int] = {}
-    for code, level in levels.items():
-        if code in scripts:
-            key = (_kind(scripts[code]), level)
-            counts[key] = counts.get(key, 0) + 1
-    return counts
+    return Counter((_kind(scripts[code]), level) for code, level in levels.items() if code in scripts)
 
 
 def _kind(script: str) -> str:

@@ -54,10 +54,10 @@ def open_source(
     if source is not None and world.rank == 0:
         forward_warnings(source, emit)
     prepare_in_turn(source, world, report)
-    if source is not None and settings.trainer.epochs is not None:
-        source.epoch(None)  # refused by a source that does not count them
-    if source is not None and world.rank != 0:
+    if source is not None:
         forward_warnings(source, emit)
+        if settings.trainer.epochs is not None:
+            source.epoch(None)  # refused by a source that does not count them
     return source
 
 
@@ -86,19 +86,13 @@ def wait_for_all(world: World) -> None:
     """
     if world.all_ranks is None:
         return
-    if world.rank == 0:
-        others = range(1, world.size)
-        _wait([dist.irecv(torch.empty(1), other, group=world.all_ranks, tag=ARRIVED) for other in others])
-        _wait([dist.isend(torch.zeros(1), other, group=world.all_ranks, tag=CONTINUE) for other in others])
-    else:
-        answer = dist.irecv(torch.empty(1), 0, group=world.all_ranks, tag=CONTINUE)
-        _wait([dist.isend(torch.zeros(1), 0, group=world.all_ranks, tag=ARRIVED), answer])
-
-
-def _wait(works: list[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
-        work.wait(PREPARATION_TIMEOUT)
+    first, second = (dist.irecv, dist.isend) if world.rank == 0 else (dist.isend, dist.irecv)
+    others = range(1, world.size) if world.rank == 0 else [0]
+    for pass_on, tag in ((first, ARRIVED), (second, CONTINUE)):
+        works = [pass_on(torch.zeros(1), other, group=world.all_ranks, tag=tag) for other in others]
+        for work in works:
+            assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
+            work.wait(PREPARATION_TIMEOUT)
 
 
 class _ToConsole(logging.Handler):
@@ -115,9 +109,8 @@ def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> 
     """Shows the warnings that the source's package logs, from any thread, on the console."""
     package = type(source).__module__.rpartition(".")[0] or type(source).__module__
     logger = logging.getLogger(package)
-    for handler in [handler for handler in logger.handlers if isinstance(handler, _ToConsole)]:
-        logger.removeHandler(handler)  # of an earlier run in this process
-    logger.addHandler(_ToConsole(emit))
+    # Those of an earlier run in this process go.
+    logger.handlers = [*(one for one in logger.handlers if not isinstance(one, _ToConsole)), _ToConsole(emit)]
 
 
 def count_defects(world: World, source: Source | None) -> dict[str, int]:
@@ -125,9 +118,9 @@ def count_defects(world: World, source: Source | None) -> dict[str, int]:
 
     Every worker calls it at the same time.
     """
-    own = [{}, {}] if source is None else [dict(source.prepared_defects), dict(source.defects)]
-    every = world.all_gather(own)
-    total = Counter[str](every[0][0])
-    for _, defects in every:
-        total.update(defects)
-    return {kind: count for kind, count in total.items() if count}
+    own = Counter[str]()
+    if source is not None:
+        own.update(source.defects)
+        own.update(source.prepared_defects if world.rank == 0 else {})
+    total = sum(map(Counter, world.all_gather(dict(own))), Counter[str]())
+    return dict(total)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.metrics.breakdown import break_down, count_computations, even_durations, simulate_with
+from gpipe_cli.metrics.breakdown import count_computations, even_durations, mean_breakdown, simulate_with
 from gpipe_cli.metrics.pictures import draw_breakdown
 from gpipe_cli.schedule.instruction import InstructionLists, Op
 from gpipe_cli.schedule.schedule import schedule
@@ -37,7 +37,8 @@ def test_the_shares_of_a_step_by_hand() -> None:
     worker 0's last backward: 21. With even cells of 2 and 4 it takes (M+K-1)·(2+4) = 18.
     """
     lists, placement = schedule("gpipe", (0, 1), 2, "never"), (0, 1)
-    found = break_down(lists, placement, durations(lists, [1.0, 3.0], [2.0, 6.0]), update_seconds=2, step_seconds=30)
+    cells = [{"forward": 2.0, "backward": 4.0}, {"forward": 6.0, "backward": 12.0}]
+    found = mean_breakdown(lists, placement, cells, updates=[1, 3], step_seconds=30)
     assert found.computation == pytest.approx(24 / 60)
     assert found.recomputation == 0
     assert found.bubble == pytest.approx((2 * 18 - 24) / 60)  # a third of 36: (K-1)/(M+K-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpipe_cli.distributed.world import World
 from gpipe_cli.metrics.image_pictures import draw_confusion, draw_predictions
-from gpipe_cli.metrics.predictions import PredictionKeeper
+from gpipe_cli.metrics.predictions import PredictionKeeper, Predictions
 from gpipe_cli.tasks.classification import ClassificationTask
 
 
@@ -61,14 +61,20 @@ def test_predictions_of_other_replicas_come_after_those_of_the_first() -> None:
     assert found.confidences == pytest.approx([0.9, 0.8])
 
 
+def predicted(labels: list[int], predicted: list[int], names: list[str]) -> Predictions:
+    shown = range(len(labels))
+    return Predictions(np.array(labels), np.array(predicted), names, None, shown, [0.5] * len(labels))
+
+
 @pytest.mark.parametrize("classes", [3, 25, 1000])
 def test_the_confusion_matrix_is_drawn_for_few_and_many_classes(classes: int, tmp_path: Path) -> None:
-    draw_confusion([0, 1, 2], [0, 1, 1], [f"class {number}" for number in range(classes)], tmp_path / "c.png")
+    names = [f"class {number}" for number in range(classes)]
+    draw_confusion(predicted([0, 1, 2], [0, 1, 1], names), tmp_path / "c.png")
     assert min(Image.open(tmp_path / "c.png").size) > 300
 
 
 @pytest.mark.parametrize("images", [torch.rand(11, 3, 8, 8), torch.zeros(1, 1, 8, 8, dtype=torch.uint8)])
 def test_predictions_are_drawn_for_bytes_and_numbers_grey_and_coloured(images: torch.Tensor, tmp_path: Path) -> None:
-    labels = np.arange(len(images)) % 2
-    draw_predictions(images, labels.tolist(), [0] * len(images), ["cat", "dog"], tmp_path / "p.png", labels.tolist())
+    found = predicted([number % 2 for number in range(len(images))], [0] * len(images), ["cat", "dog"])
+    draw_predictions(found, images, tmp_path / "p.png")
     assert Image.open(tmp_path / "p.png").format == "PNG"
