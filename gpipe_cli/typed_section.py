@@ -6,6 +6,8 @@ A value is never converted to another type, but for two: 1e5 is a whole number, 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
@@ -17,6 +19,8 @@ from gpipe_cli.errors import Problems
 
 T = TypeVar("T")
 LONGEST_SHOWN = 60  # characters of a wrong value in a message
+# Hydra reads it as a text.
+PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
@@ -137,20 +141,23 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as it is typed on the command line, shortened if it is long."""
-    text = _typed(value)
+    """Returns a value as `typed`, shortened if it is long."""
+    text = typed(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 1]}…"
 
 
-def _typed(value: object) -> str:
+def typed(value: object) -> str:
+    """Returns a value as Hydra's command line reads it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_typed(item) for item in value) + "]"
+        return "[" + ",".join(typed(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_typed(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
     if isinstance(value, int) and abs(value) >= 10**300:
         return "(hundreds of digits)"
-    return str(value).replace("\n", "\\n")
+    return str(value)

@@ -8,14 +8,13 @@ know. Data may change although the configuration does not. This file imports no 
 
 from __future__ import annotations
 
-import json
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from ..typed_section import shown, typed
 from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten, vocabulary_folder
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ COMPARED_BY_CONTENT = ("data.root",)
 NOT_SET = "(not set)"
 DATA = "data"  # in checkpoint.allow_changes
 MAKERS = ("babel", "sentencepiece")  # other releases make other data
-_PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)  # Hydra reads it as a string
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
@@ -134,23 +132,7 @@ def _same(saved: Json, new: Json) -> bool:
 
 
 def _shown(value: Json) -> str:
-    text = typed(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def typed(value: Json) -> str:
-    """Formats a value as Hydra's command line reads it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return value if value == NOT_SET or _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{typed(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(typed(entry) for entry in value) + "]"
-    return repr(value)
+    return NOT_SET if value == NOT_SET else shown(value)
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def refusal(*words: str) -> str:
     [
         (["model.L=0"], f"model.L=0: {LEAST} 1"),
         (["model.A=true"], f"model.A=true: {INTEGER}"),
-        (["model.A='2'"], f"model.A=2: {INTEGER}"),
+        (["model.A='2'"], f'model.A="2": {INTEGER}'),
         (["model.d_model=15"], "model.d_model=15: should be a multiple of 2"),
         (["model.dropout=1.0"], "model.dropout=1.0: should be less than 1"),
         (["data.languages=7"], "data.languages=7: use a list or null"),
