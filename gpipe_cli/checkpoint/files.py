@@ -161,7 +161,7 @@ def step_directories(run_dir: Path) -> list[Path]:
 
 
 def locked(descriptor: int, kind: int) -> bool:
-    """Locks an open directory until its descriptor is closed; returns False if another process keeps it locked.
+    """Locks an open file or directory until its descriptor is closed; returns False if another process keeps it locked.
 
     Args:
         kind: `fcntl.LOCK_SH` or `LOCK_EX`, which wait for the other process, or one of them with `fcntl.LOCK_NB`.

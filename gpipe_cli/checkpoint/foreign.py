@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,9 +111,9 @@ def _of_safetensors(file: Path) -> dict[str, SavedTensor]:
 def _read_safetensors(file: Path, name: str) -> Tensor:
     from safetensors import safe_open
 
-    with ExitStack() as stack:
-        tensor: Tensor = stack.enter_context(safe_open(file, framework="pt", device="cpu")).get_tensor(name)
-        return tensor.clone()
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        tensor: Tensor = opened.get_tensor(name).clone()
+    return tensor
 
 
 def _of_torch(file: Path) -> dict[str, SavedTensor]:

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.commit import refuse_another_run
-from gpipe_cli.checkpoint.compatibility import require_compatible, typed
+from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import LaunchConfig, Settings
@@ -34,6 +34,7 @@ from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.command import FAILED, REFUSED
 from gpipe_cli.terminal.text import command_name, relative_paths
+from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
@@ -82,7 +83,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         if is_sweep:
             console.say(sweep.job_line(int(place.job.num), place.overrides.task))
         try:
-            with sole_writer(run_dir, console), record:
+            with sole_writer(run_dir), record:
                 prepared = sweep.prepared or prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 named = prepared.settings.checkpoint.resume

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.checkpoint.files import locked
 from gpipe_cli.disk import DISK, DiskError, prepare_directory, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
@@ -21,9 +21,6 @@ from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.runs import ERROR_FILE
 from gpipe_cli.terminal.text import relative_paths
-
-if TYPE_CHECKING:
-    from gpipe_cli.terminal.console import Console
 
 ENDING_SECONDS = 30.0  # for the children of a rank that torchrun restarts
 
@@ -87,34 +84,22 @@ class RunRecord:
 
 
 @contextmanager
-def sole_writer(run_dir: Path, console: Console) -> Iterator[None]:
+def sole_writer(run_dir: Path) -> Iterator[None]:
     """Holds the run directory's lock, which the system releases when this process ends."""
     if not torchrun.is_first():
         yield
         return
-    path, patience = run_dir / "run.lock", ENDING_SECONDS if restart_count() else 0.0
+    path, until = run_dir / "run.lock", time.monotonic() + (ENDING_SECONDS if restart_count() else 0.0)
     with writing(path):
         file = path.open("a")
     with file:
-        try:
-            _lock(file, time.monotonic() + patience)
-        except BlockingIOError:
-            raise ConfigurationError(
-                f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
-            ) from None
-        except OSError as error:  # a file system without locks
-            console.warn(f"the file system of {run_dir} has no locks ({error}): two runs in it would not be noticed")
-        yield
-
-
-def _lock(file: IO[str], until: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        while not locked(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > until:
-                raise
+                raise ConfigurationError(
+                    f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"
+                )
             time.sleep(0.1)
+        yield
 
 
 def require_writable(key: str, folder: str | Path) -> None:

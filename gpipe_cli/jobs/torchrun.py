@@ -6,8 +6,6 @@ import json
 import os
 import socket
 import time
-import uuid
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
 KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
 PAUSE = 0.2  # seconds between two looks for what rank 0 has decided
-SHARED_SECONDS = 10.0  # until a file of rank 0 must be seen on the other machines
+SHARED_SECONDS = 10.0  # until rank 0's run directory must be seen on the other machines
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
 
@@ -59,45 +57,25 @@ def overrides_after_restart() -> list[str]:
 
 
 def refuse_separate_directories(context: Context) -> None:
-    """Refuses a run directory that is not the same folder for all ranks, on every rank, before the run begins.
+    """Refuses a run directory that not all ranks see, on every rank, before the run begins.
 
-    Each rank writes its layers of a checkpoint into it. Rank 0 leaves a file there that the others look for.
+    Each rank writes its layers of a checkpoint into it.
 
     Raises:
         ConfigurationError: a rank does not find it; the message names such ranks and their machines.
     """
     from torch.distributed import PrefixStore
 
-    rank, store = context.rank, PrefixStore("shared_directory", context.store)
-    if rank == 0:
-        mark = context.run_dir / f".rank_0_{uuid.uuid4().hex}"
-        mark.touch()
-        store.set("mark", mark.name)
-        found = True
-    else:
-        found = _appears(context.run_dir, store.get("mark").decode())
-    store.set(str(rank), "" if found else socket.gethostname())
+    store, end = PrefixStore("shared_directory", context.store), time.monotonic() + SHARED_SECONDS
+    while not context.run_dir.is_dir() and time.monotonic() < end:  # network file systems may show it late
+        time.sleep(PAUSE)
+    store.set(str(context.rank), "" if context.run_dir.is_dir() else socket.gethostname())
     hosts = {other: store.get(str(other)).decode() for other in range(context.world_size)}
-    if rank == 0:
-        mark.unlink()
-    if blind := {other: host for other, host in hosts.items() if host}:
-        ranks = ", ".join(f"{other} on {host}" for other, host in blind.items())
+    if blind := ", ".join(f"{other} on {host}" for other, host in hosts.items() if host):
         raise ConfigurationError(
-            f"the run directory {context.run_dir} of rank 0 is not there for rank {ranks}: each rank saves its layers "
+            f"the run directory {context.run_dir} of rank 0 is not there for rank {blind}: each rank saves its layers "
             "there, so type a hydra.run.dir on a file system that all machines share"
         )
-
-
-def _appears(folder: Path, name: str) -> bool:
-    """Returns whether the folder holds a file of this name, now or soon: network file systems may show it late."""
-    end = time.monotonic() + SHARED_SECONDS
-    while time.monotonic() < end:
-        with suppress(OSError):
-            # A listing is read anew, where the answer for one name may be remembered.
-            if name in (path.name for path in folder.iterdir()):
-                return True
-        time.sleep(PAUSE)
-    return False
 
 
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,6 @@ def test_all_ranks_refuse_a_run_directory_that_one_does_not_see(
     assert directories_refused([tmp_path] * 3) == [""] * 3
     said = directories_refused([tmp_path, tmp_path, tmp_path / "elsewhere"])
     assert all("is not there for rank 2 on " in text and "that all machines share" in text for text in said)
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- two machines ------------------------------------------------------------------------------------------------------
