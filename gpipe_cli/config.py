@@ -45,7 +45,7 @@ class PipelineConfig:
         M: micro-batches in a mini-batch, per replica.
         remat: which forwards are recomputed before their backward.
         schedule: the order of a worker's instructions.
-        partition: the objective of the cut, or the number of layers of each cell.
+        partition: the objective of the cut, or the layers of each cell; auto: the busiest worker has least to do.
         cost: how the cost of a layer is determined.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
@@ -61,7 +61,7 @@ class PipelineConfig:
     M: Count
     remat: Literal["always", "except_last", "never"]
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-    partition: Literal["min_max", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
+    partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
     workers: Literal["auto"] | Count
     replicas: Count

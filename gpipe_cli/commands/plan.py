@@ -1,7 +1,7 @@
 """Implements ``gpipe-plan``: computes the memory and the step time of a run, without running it.
 
-The configuration is gpipe-train's, with one more section, `plan`. It writes only the requested picture, and with
-`pipeline.cost=profile` the profile that a run would write.
+The configuration is gpipe-train's, with one more section, `plan`. It writes nothing but, under `plan.device=this`,
+the profile that a run would write.
 """
 
 from __future__ import annotations

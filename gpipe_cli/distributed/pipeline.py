@@ -123,7 +123,7 @@ class Pipeline:
         M: int,
         schedule: Any = "gpipe",
         remat: Any = "except_last",
-        partition: Any = "min_max",
+        partition: Any = "auto",
         cost: Any = "flops",
         seed: int = 0,
         device: Any = "auto",

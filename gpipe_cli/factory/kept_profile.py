@@ -12,7 +12,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import get_object
@@ -23,10 +25,12 @@ from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
 from ..partition.fake_layers import TensorShape
+from ..partition.layer_times import LayerTimes
 from ..partition.model_profile import profile_layers
 from .build import boundary_type_of, build_autocast, build_task
 
-FORMAT = 3  # of the files; profiles in another format are measured again
+FORMAT = 4  # of the files; profiles in another format are measured again
+ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 
 def profile_file(
@@ -61,16 +65,24 @@ def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[L
     """
 
     def write(draft: Path) -> None:
-        rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": cost.cost} for cost in measure()]
+        rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": asdict(cost.times)} for cost in measure()]
         draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+    def read() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = json.loads(made(file, write).read_text(encoding="utf-8"))
+        return rows
 
     with writing_cache(file.parent):
         try:
-            rows = json.loads(made(file, write).read_text(encoding="utf-8"))
-        except ValueError:  # a crash of the machine left a part of it
+            rows = read()
+        except (json.JSONDecodeError, UnicodeDecodeError):  # a crash of the machine left a part of it
             file.unlink()
-            rows = json.loads(made(file, write).read_text(encoding="utf-8"))
-    return [LayerCost(row["name"], row["parameters"], None, None, row["seconds"]) for row in rows]
+            rows = read()
+    times = [LayerTimes(**row["seconds"]) for row in rows]
+    return [
+        LayerCost(row["name"], row["parameters"], None, None, each.total, measured=each)
+        for row, each in zip(rows, times, strict=True)
+    ]
 
 
 def profiled_costs(
@@ -101,7 +113,7 @@ def profiled_costs(
     def measured() -> Sequence[LayerCost]:
         began = time.perf_counter()
         costs = profile_layers(
-            builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between
+            builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
         ).costs
         say(f"profile of {len(costs)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
         return costs

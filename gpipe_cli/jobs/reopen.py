@@ -32,6 +32,7 @@ from gpipe_cli.terminal.help import conf_folder
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
     "pipeline.replicas": 1,
+    "pipeline.partition": "auto",  # sizes may be for another number of cells
     "checkpoint.resume": None,
     "checkpoint.init_from": None,
     "launch.inline": False,
@@ -109,8 +110,6 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
         if sweep := next((override for override in overrides if override.is_sweep_override()), None):
             raise ConfigurationError(f"{sweep.input_line} is a sweep: give one value")
         typed = {override.key_or_group for override in values}
-        if "pipeline.K" in typed and not isinstance(config.pipeline.partition, str):
-            config.pipeline.partition = default.pipeline.partition  # the recorded sizes are for another number of cells
         OmegaConf.set_struct(config, True)
         for override in values:
             key, section = override.key_or_group, override.key_or_group.partition(".")[0]

@@ -20,6 +20,7 @@ from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from .drawn_values import Drawn, measured_on_shapes
 from .fake_layers import CostError, TensorShape, build_key, build_without_memory, fake_mode
+from .layer_times import LayerTimes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class LayerCost:
         cost: c_i, for the partitioner.
         by_values: whether the layer does not run on fake tensors, and was counted on random values.
         may_end_cell: False where the shapes of its outputs depend on values, so that no message could carry them.
+        measured: the seconds of each pass, of which ``cost`` is the sum; None where none were measured.
     """
 
     name: str
@@ -44,6 +46,13 @@ class LayerCost:
     cost: float
     by_values: bool = False
     may_end_cell: bool = True
+    measured: LayerTimes | None = None
+
+    @property
+    def times(self) -> LayerTimes:
+        """Returns the time of each pass, in the unit of the cost; unmeasured, a backward takes two forwards."""
+        c = self.cost
+        return self.measured or LayerTimes(c, c, recompute=c, backward=2 * c, input_gradient=c, weight_gradient=c)
 
 
 def layer_costs(builders: Sequence[LayerBuilder], example_inputs: Tensors, how: str) -> list[LayerCost]:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..config import PipelineConfig
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
+from .balance import Bytes, NothingFits
+from .by_time import cut_by_time, worker_totals
 from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from .fake_layers import CostError, TooFewExamples
 from .partition import PartitionError, cell_costs, cell_layers, partition, placement
@@ -24,7 +28,8 @@ class Cut:
     Attributes:
         sizes: layers of each cell.
         placement: worker of each cell.
-        table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of the whole cost.
+        table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of what all
+            cells do in a step.
         parameters: of the whole model.
         ties: for every layer, its parameters that an earlier layer owns: `Ties.owners`.
     """
@@ -69,7 +74,7 @@ def cut_model(
 
     Args:
         example: a micro-batch; only its shapes matter.
-        profile: returns the costs for `pipeline.cost=profile`; None: they are measured now and not kept.
+        profile: returns the costs for `pipeline.cost=profile`; None: that is refused.
         say: receives one line about layers that were counted on random values, and one about places without a cut.
 
     Raises:
@@ -78,7 +83,7 @@ def cut_model(
     refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     try:
         if config.cost == "profile" and profile is not None:
-            costs = profile()
+            costs = _timed(profile, builders, example, say)
         else:
             costs = layer_costs(builders, example[0], config.cost)
         if config.cost != "flops" and config.K > 1:
@@ -90,6 +95,20 @@ def cut_model(
     for line in notes_on_values(costs):
         say(line)
     return cut_by_costs(builders, costs, config, workers, find_ties(builders))
+
+
+def _timed(
+    profile: Callable[[], list[LayerCost]],
+    builders: Sequence[LayerBuilder],
+    example: MicroBatch,
+    say: Callable[[str], None],
+) -> list[LayerCost]:
+    """Returns the costs of a profile, or by FLOPs, with a line about it, where a layer cannot be timed by itself."""
+    try:
+        return profile()
+    except (CostError, torch.OutOfMemoryError) as error:
+        say(f"cut by FLOPs, because layers could not be timed: {error}")
+        return layer_costs(builders, example[0], "flops")
 
 
 def notes_on_values(costs: Sequence[LayerCost]) -> list[str]:
@@ -110,8 +129,9 @@ def _some(names: Sequence[str]) -> str:
 
 def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
     """Raises ConfigurationError for a `K` or `partition` that does not fit the number of layers, whatever they cost."""
+    sizes = "min_variance" if config.partition == "auto" else config.partition
     try:
-        partition([1.0] * layers, config.K, config.partition)
+        partition([1.0] * layers, config.K, sizes)
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
 
@@ -122,22 +142,35 @@ def cut_by_costs(
     config: PipelineConfig,
     workers: int,
     ties: Ties,
+    bytes_: Bytes | None = None,
+    room: Sequence[float] = (),
 ) -> Cut:
     """Computes partition and placement from the layers' costs.
+
+    Args:
+        bytes_, room: as in `cut_by_time`; where nothing fits, the cut is made as if everything did.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
     """
+    times = [layer.times for layer in costs]
     try:
         inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
-        sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
-        totals = cell_costs([layer.cost for layer in costs], sizes)
-        worker_of = placement(config.schedule, totals, workers)
+        if config.partition == "auto":
+            try:
+                sizes, worker_of = cut_by_time(times, config, workers, inseparable, bytes_, room)
+            except NothingFits:
+                sizes, worker_of = cut_by_time(times, config, workers, inseparable)
+        else:
+            sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
+            worker_of = placement(config.schedule, cell_costs([layer.cost for layer in costs], sizes), workers)
+        seconds = worker_totals(times, config, worker_of)
     except PartitionError as error:
         raise ConfigurationError(str(error)) from error
     cells = cell_layers(sizes)
     parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]
-    whole = sum(totals) or 1.0
+    busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
+    totals, whole = cell_costs([layer.cost for layer in costs], sizes), sum(busy) or 1.0
     table = [
         {
             "cell": cell,
@@ -147,7 +180,7 @@ def cut_by_costs(
             "layers": len(layers),
             "parameters": sum(parameters[i] for i in layers),
             "cost": totals[cell],
-            "share": totals[cell] / whole,
+            "share": busy[cell] / whole,
         }
         for cell, layers in enumerate(cells)
     ]

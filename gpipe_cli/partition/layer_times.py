@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -23,6 +24,7 @@ from ..pipeline.randomness import NoiseSource
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 _REPEATS = 5  # timed rounds per layer, after one that warms up
+_LEAST = 2  # of them
 _ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
 # Graphs kept at the same time, as with several micro-batches: small memory that is reused at once would be faster than
 # memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
@@ -181,13 +183,14 @@ class Trials:
 
     Args:
         device: where they run.
+        enough: seconds after which no layer is timed again.
 
     Attributes:
         times: of each layer timed so far.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, enough: float = math.inf) -> None:
+        self._on_gpu, self._until = device.type == "cuda", time.perf_counter() + enough
         self.times: dict[Hashable, LayerTimes] = {}
         self._waiting: dict[Hashable, LayerTrial] = {}
         self._bytes = 0
@@ -208,6 +211,8 @@ class Trials:
         trials = list(self._waiting.values())
         in_flight = 1 if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
         for repeat in range(1 + _REPEATS):
+            if repeat > _LEAST and time.perf_counter() > self._until:
+                break
             for trial in trials:
                 trial.infer()
             for trial in trials:  # one graph at a time, as with re-materialization

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ..pipeline.cell import BuiltLayer
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
-from .layer_times import Autocast, LayerTimes, LayerTrial, Trials
+from .layer_times import Autocast, LayerTimes, LayerTrial, Trials, cell_total
 
 _LOSS = "loss"  # among the keys of layers
 
@@ -25,20 +26,24 @@ class ModelProfile:
     """Holds the measured times of a model.
 
     Attributes:
-        layers: with costs in seconds.
-        times: of each layer.
+        layers: with costs in seconds, and the times of each.
         loss: times of the task's loss after the last layer; None where it was not timed.
     """
 
     layers: list[LayerCost]
-    times: list[LayerTimes]
     loss: LayerTimes | None
 
     @property
     def costs(self) -> list[LayerCost]:
         """Returns the costs for the partitioner; the last layer's includes the loss, which always runs in its cell."""
-        loss = 0.0 if self.loss is None else self.loss.total
-        return [*self.layers[:-1], replace(self.layers[-1], cost=self.layers[-1].cost + loss)]
+        last = self.layers[-1]
+        times = cell_total([last.times], [] if self.loss is None else [self.loss])
+        return [*self.layers[:-1], replace(last, cost=times.total, measured=times)]
+
+    @property
+    def times(self) -> list[LayerTimes]:
+        """Returns the times of each layer, without the loss."""
+        return [layer.times for layer in self.layers]
 
 
 def profile_layers(
@@ -49,6 +54,7 @@ def profile_layers(
     loss: Callable[[Tensors], Tensor] | None = None,
     targets: Tensors = (),
     boundary_type: torch.dtype | None = None,
+    enough: float = math.inf,
 ) -> ModelProfile:
     """Times forward and backward of every layer, the median of some repeats; equal layers are timed once.
 
@@ -60,13 +66,14 @@ def profile_layers(
         loss: of the last layer's outputs; None: it is not timed.
         targets: of the micro-batch, for layers with an ``auxiliary_loss``.
         boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
+        enough: seconds after which no layer is timed again.
 
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
     """
     known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
     keys: list[Hashable] = []
-    trials = Trials(device)
+    trials = Trials(device, enough)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
@@ -89,10 +96,10 @@ def profile_layers(
         trials.run()
     times = [trials.times[key] for key in keys]
     layers = [
-        replace(known[key][0], name=builder.name, cost=time.total)
+        replace(known[key][0], name=builder.name, cost=time.total, measured=time)
         for key, builder, time in zip(keys, builders, times, strict=True)
     ]
-    return ModelProfile(layers, times, trials.times.get(_LOSS))
+    return ModelProfile(layers, trials.times.get(_LOSS))
 
 
 def _trial_of_loss(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..schedule.orders import ROUND_ROBIN
 
-OBJECTIVES = ("min_max", "min_variance")
+OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto minimises the first, over workers (`by_time.py`)
 _EXACT_SQUARES = 1 << 26  # sums of integers below this have squares that float64 holds exactly
 
 
@@ -56,13 +56,11 @@ def partition(
             if end - 1 in inseparable:
                 raise PartitionError(
                     f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape of what "
-                    "is returned depends on values: move the cut, or use pipeline.partition=min_max"
+                    "is returned depends on values: move the cut, or use pipeline.partition=auto"
                 )
         return sizes
     if objective not in OBJECTIVES:
-        raise PartitionError(
-            f"pipeline.partition={objective}: use {', '.join(OBJECTIVES)} or the cells' sizes, as [3,5,4]"
-        )
+        raise PartitionError(f"pipeline.partition={objective}: use auto, min_variance or the cells' sizes, as [3,5,4]")
     if K < 1:
         raise PartitionError(f"pipeline.K={K}: use pipeline.K=1 or more")
     if K > L:
@@ -152,7 +150,7 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
     if len(sizes) != K:
         raise PartitionError(
             f"pipeline.partition={sizes} names {_count(len(sizes), 'cell')} but pipeline.K={K}: "
-            f"give {K} sizes, or use pipeline.K={len(sizes)} or pipeline.partition=min_max"
+            f"give {K} sizes, or use pipeline.K={len(sizes)} or pipeline.partition=auto"
         )
     for cell, size in enumerate(sizes):
         if size < 1:
@@ -160,7 +158,7 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
     if sum(sizes) != L:
         raise PartitionError(
             f"pipeline.partition={sizes} adds up to {sum(sizes)} but the model has {_count(L, 'layer')}: "
-            f"change the sizes by {L - sum(sizes):+d} in all, or use pipeline.partition=min_max"
+            f"change the sizes by {L - sum(sizes):+d} in all, or use pipeline.partition=auto"
         )
     return sizes
 

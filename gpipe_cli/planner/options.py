@@ -71,8 +71,8 @@ def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, A
     sizes = (config.get("pipeline") or {}).get("partition")
     if search is None or not isinstance(sizes, list):
         return config, []
-    pipeline = {**config["pipeline"], "partition": "min_max"}
-    return {**config, "pipeline": pipeline}, [f"{search} plans with pipeline.partition=min_max in place of {sizes}"]
+    pipeline = {**config["pipeline"], "partition": "auto"}
+    return {**config, "pipeline": pipeline}, [f"{search} plans with pipeline.partition=auto in place of {sizes}"]
 
 
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -101,7 +101,7 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
         (["pipeline.partition=[3,5]"], "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4"),
         (
             ["pipeline.partition=[3,5,0,1]"],
-            "pipeline.partition=[3,5,0,1]: should be 'min_max' or 'min_variance' or greater",
+            "pipeline.partition=[3,5,0,1]: should be 'auto' or 'min_variance' or greater",
         ),
         (["pipeline.M=128"], "use data.batch_size>=128 or pipeline.M<=96"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),

@@ -123,7 +123,7 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
     assert (opened.run_dir, opened.info.step) == (run, 1)
     assert (settings.pipeline.K, settings.precision.autocast, settings.task["generation"]["beam"]) == (2, "bfloat16", 3)
     assert settings.model == reopen.open_run(str(run), []).prepared.settings.model
-    assert settings.pipeline.partition == "min_max"  # the run's sizes were for three cells
+    assert settings.pipeline.partition == "auto"  # the run's sizes were for three cells
 
 
 def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(run: Path, tmp_path: Path) -> None:

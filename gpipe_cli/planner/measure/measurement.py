@@ -145,11 +145,10 @@ class Measurements:
             if timed is not None or file.exists():
                 notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
                 return kept_costs(file, lambda: [] if timed is None else timed.costs)
-        notes.append("pipeline.cost=profile: cut by computed times, not by a profile of gpipe-train's")
-        seconds = [times.total for times in self._times.layers(layers, loss)]
+        seconds = self._times.layers(layers, loss)
         return [
-            LayerCost(builder.name, facts.parameter_count, None, None, cost)
-            for builder, facts, cost in zip(self._builders, layers, seconds, strict=True)
+            LayerCost(builder.name, facts.parameter_count, None, None, times.total, measured=times)
+            for builder, facts, times in zip(self._builders, layers, seconds, strict=True)
         ]
 
     def _time(

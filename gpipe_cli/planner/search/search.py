@@ -145,5 +145,5 @@ def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
     """Returns the section with other values; with another K, typed sizes of cells no longer hold."""
     K = values.get("K", pipeline.K)
     workers = pipeline.workers if pipeline.workers == "auto" else min(pipeline.workers, K)
-    partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "min_max"
+    partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "auto"
     return replace(pipeline, **{"workers": workers, "partition": partition, **values})
