@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,7 +82,9 @@ def profile_layers(
             keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
             if keys[-1] not in known:
                 announce([builder])
-                module = build_or_explain(builder).to(device)
+                module = deepcopy(build_or_explain(builder)).to(
+                    device
+                )  # builders may share a module, and the run has it
                 passed_as = boundary_type if index < len(builders) - 1 else None
                 layer = BuiltLayer(index, builder.name, module, passed_as)
                 trial = LayerTrial.of(layer, values, device, autocast, targets)

@@ -78,7 +78,14 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert not drawn & {"predictions.png", "confusion.png"}  # of classifications
 
 
-OVERFLOW = (*own_model.WORDS, "++model.middle=Overflowing", "trainer.steps=4", "checkpoint.every=null", "pipeline.M=2")
+OVERFLOW = (
+    *own_model.WORDS,
+    "pipeline.cost=flops",
+    "++model.middle=Overflowing",
+    "trainer.steps=4",
+    "checkpoint.every=null",
+    "pipeline.M=2",
+)
 CAUSE = "it began in layer 'middle' of cell 2, micro-batch 0"
 
 
