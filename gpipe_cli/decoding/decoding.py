@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +36,8 @@ class Search(Protocol):
         """Returns what was found for each source, once all are done."""
 
 
-class DecodingForm(Protocol):
-    """Defines how sources become inputs of the model, and its outputs tokens.
+class Sizes(NamedTuple):
+    """Holds the sizes of what is decoded.
 
     Attributes:
         group: sources that are decoded together.
@@ -45,17 +46,17 @@ class DecodingForm(Protocol):
         uses_caches: whether a call after the first one has the new tokens alone.
     """
 
-    @property
-    def group(self) -> int: ...
+    group: int
+    width: int
+    longest: int
+    uses_caches: bool
+
+
+class DecodingForm(Protocol):
+    """Defines how sources become inputs of the model, and its outputs tokens."""
 
     @property
-    def width(self) -> int: ...
-
-    @property
-    def longest(self) -> int: ...
-
-    @property
-    def uses_caches(self) -> bool: ...
+    def sizes(self) -> Sizes: ...
 
     def first(self, sources: Sources) -> MicroBatch:
         """Returns the inputs of a group's first call; the targets are for the two methods below."""
@@ -96,21 +97,16 @@ class Decoder:
         stop_requested: whether this worker was asked to stop.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        form: DecodingForm,
-        stop_requested: Callable[[], bool] = never,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, form: DecodingForm, stop_requested: Callable[[], bool] = never) -> None:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
-        replicas, groups, size = self._world.replicas, pipeline.codec.M, form.group
-        self._rows_shape = (replicas, groups, size * form.width)
-        self._sentences_shape = (replicas, groups, size)
-        rows, sentences = (replicas * groups * size * each for each in (form.width, 1))
+        self._sizes = sizes = form.sizes
+        self._rows_shape = (self._world.replicas, pipeline.codec.M, sizes.group * sizes.width)
+        self._sentences_shape = (self._world.replicas, pipeline.codec.M, sizes.group)
+        rows, sentences = prod(self._rows_shape), prod(self._sentences_shape)
         group = self._world.all_ranks
         self._round = Exchange({**pipeline.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, group)
-        results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * form.longest}
+        results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * sizes.longest}
         self._results = Exchange(results, group)
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
@@ -118,7 +114,7 @@ class Decoder:
 
         Args:
             sources: the same on the first worker of each replica, which reads the data, and nothing elsewhere.
-            beam: rows of each source, at most `DecodingForm.width`.
+            beam: rows of each source, at most `Sizes.width`.
 
         Returns:
             What was found for each of `sources`; nothing on workers that gave none.
@@ -141,7 +137,7 @@ class Decoder:
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
         """Returns batches of M groups of source indices; the sources of a group have similar lengths."""
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        size, M = self._form.group, self._pipeline.codec.M
+        size, M = self._sizes.group, self._pipeline.codec.M
         groups = [order[first : first + size] for first in range(0, len(order), size)]
         return [groups[first : first + M] for first in range(0, len(groups), M)]
 
@@ -170,7 +166,7 @@ class Decoder:
         plan = self._pipeline.codec.read(self._round, "generate")
         if plan.total_micro_batches == 0:
             return None
-        caches: Caches | None = {} if self._form.uses_caches else None
+        caches: Caches | None = {} if self._sizes.uses_caches else None
         return _Round(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, caches, {})
 
     def _search(self, going: _Round) -> Callable[[int, Tensors, Tensors], None]:
@@ -228,7 +224,7 @@ class Decoder:
         """Returns lengths and log-probabilities, [replicas, groups, sentences], and tokens, [..., longest length]."""
         shape = self._sentences_shape
         numbers = fields["lengths"].view(shape), fields["log_probabilities"].view(shape)
-        return *numbers, fields["tokens"].view(*shape, self._form.longest)
+        return *numbers, fields["tokens"].view(*shape, self._sizes.longest)
 
     def _read_results(self, replica: int, groups: Sequence[Sequence[int]]) -> dict[int, Hypothesis]:
         """Returns what was found for a replica's batch by the index of the source."""

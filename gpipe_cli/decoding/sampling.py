@@ -16,6 +16,7 @@ from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.randomness import derive_seed
 from .beam import Continuation, Hypothesis
+from .decoding import Sizes
 
 DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
 LIMIT, PROMPT, SAMPLE, LAST = range(4)  # columns of the targets; LAST: the place whose output predicts the next token
@@ -67,19 +68,9 @@ class ContinuationForm:
     eos_id: int
     window: int | None
 
-    width: int = 1
-
     @property
-    def group(self) -> int:
-        return self.settings.samples
-
-    @property
-    def longest(self) -> int:
-        return self.settings.length
-
-    @property
-    def uses_caches(self) -> bool:
-        return self.window is None
+    def sizes(self) -> Sizes:
+        return Sizes(self.settings.samples, 1, self.settings.length, uses_caches=self.window is None)
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
         """Returns the prompts, which are of one length."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..micro_batch import MicroBatch, Tensors
 from ..tasks.base import GenerationSettings, Task
 from .beam import BeamSearch
+from .decoding import Sizes
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,11 @@ class TranslationForm:
     task: Task
     settings: GenerationSettings
     tokens: SpecialTokens
-    uses_caches: bool = True
 
     @property
-    def group(self) -> int:
-        return self.settings.group
-
-    @property
-    def width(self) -> int:
-        return self.settings.widest
-
-    @property
-    def longest(self) -> int:
-        return self.settings.max_length
+    def sizes(self) -> Sizes:
+        settings = self.settings
+        return Sizes(settings.group, settings.widest, settings.max_length, uses_caches=True)
 
     def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
         """Returns sources and first tokens; as targets the longest length of each translation."""
