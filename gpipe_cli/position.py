@@ -11,10 +11,35 @@ from typing import TypeAlias
 Memory: TypeAlias = "bytearray | memoryview | mmap"
 
 FIELDS = ("step", "cell", "layer", "micro_batch", "instruction")
-_NUMBER = struct.Struct("q")  # plus one: 0, as in new memory, stands for none
-_PLACE = struct.Struct("qq100s200s")  # cell, micro-batch, instruction, layer: an empty text stands for none
-_LAYER = struct.Struct("200s")
-_LAYER_AT = _NUMBER.size + _PLACE.size - _LAYER.size
+_NUMBER = struct.Struct("q")
+
+
+class _Number:
+    """Keeps a number in the memory of a `Position`, plus one: 0, as in new memory, stands for none."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+
+    def __get__(self, position: Position, _: type | None = None) -> int | None:
+        number: int = _NUMBER.unpack_from(position.memory, self._offset)[0]
+        return number - 1 if number else None
+
+    def __set__(self, position: Position, value: int | None) -> None:
+        _NUMBER.pack_into(position.memory, self._offset, 0 if value is None else value + 1)
+
+
+class _Text:
+    """Keeps a text of at most so many bytes; an empty one stands for none."""
+
+    def __init__(self, offset: int, size: int) -> None:
+        self._offset, self._form = offset, struct.Struct(f"{size}s")
+
+    def __get__(self, position: Position, _: type | None = None) -> str | None:
+        content: bytes = self._form.unpack_from(position.memory, self._offset)[0]
+        return content.rstrip(b"\0").decode(errors="replace") or None
+
+    def __set__(self, position: Position, value: str | None) -> None:
+        self._form.pack_into(position.memory, self._offset, (value or "").encode())
 
 
 class Position:
@@ -33,15 +58,17 @@ class Position:
         instruction: the kind of instruction that runs, or other work such as "reading the next mini-batch".
     """
 
-    SIZE = _NUMBER.size + _PLACE.size
+    SIZE = 328
+
+    step, cell, micro_batch = _Number(0), _Number(8), _Number(16)
+    instruction, layer = _Text(24, 104), _Text(128, 200)
 
     def __init__(self, memory: Memory | None = None) -> None:
-        self._memory = bytearray(self.SIZE) if memory is None else memory
+        self.memory = bytearray(self.SIZE) if memory is None else memory
 
     def enter(self, cell: int | None, micro_batch: int | None, instruction: str | None) -> None:
         """Sets the instruction that runs, and no layer."""
-        numbers = 0 if cell is None else cell + 1, 0 if micro_batch is None else micro_batch + 1
-        _PLACE.pack_into(self._memory, _NUMBER.size, *numbers, (instruction or "").encode(), b"")
+        self.cell, self.micro_batch, self.instruction, self.layer = cell, micro_batch, instruction, None
 
     @contextmanager
     def doing(self, work: str) -> Iterator[None]:
@@ -54,42 +81,3 @@ class Position:
         """Returns the fields that are set, by name."""
         found = {name: getattr(self, name) for name in FIELDS}
         return {name: value for name, value in found.items() if value is not None}
-
-    @property
-    def step(self) -> int | None:
-        number: int = _NUMBER.unpack_from(self._memory)[0]
-        return number - 1 if number else None
-
-    @step.setter
-    def step(self, value: int | None) -> None:
-        _NUMBER.pack_into(self._memory, 0, 0 if value is None else value + 1)
-
-    @property
-    def cell(self) -> int | None:
-        number: int = _PLACE.unpack_from(self._memory, _NUMBER.size)[0]
-        return number - 1 if number else None
-
-    @property
-    def micro_batch(self) -> int | None:
-        number: int = _PLACE.unpack_from(self._memory, _NUMBER.size)[1]
-        return number - 1 if number else None
-
-    @property
-    def instruction(self) -> str | None:
-        return _text(_PLACE.unpack_from(self._memory, _NUMBER.size)[2])
-
-    @instruction.setter
-    def instruction(self, value: str | None) -> None:
-        self.enter(self.cell, self.micro_batch, value)
-
-    @property
-    def layer(self) -> str | None:
-        return _text(_PLACE.unpack_from(self._memory, _NUMBER.size)[3])
-
-    @layer.setter
-    def layer(self, value: str | None) -> None:
-        _LAYER.pack_into(self._memory, _LAYER_AT, (value or "").encode())
-
-
-def _text(content: bytes) -> str | None:
-    return content.rstrip(b"\0").decode(errors="replace") or None
