@@ -14,11 +14,6 @@ from typing import Any
 from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
-LIMITS = {  # of the system, in its words
-    "Too many open files": "no more files can be opened: raise `ulimit -n`",
-    "Resource temporarily unavailable": "no more processes or threads can be started: raise `ulimit -u`",
-    "can't start new thread": "no more threads can be started: raise `ulimit -u`",
-}
 FEW_BYTES = 16_384
 
 
@@ -131,11 +126,7 @@ def room(path: Path) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk, or at a limit of the system, that no code has explained; else None."""
-    if isinstance(error, OSError | RuntimeError):
-        for words, advice in LIMITS.items():
-            if words in str(error):
-                return f"{advice} ({error})"
+    """Returns one line for an error of the disk that no code has explained; else None."""
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
     file = _file_of(error)

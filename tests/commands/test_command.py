@@ -54,11 +54,7 @@ def test_a_command_that_needs_words_shows_its_page_without(name: str, capsys: py
         (ConfigurationError("no"), 2, "gpipe-x: no\n"),
         (WorkerFailed("worker 1 died"), 1, "worker 1 died\n"),
         (KeyboardInterrupt(), 130, ""),
-        (
-            OSError(errno.EMFILE, "Too many open files"),
-            1,
-            "gpipe-x: no more files can be opened: raise `ulimit -n` ([Errno 24] Too many open files)\n",
-        ),
+        (OSError(errno.ENOSPC, ""), 1, "gpipe-x: a file cannot be written: No space left on device\n"),
     ],
 )
 def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
