@@ -13,7 +13,8 @@ from fnmatch import fnmatchcase
 from math import frexp, log2
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
 from gpipe_cli.targets import other_kinds
@@ -36,6 +37,15 @@ MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the e
 TAGS_PER_CELL = 3  # of a micro-batch in a cell: its activation, its gradient, and a description of the boundary
 
 
+class WorkerDevice(TypedDict, total=False):
+    """Describes a worker's device: its speed, relative to the others', and its memory, as 24GB."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+
+    speed: Positive
+    memory: str | Positive
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """Describes how the model is cut and run (paper, section 2).
@@ -47,6 +57,7 @@ class PipelineConfig:
         schedule: the order of a worker's instructions.
         partition: the objective of the cut, or the layers of each cell; auto: the busiest worker has least to do.
         cost: how the cost of a layer is determined.
+        devices: of each worker of a replica, where they are not alike.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
         threads: of each worker; another number may change the last bits of results.
@@ -63,6 +74,7 @@ class PipelineConfig:
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
+    devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
     workers: Literal["auto"] | Count
     replicas: Count
     threads: Count
@@ -87,10 +99,15 @@ class PipelineConfig:
         """
         if self.workers != "auto":
             return self.workers
-        most = min(self.K, room)
+        most = min(self.K, len(self.devices or ()) or room)
         if self.schedule != "interleaved_1f1b":
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Returns the relative speed of each worker's device; empty where they are alike."""
+        return [device.get("speed", 1.0) for device in self.devices or ()]
 
     @property
     def worker_count(self) -> int:

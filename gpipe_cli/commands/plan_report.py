@@ -55,7 +55,7 @@ def cells_table(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[str]:
-    fullest = max(plan.workers_plan, key=lambda worker: worker.total)
+    fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
     return [

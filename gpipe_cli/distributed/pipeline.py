@@ -147,6 +147,7 @@ class Pipeline:
             schedule=schedule,
             partition=partition,
             cost=cost,
+            devices=None,
             workers=world.workers,
             replicas=1,
             threads=torch.get_num_threads(),

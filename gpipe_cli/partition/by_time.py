@@ -83,7 +83,8 @@ def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement
     totals = []
     for worker in range(len(lists)):
         own = sum((phases[cell] for cell, of in enumerate(placement) if of == worker), Counter())
-        step = sum(number / cells[worker] * seconds[phase] for phase, number in own.items())
+        slower = cells[worker] * (config.speeds[worker] if config.speeds else 1.0)
+        step = sum(number / slower * seconds[phase] for phase, number in own.items())
         totals.append(np.concatenate([[0.0], np.cumsum(step)]))
     return totals
 

@@ -102,7 +102,7 @@ def build_cells(
         if is_last and loss is not None:
             own.append(loss)
         boundary = inputs if not members.start else layers[members.start - 1].boundary
-        sizes = _sizes(own, boundary, target_bytes, is_last)
+        sizes = cell_sizes(own, boundary, target_bytes, is_last)
         plain = sum(tensor.bytes for tensor in boundary)
         owned = _parameters(layers, members, lambda index, name: name not in cut.ties[index])
         used = _parameters(layers, members, lambda index, name: name in cut.ties[index])
@@ -125,9 +125,10 @@ def _parameters(
     ]
 
 
-def _sizes(
+def cell_sizes(
     layers: Sequence[LayerFacts], inputs: Sequence[BoundaryTensor], target_bytes: Sequence[int], is_last: bool
 ) -> CellSizes:
+    """Returns the bytes of one micro-batch in a cell of these layers; the last of the last cell is the loss."""
     walk = _Storages(inputs)
     inference = forward = backward = 0
     kept = []

@@ -63,6 +63,13 @@ PRESETS = {
         Device("h100", 67e12, 989e12, 80 * GIB, 3350e9, 450e9),
         # NVIDIA H200 data sheet (SXM): the same units, 141 GB, 4.8 TB/s.
         Device("h200", 67e12, 989e12, 141e9, 4800e9, 450e9),
+        # NVIDIA's data sheets; PCIe 4.0 ×16 to a neighbour. bfloat16 with float32 sums, without sparsity.
+        Device("rtx-3090", 35.6e12, 71e12, 24 * GIB, 936e9, 25e9),
+        Device("rtx-4090", 82.6e12, 165e12, 24 * GIB, 1008e9, 25e9),
+        Device("a10", 31.2e12, 125e12, 24 * GIB, 600e9, 25e9),
+        Device("l4", 30.3e12, 121e12, 24 * GIB, 300e9, 25e9),
+        Device("l40s", 91.6e12, 362e12, 48 * GIB, 864e9, 25e9),
+        Device("a6000", 38.7e12, 155e12, 48 * GIB, 768e9, 25e9),
         # Jouppi et al., "A Domain-Specific Supercomputer for Training DNNs", CACM 63(7), 2020, table 3, half a chip: v2
         # 46 TFLOP/s, 700 GB/s, 16 GB, links of 496 Gbit/s; v3 123, 900, 32, 656. float32 products are made in bfloat16.
         Device("tpu-v2", 23e12, 23e12, 8 * GIB, 350e9, 62e9),

@@ -74,6 +74,7 @@ class WorkerPlan:
         activations: everything else at the worst moment.
         by_kind: what those are (`memory.KINDS`).
         total: model and activations.
+        limit: bytes that the device may hold.
     """
 
     worker: int
@@ -82,6 +83,7 @@ class WorkerPlan:
     activations: int
     by_kind: dict[str, int]
     total: float
+    limit: float
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class Plan:
         bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
         bubble: bubble of the simulated schedule, waits for messages included.
         step_seconds: seconds of a step, the optimizer's update included.
-        memory: most bytes on any device.
-        limit: bytes that a device may hold.
+        memory: bytes on the device that is fullest for its size.
+        limit: bytes that it may hold.
         weight_bytes, gradient_bytes, optimizer_bytes, activation_bytes: sums over all devices.
         notes: assumptions, and changes to the configuration that made it possible to plan.
         timeline, lists: the simulated step and its instruction lists.
@@ -229,12 +231,12 @@ def cell_plans(
 
 
 def worker_plans(
-    placement: Sequence[int], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]]
+    placement: Sequence[int], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]], limits: Sequence[float]
 ) -> list[WorkerPlan]:
-    """Returns the plan of every worker; ``alive``: see `most_alive`."""
+    """Returns the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
     plans = []
-    for worker, by_kind in enumerate(alive):
+    for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell, of in enumerate(placement) if of == worker]
         held, activations = sum(model[cell].total for cell in own), sum(by_kind.values())
-        plans.append(WorkerPlan(worker, own, held, activations, by_kind, held + activations))
+        plans.append(WorkerPlan(worker, own, held, activations, by_kind, held + activations, limit))
     return plans

@@ -22,11 +22,14 @@ from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .cells import CellFacts, build_cells
+from .devices import parse_bytes
+from .measure.layer_facts import LayerFacts
 from .measure.measurement import Measurement, Measurements
 from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
+from .room import bytes_of_workers
 from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
 
@@ -87,7 +90,7 @@ class Planner:
         """
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measurements.of(pipeline.M * pipeline.replicas)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties)
+        cut = self._cut(measured, pipeline)
         boundary = measured.inputs, measured.target_bytes
         cells = build_cells(measured.layers, measured.loss, cut, self._names, *boundary)
         try:
@@ -95,6 +98,38 @@ class Planner:
         except ScheduleError as error:
             raise ConfigurationError(str(error)) from error
         return self._assemble(pipeline, measured, cut, cells, lists)
+
+    def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
+        """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
+        workers, limits = pipeline.worker_count, self.limits(pipeline)
+        cut = cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties)
+        if pipeline.partition != "auto" or workers == 1:
+            return cut
+        lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
+        bytes_ = bytes_of_workers(measured, lists, pipeline.M, partial(self._held, pipeline.replicas))
+        used = [0.0] * workers
+        for layers, worker in zip(cut.layers, cut.placement, strict=True):
+            used[worker] += bytes_(worker, layers.start, layers.stop)
+        if all(most <= limit for most, limit in zip(used, limits, strict=True)):
+            return cut
+        return cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties, bytes_, limits)
+
+    def _held(self, replicas: int, layer: LayerFacts) -> float:
+        """Returns the bytes that a layer keeps between steps."""
+        if self.options.bytes_per_parameter is not None:
+            return layer.parameter_count * self.options.bytes_per_parameter
+        shapes = [shape for _, shape in layer.parameters]
+        trained = [shape for name, shape in layer.parameters if name not in layer.frozen]
+        held = sum(shape.bytes for shape in (*shapes, *trained)) + layer.buffer_bytes
+        if self.settings.trainer.average is not None:
+            held += sum(shape.bytes for shape in shapes) + layer.averaged_buffer_bytes
+        shards = replicas if self.settings.pipeline.shard_optimizer else 1
+        return held + sum(map(self._state_bytes, trained)) / shards
+
+    def limits(self, pipeline: PipelineConfig) -> list[float]:
+        """Returns the bytes that each worker's device may hold."""
+        described = [each.get("memory") for each in pipeline.devices or [{}] * pipeline.worker_count]
+        return [self.limit if each is None else parse_bytes(each, "pipeline.devices.memory") for each in described]
 
     def _assemble(
         self,
@@ -104,7 +139,11 @@ class Planner:
         cells: list[CellFacts],
         lists: list[list[Instruction]],
     ) -> Plan:
-        placement, times = cut.placement, cell_times(cells, self._times)
+        placement, speeds = cut.placement, pipeline.speeds or [1.0] * pipeline.worker_count
+        times = [
+            time.slower(1 / speeds[worker])
+            for time, worker in zip(cell_times(cells, self._times), placement, strict=True)
+        ]
         sizes = [cell.sizes for cell in cells]
 
         def latency(sent: Instruction) -> float:
@@ -114,7 +153,8 @@ class Planner:
         model = self._sharded([self._model_bytes(cell) for cell in cells], cells, placement, pipeline)
         alive = most_alive(timeline, sizes, self._wire(pipeline))
         rows = cell_plans(self.builders, cells, times, model, placement, lists)
-        workers = worker_plans(placement, model, alive)
+        workers = worker_plans(placement, model, alive, self.limits(pipeline))
+        fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
         update = self._update_seconds(cells, model, placement, pipeline, ties)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
@@ -139,8 +179,8 @@ class Planner:
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
             update_seconds=update,
-            memory=max(worker.total for worker in workers),
-            limit=self.limit,
+            memory=fullest.total,
+            limit=fullest.limit,
             weight_bytes=sum(bytes_.weights for bytes_ in model),
             gradient_bytes=sum(bytes_.gradients for bytes_ in model),
             optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),

@@ -20,6 +20,7 @@ PIPELINE = PipelineConfig(
     remat="never",
     schedule="gpipe",
     partition="auto",
+    devices=None,
     cost="flops",
     workers="auto",
     replicas=1,

@@ -28,7 +28,16 @@ JOINED = ["choose", "change"]
 def cut(words: dict[str, Any]) -> tuple[list[int], list[str]]:
     said: list[str] = []
     config = SimpleNamespace(
-        **{"schedule": "gpipe", "partition": "auto", "cost": "flops", "M": 1, "remat": "never", **words}
+        **{
+            "schedule": "gpipe",
+            "partition": "auto",
+            "cost": "flops",
+            "M": 1,
+            "remat": "never",
+            "devices": None,
+            "speeds": [],
+            **words,
+        }
     )
     return cut_model(layers(), cast(PipelineConfig, config), 1, EXAMPLE, None, said.append).sizes, said
 

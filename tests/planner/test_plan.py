@@ -234,3 +234,17 @@ def test_sizes_are_read_with_their_units() -> None:
 def test_a_device_can_be_described_by_its_figures() -> None:
     figures = {"flops": "67e12", "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
     assert describe(figures) == replace(PRESETS["h100"], name="described", half_flops=67e12)
+
+
+def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory() -> None:
+    words = ("model=transformer_lm", "model.L=36", "pipeline.K=2", "pipeline.remat=never", "plan.device=h100")
+    even = planned(*words)
+    slow = planned(*words, "pipeline.devices=[{speed: 1},{speed: 0.5}]")
+    assert even.slowest_over_mean < 0.03
+    assert 0.6 < slow.cells[0].layers / sum(cell.layers for cell in slow.cells) < 0.72
+    assert slow.slowest_over_mean < 0.1
+    assert even.step_seconds < slow.step_seconds < 2 * even.step_seconds
+    small = f"{even.workers_plan[1].total / 2:.0f}"
+    fitting = planned(*words, f"pipeline.devices=[{{memory: 80GB}},{{memory: {small}}}]")
+    assert fitting.fits and fitting.cells[0].layers > even.cells[0].layers
+    assert [worker.limit for worker in fitting.workers_plan] == [80e9, float(small)]
