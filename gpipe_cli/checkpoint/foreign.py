@@ -131,11 +131,7 @@ def _of_torch(file: Path) -> dict[str, SavedTensor]:
             content = content[key]
     if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names")
-    return {name: SavedTensor(tuple(tensor.shape), partial(_same, tensor)) for name, tensor in content.items()}
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+    return {name: SavedTensor(tuple(tensor.shape), tensor.detach) for name, tensor in content.items()}
 
 
 # -- how it fits a model -----------------------------------------------------------------------------------------------

@@ -70,17 +70,17 @@ def evaluate(words: Sequence[str]) -> int:
     split = line.own.get("split", "dev")
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
     run = open_run(line.run(EXAMPLE), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
-    default = run.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
+    default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))
     require_writable("output", folder)
-    name = run.prepared.settings.name or run.run_dir.name
-    about = {"name": name, "run": str(run.run_dir.absolute()), "step": run.info.step, "split": split}
+    name = run.prepared.settings.name or run.info.run_dir.name
+    about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}
     config = {"settings": run.config, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
         for warning in run.warnings:
             console.warn(warning)
-        console.say(f"{run.info.path}, step {run.info.step}, {split}; workers: {run.workers}")
+        console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.lines[0]}")
         found = dict(launch_program(EntryPoint("gpipe_cli.inference.evaluate:main"), config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
@@ -193,14 +193,12 @@ def read_report(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
     try:
         report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
-        report["folder"] = str(found[-1].parent)
-        if not any(name.startswith("bleu/") for name in report["numbers"]):
-            raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
+        names = list(report["numbers"])
     except (ValueError, KeyError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
         raise ConfigurationError(f"{found[-1]} is no report of gpipe-eval ({error}): evaluate again") from error
-    return report
+    if not any(name.startswith("bleu/") for name in names):
+        raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
+    return {**report, "folder": str(found[-1].parent)}
 
 
 def require_alike(reports: Sequence[Mapping[str, Any]]) -> None:

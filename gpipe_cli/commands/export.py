@@ -49,7 +49,7 @@ def _run(words: Sequence[str]) -> int:
         raise ConfigurationError(f"output={output}: the name must end in .safetensors")
     info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
-        output = info.path.parent.parent / output
+        output = info.run_dir / output
     if output.exists() and not line.own.get("overwrite"):
         raise ConfigurationError(f"output={output} exists: add overwrite=true to replace it")
     for warning in warnings:

@@ -83,7 +83,7 @@ def worker_config(run: Reopened) -> dict[str, Any]:
     """
     data = run.config["data"]
     if run.config["task"].get("generation"):
-        raise ConfigurationError(f"{run.run_dir} translates, it does not continue texts: use gpipe-translate")
+        raise ConfigurationError(f"{run.info.run_dir} translates, it does not continue texts: use gpipe-translate")
     keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
     return line_config(run, "gpipe-generate", "PromptSource", **keys)
 

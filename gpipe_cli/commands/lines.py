@@ -54,7 +54,7 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
 
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
-    vocabularies = vocabulary_folder(run.run_dir)
+    vocabularies = vocabulary_folder(run.info.run_dir)
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
     launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     config = {**run.config, "launch": launch}

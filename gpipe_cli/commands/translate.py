@@ -69,7 +69,7 @@ def worker_config(run: Reopened) -> dict[str, Any]:
     config = run.config
     if not config["task"].get("generation"):
         raise ConfigurationError(
-            f"{run.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
+            f"{run.info.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
             "gpipe-generate. If its model is a translation, type "
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )

@@ -46,13 +46,11 @@ class Reopened:
     """Holds a run that has been opened again.
 
     Attributes:
-        run_dir: the run's directory, which holds the checkpoint.
         info: the checkpoint.
         prepared: the checked configuration, overrides applied.
         warnings: about newer checkpoints that are damaged.
     """
 
-    run_dir: Path
     info: CheckpointInfo
     prepared: Prepared
     warnings: tuple[str, ...]
@@ -61,12 +59,6 @@ class Reopened:
     def config(self) -> dict[str, Any]:
         """Returns the configuration as plain values, with the number of workers."""
         return self.prepared.config
-
-    @property
-    def workers(self) -> int:
-        """Returns the number of processes of all replicas."""
-        pipeline = self.prepared.settings.pipeline
-        return pipeline.worker_count * pipeline.replicas
 
 
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Reopened:
@@ -89,7 +81,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     config = _with_overrides(info.state.configuration, words)
     names = [*trust.trusted_names(trusted), *trust.typed_names(words)]
     trust.refuse_foreign(plain(config), names, info.path)
-    return Reopened(info.path.parent.parent, info, prepare(config, trusted=names), warnings)
+    return Reopened(info, prepare(config, trusted=names), warnings)
 
 
 def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:

@@ -120,7 +120,7 @@ def test_a_wrong_call_says_what_to_type(
 def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(run: Path) -> None:
     opened = reopen.open_run(str(run), ["pipeline.K=2", "precision=bf16", "task.generation.beam=3"])
     settings = opened.prepared.settings
-    assert (opened.run_dir, opened.info.step) == (run, 1)
+    assert (opened.info.run_dir, opened.info.step) == (run, 1)
     assert (settings.pipeline.K, settings.precision.autocast, settings.task["generation"]["beam"]) == (2, "bfloat16", 3)
     assert settings.model == reopen.open_run(str(run), []).prepared.settings.model
     assert settings.pipeline.partition == "auto"  # the run's sizes were for three cells
