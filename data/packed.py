@@ -1,4 +1,4 @@
-"""Opens text files, plain or compressed, and refuses what is no text in UTF-8."""
+"""Finds and opens text files, plain or compressed, and refuses what is no text in UTF-8."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+def visible_files(root: Path) -> Iterator[Path]:
+    """Yields the files in and below a folder, without those whose name, or folder's name, begins with a dot."""
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _opened(path: Path) -> BinaryIO:

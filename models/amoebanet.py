@@ -38,7 +38,7 @@ from .amoebanet_cells import (
     STEM_WIDTH,
     AmoebaCell,
     AmoebaCellWithAuxiliaryHead,
-    AuxiliarySettings,
+    AuxiliaryHead,
     CellShape,
     Head,
     Stem,
@@ -91,16 +91,16 @@ def amoebanet(
         auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
         channels_last: the memory format of all activations; the faster one on GPUs.
     """
-    auxiliary = None
+    makers: dict[str, Callable[..., AmoebaCell]] = {}
     if auxiliary_head:
-        auxiliary = _auxiliary(image_size, classes, auxiliary_width, auxiliary_weight, auxiliary_label_smoothing)
+        head = partial(AuxiliaryHead, map_size=_pooled(image_size), classes=classes, width_scale=auxiliary_width)
+        judged = partial(AmoebaCellWithAuxiliaryHead, head, auxiliary_weight, auxiliary_label_smoothing)
+        makers[f"stack_2.{L // 3 - 1}"] = judged
     norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
-        build: Callable[[], AmoebaCell] = partial(AmoebaCell, kind, shape, norm, drop_path_keep, dilate)
-        if auxiliary is not None and name == f"stack_2.{L // 3 - 1}":
-            build = partial(AmoebaCellWithAuxiliaryHead, auxiliary, kind, shape, norm, drop_path_keep, dilate)
-        layers.append(LayerBuilder(name, build))
+        make = makers.get(name, AmoebaCell)
+        layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep, dilate)))
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
 
@@ -125,7 +125,8 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
         inputs, previous, halved = width * len(kind.concatenated), inputs, reduces
 
 
-def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoothing: float) -> AuxiliarySettings:
+def _pooled(image_size: int) -> int:
+    """Returns the side of the auxiliary head's map after its pooling."""
     side = spatial_sizes(image_size)["stack_2"]
     if side < AUXILIARY_POOL:
         least = next(size for size in range(image_size, 1000) if spatial_sizes(size)["stack_2"] >= AUXILIARY_POOL)
@@ -134,5 +135,4 @@ def _auxiliary(image_size: int, classes: int, width: float, weight: float, smoot
             f"pooling does not fit the {side}×{side} map after stack 2: use model.auxiliary_head=false, or images of "
             f"at least {least} pixels a side"
         )
-    map_size = (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
-    return AuxiliarySettings(map_size, classes, width, weight, smoothing)
+    return (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1

@@ -6,6 +6,7 @@ Outputs have not been through a ReLU: every reader applies its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .amoebanet_genotypes import CellGenotype
-from .amoebanet_operations import Convolution, ConvolutionNorm, FactorizedReduction, Norm, Pair, build_operation
+from .amoebanet_operations import Convolution, ConvolutionNorm, FactorizedReduction, Norm, build_operation
 
 STEM_WIDTH = 32  # channels after the first convolution
 AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # of the auxiliary head's average pooling, without padding
@@ -190,18 +191,17 @@ class AuxiliaryHead(nn.Module):
 
     Args:
         inputs: channels of the cell's output.
+        norm: makes the BatchNorm of a number of channels.
         map_size: side of its map after the pooling.
         classes: number of logits.
         width_scale: multiplies the widths 128 and 768 of the two convolutions.
-        norm: makes the BatchNorm of a number of channels.
     """
 
-    def __init__(self, inputs: int, map_size: int, classes: int, width_scale: float, norm: Norm) -> None:
+    def __init__(self, inputs: int, norm: Norm, map_size: int, classes: int, width_scale: float) -> None:
         super().__init__()
         narrow, wide = (int(width * width_scale) for width in AUXILIARY_WIDTHS)
-        whole_map: Pair = (map_size, map_size)
         self.narrow = ConvolutionNorm(inputs, narrow, norm)
-        self.whole_map = Convolution(narrow, wide, whole_map)
+        self.whole_map = Convolution(narrow, wide, (map_size, map_size))
         self.norm = norm(wide)
         self.classifier = Classifier(wide, classes)
 
@@ -218,37 +218,32 @@ class AuxiliaryHead(nn.Module):
         return logits
 
 
-@dataclass(frozen=True)
-class AuxiliarySettings:
-    """Describes the auxiliary head.
-
-    Attributes:
-        map_size, classes, width_scale: as in `AuxiliaryHead`.
-        weight: of its loss in the loss of the mini-batch.
-        label_smoothing: share of the probability spread evenly over the classes.
-    """
-
-    map_size: int
-    classes: int
-    width_scale: float
-    weight: float
-    label_smoothing: float
-
-
 class AmoebaCellWithAuxiliaryHead(AmoebaCell):
     """Adds the loss of an auxiliary head on the cell's output, in training only.
 
     The names of the head's parameters, and no others, begin with `auxiliary_head.`; published parameter counts leave
     them out.
+
+    Args:
+        head: makes the head, of the channels of its input and `norm`.
+        weight: of its loss in the loss of the mini-batch.
+        label_smoothing: share of the probability spread evenly over the classes.
+        genotype, shape, norm, settings: see `AmoebaCell`.
     """
 
     def __init__(
-        self, auxiliary: AuxiliarySettings, genotype: CellGenotype, shape: CellShape, norm: Norm, *settings: Any
+        self,
+        head: Callable[[int, Norm], AuxiliaryHead],
+        weight: float,
+        label_smoothing: float,
+        genotype: CellGenotype,
+        shape: CellShape,
+        norm: Norm,
+        *settings: Any,
     ) -> None:
         super().__init__(genotype, shape, norm, *settings)
-        self.weight, self.label_smoothing = auxiliary.weight, auxiliary.label_smoothing
-        outputs = len(genotype.concatenated) * shape.width
-        self.auxiliary_head = AuxiliaryHead(outputs, auxiliary.map_size, auxiliary.classes, auxiliary.width_scale, norm)
+        self.weight, self.label_smoothing = weight, label_smoothing
+        self.auxiliary_head = head(len(genotype.concatenated) * shape.width, norm)
 
     def auxiliary_loss(self, outputs: Boundary, targets: tuple[Tensor, ...]) -> Tensor:
         """Returns the weighted sum over the examples of the smoothed cross-entropy; `targets` begin with labels [b]."""

@@ -10,16 +10,15 @@ compressed: .gz, .zst, .xz or .bz2.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigurationError
+from ..packed import visible_files
 
 SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
-DEPTH = 4  # levels of folders below the root that are searched
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
     "target); dev, valid or validation, and test likewise; each may end in .gz, .zst, .xz or .bz2"
@@ -60,11 +59,10 @@ def find_pairs(root: str | None, languages: Sequence[str] | None, target: str) -
     Raises:
         ConfigurationError: the folder or a language is missing, there is no text, or two sets for one split.
     """
-    folder = _checked_root(root)
+    folder, only = _checked_root(root), languages[0] if languages is not None and len(languages) == 1 else None
+    seen = list(visible_files(folder))
     found: dict[tuple[str, str], PairFiles] = {}
-    seen: list[str] = []
-    only = languages[0] if languages is not None and len(languages) == 1 else None
-    for pair in _walk(folder, target, only, seen):
+    for pair in _pairs(folder, seen, target, only):
         other = found.setdefault((pair.language, pair.split), pair)
         if other != pair:
             raise ConfigurationError(
@@ -73,9 +71,10 @@ def find_pairs(root: str | None, languages: Sequence[str] | None, target: str) -
             )
     trained = sorted({language for language, split in found if split == "train"})
     if not trained:
+        some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
         raise ConfigurationError(
             f"data.root={folder} has no training text into '{target}' (data.target). Expected {LAYOUTS}. "
-            f"Found {', '.join(sorted(seen)[:4]) + (f', … ({len(seen)} files)' if len(seen) > 4 else '') or 'no files'}"
+            f"Found {len(seen)} files: {some}"
         )
     wanted = trained if languages is None else list(dict.fromkeys(languages))
     if missing := [language for language in wanted if language not in trained]:
@@ -96,53 +95,37 @@ def _checked_root(root: str | None) -> Path:
     return folder
 
 
-def _walk(root: Path, target: str, only: str | None, seen: list[str]) -> Iterator[PairFiles]:
-    """Yields the pairs of each folder; adds all file names to `seen`. `only`: the language of tables without one."""
-    for folder, below, names in os.walk(root):
-        depth = len(Path(folder).relative_to(root).parts)
-        below[:] = sorted(name for name in below if not name.startswith(".")) if depth < DEPTH else []
-        seen.extend(str((Path(folder) / name).relative_to(root)) for name in names if not name.startswith("."))
-        yield from _pairs_of_files(Path(folder), sorted(names), target)
-        yield from _pairs_of_tables(root, Path(folder), sorted(names), target, only)
+def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> Iterator[PairFiles]:
+    """Yields the pairs and tables among files. `only`: the language of tables without one in their name."""
+    stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name): ending to file
+    for path in paths:
+        if match := _NAME.match(path.name):
+            stem = path.with_name(path.name[: match.start("ending")] + "*")
+            named = match["pair"] or ("" if path.parent == root else path.parent.name)
+            of_stem = stems.setdefault((stem, SPLITS[match["split"]], named), {})
+            if match["ending"] in of_stem:
+                raise ConfigurationError(
+                    f"{of_stem[match['ending']]} and {path} are one text twice: keep one of the two"
+                )
+            of_stem[match["ending"]] = path
+    for (_, split, named), files in stems.items():
+        for ending, path in files.items():
+            if ending == "tsv":
+                language = _language_of_table(path, named, target, only)
+                if language is not None:
+                    yield PairFiles(language, split, path, None)
+            elif ending != target and target in files:
+                yield PairFiles(ending, split, path, files[target])
 
 
-def _pairs_of_files(folder: Path, names: Sequence[str], target: str) -> Iterator[PairFiles]:
-    sides: dict[tuple[str, str], dict[str, Path]] = {}  # (name up to the language, split): language to file
-    for name in names:
-        match = _NAME.match(name)
-        if match is None or match["ending"] == "tsv":
-            continue
-        of_stem = sides.setdefault((name[: match.start("ending")], SPLITS[match["split"]]), {})
-        if match["ending"] in of_stem:
-            raise ConfigurationError(
-                f"{of_stem[match['ending']]} and {folder / name} are one text twice: keep one of the two"
-            )
-        of_stem[match["ending"]] = folder / name
-    for (_, split), files in sides.items():
-        for language, path in files.items():
-            if language != target and target in files:
-                yield PairFiles(language, split, path, files[target])
-
-
-def _pairs_of_tables(
-    root: Path, folder: Path, names: Sequence[str], target: str, only: str | None
-) -> Iterator[PairFiles]:
-    for name in names:
-        match = _NAME.match(name)
-        if match is None or match["ending"] != "tsv":
-            continue
-        named = match["pair"] or ("" if folder == root else folder.name)
-        language = _other(named, target) or (named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only)
-        if language is None and "-" not in named:
-            raise ConfigurationError(
-                f"{folder / name} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx"
-            )
-        if language is not None:
-            yield PairFiles(language, SPLITS[match["split"]], folder / name, None)
-
-
-def _other(pair: str, target: str) -> str | None:
-    """Returns the other language of "de-en" or "en-de", or None."""
-    if pair.endswith(f"-{target}"):
-        return pair[: -len(target) - 1] or None
-    return pair[len(target) + 1 :] or None if pair.startswith(f"{target}-") else None
+def _language_of_table(path: Path, named: str, target: str, only: str | None) -> str | None:
+    """Returns the language of a table by the name of its pair or folder, "de-en", "en-de" or "de"; None: of others."""
+    for other in (named.removesuffix(f"-{target}"), named.removeprefix(f"{target}-")):
+        if other not in ("", named):
+            return other
+    language = named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only
+    if language is None and "-" not in named:
+        raise ConfigurationError(
+            f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx"
+        )
+    return language

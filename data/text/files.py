@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, check_encoding, reading
+from ..packed import PACKED, check_encoding, reading, visible_files
 
 PLAIN, JSON = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json")
 KINDS = f"plain text ({', '.join(PLAIN)}) or JSON lines ({', '.join(JSON)}); each may end in {', '.join(PACKED)} too"
@@ -44,13 +43,7 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise ConfigurationError(f"{key}={root}: there is no such file or folder")
-    found = [
-        Path(folder) / name
-        for folder, below, names in os.walk(place)
-        if not any(part.startswith(".") for part in Path(folder).relative_to(place).parts)
-        for name in names
-        if not name.startswith(".") and ending(Path(name)) in (*PLAIN, *JSON)
-    ]
+    found = [path for path in visible_files(place) if ending(path) in (*PLAIN, *JSON)]
     if not found:
         raise ConfigurationError(f"{key}={root} has no text. Expected files of {KINDS}")
     found.sort(key=lambda path: path.relative_to(place).as_posix())
