@@ -166,6 +166,13 @@ def split_evenly(count: int, slices: int) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(starts)]
 
 
+def evaluation_parts(count: int, batch_size: int, M: int) -> Iterator[list[range]]:
+    """Yields, for each mini-batch of an evaluation of `count` examples, the places of its at most M micro-batches."""
+    for first in range(0, count, batch_size):
+        batch = range(count)[first : first + batch_size]
+        yield [batch[part] for part in split_evenly(len(batch), min(M, len(batch)))]
+
+
 def slices_of_replica(count: int, M: int, replica: int, replicas: int, key: str) -> list[slice]:
     """Returns the M slices of a mini-batch of `count` examples that one replica trains on, of D·M in all.
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .source import Batch, Source, permutation, slices_of_replica, split_evenly
+from .source import Batch, Source, evaluation_parts, permutation, slices_of_replica
 
 Key = tuple[int, int]
 """(epoch, index): by both, loader processes seed the augmentation of an example."""
@@ -80,12 +80,11 @@ class DatasetSource(Source):
         Loader processes start here, in the calling thread, and not at the first batch: one forked by a thread that
         reads ahead fails when it ends ("cannot join current thread"), which would look like a crash.
         """
-        total, size = len(cast(Any, self._evaluation_set)), self._batch_size
-        batches = [range(total)[first : first + size] for first in range(replica * size, total, replicas * size)]
-        divided = [[batch[cut] for cut in split_evenly(len(batch), min(M, len(batch)))] for batch in batches]
-        keys = [[(0, index) for index in part] for parts in divided for part in parts]
+        every = evaluation_parts(len(cast(Any, self._evaluation_set)), self._batch_size, M)
+        batches = list(islice(every, replica, None, replicas))
+        keys = [[(0, index) for index in part] for parts in batches for part in parts]
         loaded = self._load(self._evaluation_set, iter(keys))
-        return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in divided)
+        return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in batches)
 
     def epoch(self, position: Any) -> float:
         """Returns how often all examples were read up to `position`."""

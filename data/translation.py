@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from ..micro_batch import MicroBatch
 from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
-from .source import Batch, HeldOutSample, Report, permutation, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, HeldOutSample, Report, evaluation_parts, permutation, read_ahead, slices_of_replica
 from .store import HeldOutPair, Ragged, Store
 from .token_batches import dealt, least_pairs, micro_batches, width_of
 from .vocabulary import BOS, EOS, PAD
@@ -115,18 +115,10 @@ class PairSource(PreparedSource):
         targets = self._store.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
-        for first in range(0, len(order), EVALUATION_BATCH * M):
-            group = order[first : first + EVALUATION_BATCH * M]
-            yield Batch(
-                [
-                    _micro_batch(
-                        _ragged([samples[i].source_ids[:-1] for i in group[cut]]),
-                        _ragged([targets[i] for i in group[cut]]),
-                    )
-                    for cut in split_evenly(len(group), min(M, len(group)))
-                ],
-                first,
-            )
+        sides = [samples[i].source_ids[:-1] for i in order], [targets[i] for i in order]
+        for parts in evaluation_parts(len(order), EVALUATION_BATCH * M, M):
+            made = [_micro_batch(*(_ragged(side[part.start : part.stop]) for side in sides)) for part in parts]
+            yield Batch(made, parts[0].start)
 
     def held_out(self, split: str = "dev", per_language: int | None = None) -> list[HeldOutSample]:
         """Returns held-out sentences ("dev" or "test") as texts and ids, `per_language` of each language (None: all).
@@ -201,15 +193,12 @@ def _mean_target(store: Store, temperature: float) -> float:
 
 
 def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
-    return (
-        np.array([token for ids in sequences for token in ids], np.int64),
-        np.array([len(ids) for ids in sequences], np.int64),
-    )
+    lengths = np.array([len(ids) for ids in sequences], np.int64)
+    return np.fromiter(chain.from_iterable(sequences), np.int64, int(lengths.sum())), lengths
 
 
 def _micro_batch(source: Ragged, target: Ragged) -> MicroBatch:
-    ends, begins = _grid(source, 0), _grid(target, 1)
-    outs = _grid(target, 0)
+    ends, begins, outs = _grid(source, 0), _grid(target, 1), _grid(target, 0)
     rows = np.arange(len(ends))
     ends[rows, source[1]] = EOS
     outs[rows, target[1]] = EOS

@@ -15,7 +15,7 @@ import torch
 
 from ..micro_batch import MicroBatch
 from .sampling import EpochOrder
-from .source import Batch, Source, read_ahead, slices_of_replica, split_evenly
+from .source import Batch, Source, evaluation_parts, read_ahead, slices_of_replica
 from .vocabulary import PAD
 
 Numbers = npt.NDArray[np.int64]
@@ -78,11 +78,9 @@ class WindowSource(Source):
         tokens = self._held_out_tokens()
         windows = -(-(len(tokens) - 1) // self._length)
         wanted = windows if self._evaluation_windows is None else min(windows, self._evaluation_windows)
-        for first in range(0, wanted, self._batch_size):
-            chosen = np.arange(first, min(first + self._batch_size, wanted)) * windows // wanted
-            ids, next_ids = self._windows(tokens, chosen)
-            cuts = split_evenly(len(chosen), min(M, len(chosen)))
-            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in cuts], first)
+        for parts in evaluation_parts(wanted, self._batch_size, M):
+            made = [self._micro_batch(tokens, np.array(part) * windows // wanted) for part in parts]
+            yield Batch(made, parts[0].start)
 
     def epoch(self, position: Any) -> float:
         """Returns how often the whole text was read up to `position`."""
@@ -98,17 +96,13 @@ class WindowSource(Source):
         order = EpochOrder(blocks, (self._seed, "blocks"))
         for number in count(start):
             chosen = order.items(number * self._batch_size, (number + 1) * self._batch_size)
-            ids, next_ids = self._windows(tokens, chosen)
-            yield Batch([_micro_batch(ids[cut], next_ids[cut]) for cut in slices], {"batch": number + 1})
+            yield Batch([self._micro_batch(tokens, chosen[cut]) for cut in slices], {"batch": number + 1})
 
-    def _windows(self, tokens: TokenSequence, chosen: Numbers) -> tuple[Numbers, Numbers]:
+    def _micro_batch(self, tokens: TokenSequence, chosen: Numbers) -> MicroBatch:
         """Returns the ids of windows and the ids that follow each; padding where the tokens have ended."""
         places = chosen[:, None] * self._length + np.arange(self._length + 1)
         last = len(tokens) - 1
         ids = tokens[np.minimum(places, last)].astype(np.int64)
         known = places[:, 1:] <= last
-        return np.where(known, ids[:, :-1], PAD), np.where(known, ids[:, 1:], self._pad_id)
-
-
-def _micro_batch(ids: Numbers, next_ids: Numbers) -> MicroBatch:
-    return (torch.from_numpy(ids),), (torch.from_numpy(next_ids),)
+        inputs, targets = np.where(known, ids[:, :-1], PAD), np.where(known, ids[:, 1:], self._pad_id)
+        return (torch.from_numpy(inputs),), (torch.from_numpy(targets),)

@@ -27,7 +27,7 @@ from ..store import (
     write_shard,
 )
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
-from ..workers import RunAll, in_processes
+from ..workers import in_processes
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
@@ -90,7 +90,11 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
     small = sum(parameters.sizes.values()) < SMALL
     with in_processes(1 if small else usable_cores()) as run_all:  # their number changes no byte
-        corpus = _compose(parameters, run_all, report)
+        corpus: dict[str, list[Pair]] = {}
+        drawn = [(code, size, parameters.seed) for code, size in parameters.sizes.items()]
+        for done, ((code, *_), pairs) in enumerate(zip(drawn, run_all(train_pairs, drawn), strict=True), start=1):
+            report("translation corpus: sentences", done, len(drawn))
+            corpus[code] = pairs
         jobs = [(parameters, split) for split in ("dev", "test")]
         for (_, split), lines in zip(jobs, run_all(_held_out_lines, jobs), strict=True):
             (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
@@ -108,16 +112,6 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
     (folder / "NOTICE").write_text(NOTICE, encoding="utf-8")
     write_description(folder, summaries, Sizes().block, {"cldr": cldr_version(), "parameters": asdict(parameters)})
     report("translation corpus", 1, 1)
-
-
-def _compose(parameters: CorpusParameters, run_all: RunAll, report: Report) -> dict[str, list[Pair]]:
-    """Returns the training pairs of each language."""
-    corpus: dict[str, list[Pair]] = {}
-    results = run_all(train_pairs, [(code, size, parameters.seed) for code, size in parameters.sizes.items()])
-    for done, code in enumerate(parameters.languages):
-        report("translation corpus: sentences", done, len(parameters.languages))
-        corpus[code] = next(results)
-    return corpus
 
 
 def _held_out_lines(parameters: CorpusParameters, split: str) -> str:

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from .languages import LANGUAGES
 from .rendering import Item
-from .strings import NAME_KINDS, RELATIVE_FIELDS, LocaleStrings, locale_strings
+from .strings import NAME_KINDS, LocaleStrings, locale_strings
 
 CORE_SHARE = 0.9  # held-out items use strings that nine languages in ten have
 FIRST_DAY, LAST_DAY = 693596, 766644  # 1900-01-01 … 2099-12-31, as date.toordinal() counts
@@ -20,12 +20,8 @@ FIRST_DAY, LAST_DAY = 693596, 766644  # 1900-01-01 … 2099-12-31, as date.toord
 _Choice = TypeVar("_Choice")
 
 
-class Inventory(NamedTuple):
-    """Holds what items can be made of: sorted CLDR keys by kind."""
-
-    names: dict[str, list[str]]
-    units: list[str]
-    relative: list[tuple[str, str]]
+Inventory = dict[str, list[Any]]
+"""What items can be made of: sorted CLDR keys by kind, of `NAME_KINDS`, "unit" or "relative" (field, direction)."""
 
 
 @cache
@@ -38,14 +34,15 @@ def unambiguous_inventory(code: str) -> Inventory:
     meanings: dict[str, set[str]] = {}
     for text, meaning in _texts(strings, english):
         meanings.setdefault(text, set()).add(meaning)
-    names: dict[str, list[str]] = {kind: [] for kind in NAME_KINDS}
+    inventory: Inventory = {kind: [] for kind in NAME_KINDS}
     for (kind, key), text in strings.names.items():
         forms = {text, *strings.currencies.get(key, {}).values()} if kind == "currency" else {text}
         if (kind, key) in english.names and _one(meanings, forms):
-            names[kind].append(key)
-    units = [unit for unit, forms in strings.units.items() if unit in english.units and _one(meanings, forms.values())]
-    relative = [field for field, forms in strings.relative.items() if _one(meanings, forms.values())]
-    return Inventory(names, units, relative)
+            inventory[kind].append(key)
+    known = {unit: forms for unit, forms in strings.units.items() if unit in english.units}
+    for kind, table in (("unit", known), ("relative", strings.relative)):
+        inventory[kind] = [key for key, forms in table.items() if _one(meanings, forms.values())]
+    return inventory
 
 
 def _one(meanings: dict[str, set[str]], texts: Iterable[str]) -> bool:
@@ -57,18 +54,15 @@ def core_inventory() -> Inventory:
     """Returns what at least nine in ten of all 102 languages can express, for held-out items."""
     counts = Counter(key for language in LANGUAGES for key in inventory_keys(unambiguous_inventory(language.code)))
     core = sorted(key for key, count in counts.items() if count >= CORE_SHARE * len(LANGUAGES))
-    names = {kind: [key for of, key in core if of == kind] for kind in NAME_KINDS}
-    relative = [(field, direction) for field, direction in core if field in RELATIVE_FIELDS]
-    return Inventory(names, [key for kind, key in core if kind == "unit"], relative)
+    return {kind: [key for of, key in core if of == kind] for kind in (*NAME_KINDS, "unit", "relative")}
 
 
-def inventory_keys(inventory: Inventory) -> set[tuple[str, str]]:
-    """Returns the keys of an inventory as (kind, key); relative times are (field, direction)."""
-    names = {(kind, key) for kind, keys in inventory.names.items() for key in keys}
-    return names | {("unit", unit) for unit in inventory.units} | set(inventory.relative)
+def inventory_keys(inventory: Inventory) -> set[tuple[str, Any]]:
+    """Returns the keys of an inventory as (kind, key)."""
+    return {(kind, key) for kind, keys in inventory.items() for key in keys}
 
 
-def used_keys(item: Item) -> list[tuple[str, str]]:
+def used_keys(item: Item) -> list[tuple[str, Any]]:
     """Returns the keys, as `inventory_keys` has them, that an item is made of."""
     kind = item[0]
     if kind == "list":
@@ -80,7 +74,7 @@ def used_keys(item: Item) -> list[tuple[str, str]]:
         "money": ("currency", item[-1]),
         "unit": ("unit", item[-1]),
         "zone time": ("zone", item[-1]),
-        "relative": item[2:],
+        "relative": ("relative", item[2:]),
     }
     return [of_kind[kind]] if kind in of_kind else []
 
@@ -111,8 +105,8 @@ class ItemDraw:
             "list": self._list,
             "money": self._money,
             "unit": self._unit,
-            "date": lambda: ("date", self._date_style(), self._day()),
-            "date and time": lambda: ("date and time", self._date_style(), self._day(), 60 * self._below(1440)),
+            "date": lambda: ("date", *self._day()),
+            "date and time": lambda: ("date and time", *self._day(), 60 * self._below(1440)),
             "language in territory": lambda: ("language in territory", self._key("language"), self._key("territory")),
             "zone time": lambda: ("zone time", self._below(86400), self._key("zone")),
             "relative": self._relative,
@@ -140,11 +134,12 @@ class ItemDraw:
         return ("money", self._number(), self._key("currency"))
 
     def _unit(self) -> Item:
-        return ("unit", self._number(), self._inventory.units[self._below(len(self._inventory.units))])
+        return ("unit", self._number(), self._key("unit"))
 
     def _relative(self) -> Item:
-        known = self._inventory.relative
-        return ("relative", str(1 + self._below(120)), *known[self._below(len(known))]) if known else self.item()
+        if not self._inventory["relative"]:
+            return self.item()
+        return ("relative", str(1 + self._below(120)), *self._key("relative"))
 
     def _number(self) -> str:
         """Returns a number up to 100, up to ten million, or with one or two decimals (the last one not 0)."""
@@ -156,14 +151,12 @@ class ItemDraw:
         tenths = str(self._below(10)) if self._random() < 0.3 else ""
         return f"{self._below(1000)}.{tenths}{1 + self._below(9)}"
 
-    def _date_style(self) -> str:
-        return self._weighted({"full": 1, "long": 1})
+    def _day(self) -> tuple[str, int]:
+        """Returns a style and a day."""
+        return self._weighted({"full": 1, "long": 1}), FIRST_DAY + self._below(LAST_DAY - FIRST_DAY + 1)
 
-    def _day(self) -> int:
-        return FIRST_DAY + self._below(LAST_DAY - FIRST_DAY + 1)
-
-    def _key(self, kind: str) -> str:
-        keys = self._inventory.names[kind]
+    def _key(self, kind: str) -> Any:
+        keys = self._inventory[kind]
         return keys[self._below(len(keys))]
 
     def _below(self, count: int) -> int:

@@ -20,12 +20,8 @@ def render(item: Item, strings: LocaleStrings) -> str | None:
     """Returns the text of `item`, or None if the language lacks a string of its own for it."""
     try:
         return _RENDER[item[0]](strings, *item[1:])
-    except (KeyError, _Missing):
+    except KeyError:
         return None
-
-
-class _Missing(Exception):
-    """Raised when the language has a string, but none that fits."""
 
 
 def _name(strings: LocaleStrings, kind: str, key: str) -> str:
@@ -69,7 +65,7 @@ def _compact(strings: LocaleStrings, number: str) -> str:
     pattern = strings.compact["other"][magnitude]
     zeros = pattern.count("0")
     if pattern.strip("0") == "":  # the language writes this magnitude in full
-        raise _Missing
+        raise KeyError
     shown = format(Decimal(number).scaleb(zeros - len(number)).normalize(), "f")
     pattern = strings.compact.get(strings.plural(Decimal(shown)), strings.compact["other"]).get(magnitude, pattern)
     return re.sub("0+", format_number(shown, strings), pattern, count=1)
@@ -136,7 +132,7 @@ def _plural(strings: LocaleStrings, forms: dict[str, str], number: str) -> str:
     pattern = forms.get(strings.plural(Decimal(number)), forms["other"])
     # "A meter" is right for 1, but some languages use this form for 0 and 1.5 too.
     if "{0}" not in pattern and number not in ("1", "2"):
-        raise _Missing
+        raise KeyError
     return pattern
 
 

@@ -175,7 +175,8 @@ def _fields(data: dict[str, Any], root: dict[str, Any], is_english: bool) -> dic
     for field, table, context, width in places:
         words, fallback = data[table][context][width], root[table][context]
         keys = ("am", "pm") if field == "a" else tuple(sorted(words))
-        if all(key in words and (is_english or words[key] not in _values(fallback, key)) for key in keys):
+        others = {key: {of.get(key) for of in fallback.values()} for key in keys}
+        if all(key in words and (is_english or words[key] not in others[key]) for key in keys):
             found[field] = {key: clean(words[key]) for key in keys}
     if data["eras"]["abbreviated"] != root["eras"]["abbreviated"]:
         found["G"] = {era: clean(text) for era, text in data["eras"]["abbreviated"].items()}
@@ -190,10 +191,6 @@ def _patterns(data: dict[str, Any]) -> dict[str, str]:
         "zone time": clean(data["time_formats"]["full"].format),
         "date and time": clean(_unquote(data["datetime_formats"]["full"])),
     }
-
-
-def _values(widths: dict[str, dict[Any, str]], key: Any) -> set[str]:
-    return {words[key] for words in widths.values() if key in words}
 
 
 def _unquote(pattern: str) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from ...micro_batch import MicroBatch
 from ...typed_section import Part, Pixels
-from ..source import Batch, Report, Source, permutation, read_ahead, slices_of_replica, split_evenly
+from ..source import Batch, Report, Source, evaluation_parts, permutation, read_ahead, slices_of_replica
 from .loading import typical_images
 
 CLASSES: Literal[10] = 10
@@ -78,10 +77,9 @@ class DigitsSource(Source):
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields the test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
-        for first in range(TRAINING_IMAGES, len(self._images), self._batch_size):
-            numbers = np.arange(first, min(first + self._batch_size, len(self._images)))
-            slices = split_evenly(len(numbers), min(M, len(numbers)))
-            yield Batch(self._micro_batches(self._images[numbers], numbers, slices), first - TRAINING_IMAGES)
+        images, labels = self._images[TRAINING_IMAGES:], self._labels[TRAINING_IMAGES:]
+        for parts in evaluation_parts(len(images), self._batch_size, M):
+            yield Batch([_micro_batch(images[part], labels[part]) for part in parts], parts[0].start)
 
     def epoch(self, position: Any) -> float:
         """Returns how often the training images were read up to `position`."""
@@ -102,7 +100,8 @@ class DigitsSource(Source):
                 # The whole mini-batch at once, so that its division into micro-batches changes no rounding.
                 images = _resample(self._images[numbers], matrices[numbers])
                 following = {"epoch": current + (place + 1) // self._batches, "batch": (place + 1) % self._batches}
-                yield Batch(self._micro_batches(images, numbers, slices), following)
+                labels = self._labels[numbers]
+                yield Batch([_micro_batch(images[part], labels[part]) for part in slices], following)
             batch = 0
 
     def _matrices(self, epoch: int) -> Tensor:
@@ -113,10 +112,9 @@ class DigitsSource(Source):
         cos, sin = np.cos(angle) / (1 + size), np.sin(angle) / (1 + size)
         return torch.from_numpy(np.stack([cos, -sin, across, sin, cos, down], axis=1).reshape(-1, 2, 3)).float()
 
-    def _micro_batches(self, images: Tensor, numbers: npt.NDArray[np.int64], slices: list[slice]) -> list[MicroBatch]:
-        grey = images.round().to(torch.uint8)
-        labels = self._labels[numbers]
-        return [((grey[cut].repeat(1, 3, 1, 1),), (labels[cut],)) for cut in slices]
+
+def _micro_batch(images: Tensor, labels: Tensor) -> MicroBatch:
+    return (images.round().to(torch.uint8).repeat(1, 3, 1, 1),), (labels,)
 
 
 def _resample(images: Tensor, matrices: Tensor) -> Tensor:

@@ -134,11 +134,11 @@ def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
         check_encoding(path)
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
-        for place in sample.places(len(piece.sources)):
+        for place in sample.places(len(piece.rows)):
             texts = texts_of(piece, place)
             if isinstance(texts, tuple) and all(texts) and max(map(len, texts)) <= LONGEST_SAMPLE:
                 sample.keep(place, texts)
-        sample.go_on(len(piece.sources))
+        sample.go_on(len(piece.rows))
     lines = [sample.total] if pair.target is None else [count_lines(path) for path in pair.files]
     return {"lines": lines, "sample": sample.items}
 
@@ -147,7 +147,7 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
     """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns bounds and defects."""
     usable, defects = readable(piece, draft.text.max_length)
     lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, usable, defects), defects)
-    words = random_words(len(piece.sources), draft.text.seed, "shard of", piece.files.language, piece.number)
+    words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
     wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,14 +20,13 @@ class Piece(NamedTuple):
     Attributes:
         number: of the piece within its files.
         first: the first line's number, from 1.
-        targets: None for a TSV file.
+        rows: the columns of each line; two, unless a line of a TSV file is malformed.
     """
 
     files: PairFiles
     number: int
     first: int
-    sources: list[bytes]
-    targets: list[bytes] | None
+    rows: list[Sequence[bytes]]
 
 
 class Line(NamedTuple):
@@ -40,14 +39,14 @@ class Line(NamedTuple):
 
 def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
     """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line."""
-    rows = zip(*map(_lines, files.files), strict=False)
-    first = 1
-    number = 0
-    while piece := list(islice(rows, size)):
-        sides = list(map(list, zip(*piece, strict=True)))
-        yield Piece(files, number, first, sides[0], sides[1] if len(sides) > 1 else None)
-        first += len(piece)
-        number += 1
+    rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
+    if files.target is None:
+        rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
+    for number in count():
+        piece = list(islice(rows, size))
+        if not piece:
+            return
+        yield Piece(files, number, 1 + number * size, piece)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -67,8 +66,8 @@ def count_lines(path: Path) -> int:
 
 def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
     """Returns both sides of a line, without blanks at their ends, or the defect that makes it unreadable."""
-    sides, texts = _sides(piece, place), list[str]()
-    for side, line in enumerate(sides):
+    texts = list[str]()
+    for side, line in enumerate(piece.rows[place]):
         text, wrong = decoded(line.removeprefix(BYTE_ORDER_MARK))
         if wrong:
             return defect_at(piece, place, wrong, side)
@@ -76,22 +75,15 @@ def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
     return (texts[0], texts[1]) if len(texts) == 2 else defect_at(piece, place, "malformed", 0)
 
 
-def _sides(piece: Piece, place: int) -> list[bytes]:
-    """Returns the line's columns; two, unless it is malformed."""
-    if piece.targets is not None:
-        return [piece.sources[place], piece.targets[place]]
-    return piece.sources[place].rstrip(b"\r\n").split(b"\t")
-
-
 def readable(piece: Piece, max_length: int) -> tuple[list[Line], Defects]:
     """Returns the lines that can be used, and the defects found: of the other lines, and byte order marks."""
     usable, defects = [], Defects()
-    for place in range(len(piece.sources)):
+    for place, sides in enumerate(piece.rows):
         texts = texts_of(piece, place)
         if isinstance(texts, Defect):
             defects.add(texts)
             continue
-        for side, line in enumerate(_sides(piece, place)):
+        for side, line in enumerate(sides):
             if line.startswith(BYTE_ORDER_MARK):
                 defects.add(defect_at(piece, place, "byte_order_mark", side))
         if not all(texts):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ..config import TrainerConfig
 from ..data.source import Batch, Source, name_of
@@ -19,13 +20,13 @@ from .upload import Uploader
 # -- of a source, checked ----------------------------------------------------------------------------------------------
 
 
-def training_batches(source: Source, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+def training_batches(source: Source, position: Any, M: int, replica: int, replicas: int) -> Generator[Batch]:
     """Returns the batches of `source.train`.
 
     Raises:
         ConfigurationError: while they are read: a mini-batch has not M micro-batches.
     """
-    return _checked(M, source.train(position, M, replica, replicas), source, "train", may_be_fewer=False)
+    return _checked(M, source.train(position, M, replica, replicas), source, "train")
 
 
 def first_batch(source: Source, M: int, replicas: int) -> Batch:
@@ -34,15 +35,10 @@ def first_batch(source: Source, M: int, replicas: int) -> Batch:
     Raises:
         ConfigurationError: there is none, or it has not M micro-batches.
     """
-    batches = training_batches(source, None, M, 0, replicas)
-    try:
-        return next(batches)
-    except StopIteration:
-        raise ConfigurationError(
-            f"the data source {name_of(source)} gave no mini-batch: its train() must not end"
-        ) from None
-    finally:
-        cast(Any, batches).close()
+    with closing(training_batches(source, None, M, 0, replicas)) as batches:
+        for batch in batches:
+            return batch
+    raise ConfigurationError(f"the data source {name_of(source)} gave no mini-batch: its train() must not end")
 
 
 def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> Iterator[Batch]:
@@ -51,16 +47,16 @@ def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> I
     Raises:
         ConfigurationError: while they are read: a mini-batch has more than M micro-batches.
     """
-    return _checked(M, source.evaluation_share(M, replica, replicas), source, "evaluation", may_be_fewer=True)
+    return _checked(M, source.evaluation_share(M, replica, replicas), source, "evaluation")
 
 
-def _checked(M: int, batches: Iterator[Batch], source: Source, method: str, may_be_fewer: bool) -> Iterator[Batch]:
+def _checked(M: int, batches: Iterator[Batch], source: Source, method: str) -> Generator[Batch]:
     for batch in batches:
-        given = len(batch.micro_batches)
-        if given > M or (given < M and not may_be_fewer):
+        given, right = len(batch.micro_batches), "exactly" if method == "train" else "at most"
+        if given > M or (given < M and right == "exactly"):
             raise ConfigurationError(
                 f"the data source {name_of(source)} gave {given} micro-batches in a mini-batch, {M} were asked for: "
-                f"the batches of its {method}() must have {'at most' if may_be_fewer else 'exactly'} M micro-batches"
+                f"the batches of its {method}() must have {right} M micro-batches"
             )
         yield batch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Saver:
         run_dir: shared by all workers.
         writer: of this worker; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers and learning rate schedule.
-        configuration, data_fingerprint, vocabularies: saved with every checkpoint, compared when a run resumes.
+        state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
         saved_step: whose layers are on disk, or being written; -1: none.
     """
 
@@ -31,9 +31,7 @@ class Saver:
     world: World
     writer: CheckpointWriter | None
     updater: Updater
-    configuration: Mapping[str, Any]
-    data_fingerprint: str | None
-    vocabularies: Mapping[str, str]
+    state: RunState
     saved_step: int = -1
     _pending: tuple[int, RunState, tuple[str, float] | None] | None = None
     _saved: Path | None = None
@@ -54,19 +52,16 @@ class Saver:
         """
         self.finish(exchange)
         step = int(progress["step"])
-        state = RunState(
+        state = replace(
+            self.state,
             data_position=data_position,
             schedule=self.updater.lr_state(),
             # None, in place of infinity and NaN, stands for the default, which is one of them.
             scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
-            configuration=self.configuration,
-            data_fingerprint=self.data_fingerprint,
-            vocabularies=self.vocabularies,
         )
         best = ("loss", float(progress["best"])) if is_best else None
         if step == self.saved_step:
-            if self.world.rank == 0:
-                assert self.writer is not None
+            if self.world.rank == 0 and self.writer is not None:
                 self.writer.amend(step, state, best)
             return
         self.saved_step, self._pending = step, (step, state, best)
@@ -85,8 +80,7 @@ class Saver:
             return
         step, state, best = self._pending
         self._pending = None
-        if self.world.rank == 0:
-            assert self.writer is not None
+        if self.world.rank == 0 and self.writer is not None:
             self._saved = self.writer.commit(step, state, self.world.workers, best).path
 
     def finish(self, exchange: Exchange) -> None:

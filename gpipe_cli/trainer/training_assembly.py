@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoint.choose import advice, older
 from ..checkpoint.commit import prepare_directory
 from ..checkpoint.compatibility import fingerprint, require_compatible, require_same_data, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, shorten
+from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, RunState, shorten
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.exchange import Exchange
 from ..distributed.world import World
@@ -66,10 +66,7 @@ def assemble_training(
     progress, position = Progress(), None
     if resumed is not None:
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
-        try:
-            progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
-        except TypeError as error:
-            raise CheckpointError(f"{resumed.path}/manifest.json is damaged: {error}") from error
+        progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
     for cell in cells:
         cell.guard_buffers()
@@ -171,12 +168,15 @@ def make_saver(
 ) -> Saver:
     """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
-    layers, run_dir, data = assembly.layout.layers, context.run_dir, fingerprint(assembly.source)
-    device = world.device.type
+    layers, run_dir, device = assembly.layout.layers, context.run_dir, world.device.type
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
-    ids = vocabularies(assembly.source) if world.rank == 0 else {}
+    state = RunState(
+        configuration=config["settings"],
+        data_fingerprint=fingerprint(assembly.source),
+        vocabularies=vocabularies(assembly.source) if world.rank == 0 else {},
+    )
     saved_step = resumed.step if resumed is not None and resumed.run_dir.samefile(run_dir) else -1
-    return Saver(run_dir, world, writer, updater, config["settings"], data, ids, saved_step)
+    return Saver(run_dir, world, writer, updater, state, saved_step)
 
 
 def warn_of_single_examples(assembly: Assembly, journal: Notices) -> None:

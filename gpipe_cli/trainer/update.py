@@ -59,9 +59,8 @@ class Updater:
         self._layers = [layer for cell in cells for layer in cell.layers]
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
-        tied = {
-            id(parameter) for parameter in self._ties.owners
-        }  # complete only when the gradients of all uses are there
+        # A tied one is complete only when the gradients of all uses are there.
+        tied = {id(parameter) for parameter in self._ties.owners}
         self._of_cell = {c.number: [p for _, p in c.parameters() if id(p) not in tied] for c in cells}
         self._begun: dict[int, Callable[[], None]] = {}  # by cell: waits for sums that are under way
 
@@ -155,19 +154,14 @@ class Updater:
         others = {} if self._shards is None else self._shards.state_of_others(state, keep)
         state.update(others)
         try:
-            return self._own_layer_states() if keep else {}
+            own = {}
+            for layer in self._layers if keep else ():
+                average = None if self._average is None else self._average.of(layer.name)
+                own[layer.name] = layer_state(layer.module, self.optimizer, average, layer.tied)
+            return own
         finally:
             for parameter in others:
                 del state[parameter]
-
-    def _own_layer_states(self) -> dict[str, LayerState]:
-        average = self._average
-        return {
-            layer.name: layer_state(
-                layer.module, self.optimizer, None if average is None else average.of(layer.name), layer.tied
-            )
-            for layer in self._layers
-        }
 
     def lr_state(self) -> dict[str, Json]:
         """Returns the state of the learning rate schedule."""

@@ -64,7 +64,7 @@ def test_nothing_is_left_as_it_is_in_english(small: dict[str, list[cldr.Pair]]) 
 
 def test_a_name_that_means_two_things_is_left_out() -> None:
     # Thai writes "Polish" and "Poland" alike.
-    names = items.unambiguous_inventory("th").names
+    names = items.unambiguous_inventory("th")
     assert locale_strings("th").names["language", "pl"] == locale_strings("th").names["territory", "PL"]
     assert "pl" not in names["language"] and "PL" not in names["territory"]
 
