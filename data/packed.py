@@ -52,10 +52,14 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise ConfigurationError(f"{path}: cannot be read ({error}): no access, or a torn archive") from error
 
 
-def check_encoding(path: Path) -> None:
-    """Raises ConfigurationError for an empty file, and for one that begins as UTF-16 or UTF-32 text."""
+def checked_start(path: Path, size: int = 4_096) -> bytes:
+    """Returns a file's first `size` bytes.
+
+    Raises:
+        ConfigurationError: it is empty, begins as UTF-16 or UTF-32 text, or cannot be opened or unpacked.
+    """
     with reading(path) as file:
-        start = file.read(4096)
+        start = file.read(size)
     if not start:
         raise ConfigurationError(f"{path} is empty: put its text there, or remove the files of this language")
     encoding = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
@@ -63,6 +67,7 @@ def check_encoding(path: Path) -> None:
         encoding = "UTF-16"
     if encoding is not None:
         raise ConfigurationError(f"{path} is {encoding} text, not UTF-8: iconv -f {encoding} -t UTF-8 converts it")
+    return start
 
 
 def decoded(line: bytes) -> tuple[str, str | None]:

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, count
+from itertools import chain, count, groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -125,10 +126,8 @@ class PairSource(PreparedSource):
 
         The choice depends on the language alone. Sources longer than `max_length` are left out.
         """
-        by_language: dict[str, list[HeldOutPair]] = {code: [] for code in self._store.languages}
-        for pair in self._store.held_out(split):
-            by_language[pair.language].append(pair)
-        chosen = [pair for code, pairs in by_language.items() for pair in self._chosen(code, pairs, per_language)]
+        languages = groupby(self._store.held_out(split), attrgetter("language"))
+        chosen = [pair for code, pairs in languages for pair in self._chosen(code, list(pairs), per_language)]
         sources = self._store.source_vocabulary.encode([pair.source for pair in chosen])
         return [
             HeldOutSample(pair.language, pair.source, pair.target, [*ids, EOS])
@@ -137,9 +136,10 @@ class PairSource(PreparedSource):
         ]
 
     def _chosen(self, code: str, pairs: list[HeldOutPair], per_language: int | None) -> list[HeldOutPair]:
-        wanted = len(pairs) if per_language is None else min(per_language, len(pairs))
-        start = 0 if per_language is None else self._first_held_out(code, per_language)
-        return [pairs[(start + i) % len(pairs)] for i in range(wanted)]
+        if per_language is None:
+            return pairs
+        start = self._first_held_out(code, per_language)
+        return [pairs[(start + i) % len(pairs)] for i in range(min(per_language, len(pairs)))]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the source ids of each text with the end token, as the model reads them."""

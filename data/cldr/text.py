@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby, islice
+from operator import attrgetter
 from typing import Annotated
 
 import numpy as np
@@ -81,13 +83,10 @@ class TextSource(WindowSource, PreparedSource):
         return self._stream
 
     def _held_out_tokens(self) -> TokenSequence:
-        store, taken = self._store, dict.fromkeys(self.parameters.languages, 0)
-        texts = []
-        for pair in store.held_out("dev"):
-            if taken[pair.language] < self._evaluation_per_language:
-                taken[pair.language] += 1
-                texts += [pair.source, pair.target]
-        return np.array([token for ids in store.source_vocabulary.encode(texts) for token in (*ids, EOS)], np.int64)
+        languages = groupby(self._store.held_out("dev"), attrgetter("language"))
+        chosen = [pair for _, pairs in languages for pair in islice(pairs, self._evaluation_per_language)]
+        ids = self.encode([text for pair in chosen for text in (pair.source, pair.target)])
+        return np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)
 
 
 def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:

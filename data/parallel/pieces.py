@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cache import made_json, save_array
 from ..defects import Defects
-from ..packed import check_encoding
+from ..packed import checked_start
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
@@ -131,7 +131,7 @@ def scan(draft: Draft, pair: PairFiles, wanted: int) -> list[int]:
 
 def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
     for path in pair.files:
-        check_encoding(path)
+        checked_start(path)
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.rows)):

@@ -106,14 +106,13 @@ class Preparation:
 
     def _train_vocabularies(self, lines: Mapping[str, int]) -> None:
         wanted = self.text.vocabularies
-        sides = [("source", wanted.source, [0, 1] if wanted.shared else [0])]
-        if not wanted.shared:
-            sides.append(("target", wanted.target, [1]))
-        for side, size, columns in sides:
-            key = "vocabulary" if wanted.shared else f"{side}_vocabulary"
-            model = self.draft.folder / f"{side}.model"
+        if wanted.shared:
+            sides = [("vocabulary", wanted.source, [0, 1])]
+        else:
+            sides = [("source_vocabulary", wanted.source, [0]), ("target_vocabulary", wanted.target, [1])]
+        for (key, size, columns), model in zip(sides, self.draft.models, strict=False):
             if not model.exists():
-                self.report(f"parallel text: {side} vocabulary", 0, 0)
+                self.report(f"parallel text: {key.replace('_', ' ')}", 0, 0)
                 sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
                 if not sentences:
                     raise ConfigurationError(

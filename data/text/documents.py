@@ -33,13 +33,18 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
         defects: gets what cannot be used.
     """
     if is_json(piece.file):
-        for line in _lines(piece, defects):
-            text = _text_of(line, key)
-            if line.text and isinstance(text, str) and text.strip():
-                yield Document(line.line, text)
-            elif line.text:
-                kind, found = ("empty", "has an empty text") if isinstance(text, str) else ("malformed", text[0])
-                defects.add(_defect(piece, line.line, kind, found))
+        for number, line in _lines(piece, defects):
+            if not line:
+                continue
+            try:
+                text = _text_of(line, key)
+            except ValueError as error:
+                defects.add(_defect(piece, number, "malformed", str(error)))
+                continue
+            if text.strip():
+                yield Document(number, text)
+            else:
+                defects.add(_defect(piece, number, "empty", "has an empty text"))
         return
     held, size, first = list[str](), 0, piece.first
     for number, line_text in _lines(piece, defects):
@@ -70,22 +75,20 @@ def _lines(piece: TextPiece, defects: Defects) -> Iterator[Document]:
             yield Document(number, text.rstrip())
 
 
-def _text_of(line: Document, key: str) -> str | tuple[str]:
-    """Returns the text in a line of JSON, or a tuple with what is wrong with the line."""
+def _text_of(line: str, key: str) -> str:
+    """Returns the text in a line of JSON; a ValueError says what is wrong with the line."""
     try:
-        content = json.loads(line.text) if line.text else None
+        content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return (f"is no JSON ({error})",)
+        raise ValueError(f"is no JSON ({error})") from error
     if not isinstance(content, dict):
-        return ("is no JSON object",)
-    if not isinstance(content.get(key), str):
+        raise ValueError("is no JSON object")
+    text = content.get(key)
+    if not isinstance(text, str):
         known = ", ".join(name for name, value in content.items() if isinstance(value, str))
-        return (f"has no text under {key!r} (data.json_key), only under: {known or 'nothing'}",)
-    try:
-        content[key].encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
-        return (f"has half of a character under {key!r}",)
-    return str(content[key])
+        raise ValueError(f"has no text under {key!r} (data.json_key), only under: {known or 'nothing'}")
+    text.encode()  # a UnicodeEncodeError is a ValueError: half of a surrogate pair, which JSON can write
+    return text
 
 
 def _defect(piece: TextPiece, line: int, kind: str, found: str | None = None) -> Defect:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, check_encoding, reading, visible_files
+from ..packed import PACKED, checked_start, reading, visible_files
 
 PLAIN, JSON = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json")
 KINDS = f"plain text ({', '.join(PLAIN)}) or JSON lines ({', '.join(JSON)}); each may end in {', '.join(PACKED)} too"
@@ -69,10 +69,7 @@ def is_json(path: Path) -> bool:
 
 def check_text(path: Path) -> None:
     """Raises ConfigurationError for a file that is empty, not text, not in UTF-8, or one JSON value over many lines."""
-    check_encoding(path)
-    with reading(path) as file:
-        start = file.read(CHECKED)
-    text = start.decode(errors="replace")
+    text = checked_start(path, CHECKED).decode(errors="replace")
     if text.count("\ufffd") > 1 + MOST_UNREADABLE * len(text):
         raise ConfigurationError(
             f"{path} is no text in UTF-8: convert it, as iconv -f LATIN1 -t UTF-8 does if it is in Latin-1, or move it "
