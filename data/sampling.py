@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -72,40 +73,33 @@ class EpochOrder:
         self._starts = np.cumsum([0, *blocks])
         self.size = int(self._starts[-1])
         self._key = key
-        self._epoch = -1
-        self._order = self._places = np.empty(0, np.int64)  # this epoch's blocks, and the place where each begins
-        self._known: tuple[int, int] = (-1, -1)  # (epoch, block) of `_within`
-        self._within = np.empty(0, np.int32)
+        self._blocks = lru_cache(1)(self._shuffled_blocks)
+        self._within = lru_cache(1)(self._shuffled_within)
 
     def items(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Returns items number `first` … `last` − 1 of the endless sequence."""
         pieces = []
         while first < last:
             epoch, place = divmod(first, self.size)
-            self._begin(epoch)
-            turn = int(np.searchsorted(self._places, place, side="right")) - 1
-            block = int(self._order[turn])
-            start = place - int(self._places[turn])
-            stop = min(int(self._places[turn + 1]) - int(self._places[turn]), start + last - first)
-            pieces.append(int(self._starts[block]) + self._block(epoch, block)[start:stop].astype(np.int64))
+            order, places = self._blocks(epoch)
+            turn = int(np.searchsorted(places, place, side="right")) - 1
+            block = int(order[turn])
+            start = place - int(places[turn])
+            stop = min(int(places[turn + 1]) - int(places[turn]), start + last - first)
+            pieces.append(int(self._starts[block]) + self._within(epoch, block)[start:stop].astype(np.int64))
             first += stop - start
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
-    def _begin(self, epoch: int) -> None:
-        if epoch == self._epoch:
-            return
+    def _shuffled_blocks(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns an epoch's blocks in their order, and the place where each begins."""
         blocks = np.diff(self._starts)
-        self._epoch = epoch
-        self._order = permutation(len(blocks), *self._key, epoch, "blocks")
-        self._places = np.concatenate([[0], np.cumsum(blocks[self._order])])
+        order = permutation(len(blocks), *self._key, epoch, "blocks")
+        return order, np.concatenate([[0], np.cumsum(blocks[order])])
 
-    def _block(self, epoch: int, block: int) -> npt.NDArray[np.int32]:
-        if self._known != (epoch, block):
-            count = int(self._starts[block + 1] - self._starts[block])
-            key = (*self._key, epoch) if len(self._starts) == 2 else (*self._key, epoch, block)
-            self._within = permutation(count, *key).astype(np.int32)
-            self._known = (epoch, block)
-        return self._within
+    def _shuffled_within(self, epoch: int, block: int) -> npt.NDArray[np.int32]:
+        """Returns the order of a block's items in an epoch."""
+        key = (*self._key, epoch) if len(self._starts) == 2 else (*self._key, epoch, block)
+        return permutation(int(self._starts[block + 1] - self._starts[block]), *key).astype(np.int32)
 
 
 class EvenSample(Generic[Item]):

@@ -16,7 +16,6 @@ that batches are formed without reading a sentence.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -86,30 +85,25 @@ class LanguageSummary:
     """
 
     shards: list[int]
-    widths: dict[int, tuple[int, int]]
+    widths: dict[str, list[int]]
 
     @classmethod
     def of_shard(cls, lengths: Lengths) -> LanguageSummary:
         """Returns the summary of one shard of pairs with these lengths."""
         targets = lengths[:, 1].astype(np.int64) + 1
         widths = width_of(targets)
-        chosen = {int(width): targets[widths == width] for width in np.unique(widths)}
-        return cls([len(lengths)], {width: (len(of), int(of.sum())) for width, of in chosen.items()})
+        chosen = {str(width): targets[widths == width] for width in np.unique(widths)}
+        return cls([len(lengths)], {width: [len(of), int(of.sum())] for width, of in chosen.items()})
 
     @classmethod
     def of_shards(cls, shards: Iterable[LanguageSummary]) -> LanguageSummary:
         """Returns the summary of several shards together."""
-        sizes, pairs, tokens = [], Counter[int](), Counter[int]()
+        sizes, widths = [], dict[str, list[int]]()
         for shard in shards:
             sizes += shard.shards
-            pairs.update({width: count for width, (count, _) in shard.widths.items()})
-            tokens.update({width: count for width, (_, count) in shard.widths.items()})
-        return cls(sizes, {width: (pairs[width], tokens[width]) for width in sorted(pairs)})
-
-    @classmethod
-    def from_json(cls, summary: Mapping[str, Any]) -> LanguageSummary:
-        widths = {int(width): (pairs, tokens) for width, (pairs, tokens) in summary["widths"].items()}
-        return cls(summary["shards"], widths)
+            for width, counts in shard.widths.items():
+                widths[width] = [sum(both) for both in zip(widths.get(width, (0, 0)), counts, strict=True)]
+        return cls(sizes, {width: widths[width] for width in sorted(widths, key=int)})
 
     @property
     def pairs(self) -> int:
@@ -129,7 +123,7 @@ class Store:
         self.folder = folder
         self._description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
         self.block: int = self._description["block"]
-        self.languages = {c: LanguageSummary.from_json(of) for c, of in self._description["languages"].items()}
+        self.languages = {c: LanguageSummary(**of) for c, of in self._description["languages"].items()}
         self.source_vocabulary, self.target_vocabulary = read_both(folder)
         self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
         self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()

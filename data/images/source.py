@@ -132,15 +132,9 @@ class ImageSource(Source):
         return self._examples().epoch(position)
 
     def _examples(self, replicas: int = 1) -> DatasetSource:
-        return DatasetSource(
-            self._train_set,
-            self._evaluation_set,
-            self._batch_size,
-            self._drop_last,
-            cast(Any, collate),  # its micro-batches also hold broken images; `_loaded` counts them
-            loader_workers(self._workers, replicas),
-            self._seed,
-        )
+        sets, size = (self._train_set, self._evaluation_set), (self._batch_size, self._drop_last)
+        with_broken = cast(Any, collate)  # its micro-batches also hold broken images; `_loaded` counts them
+        return DatasetSource(*sets, *size, with_broken, loader_workers(self._workers, replicas), self._seed)
 
     def _ahead(self, batches: Iterator[Batch], replicas: int) -> Iterator[Batch]:
         """Yields the same mini-batches; with loader processes the next ones are made while one is trained on.

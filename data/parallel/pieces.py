@@ -21,16 +21,7 @@ from ..packed import checked_start
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
-from ..store import (
-    LanguageSummary,
-    Lengths,
-    Sizes,
-    Tokens,
-    interleave,
-    pair_ends,
-    places_of,
-    write_shard,
-)
+from ..store import LanguageSummary, Lengths, Sizes, Tokens, interleave, pair_ends, places_of, write_shard
 from ..vocabulary import Vocabulary
 from .folders import PairFiles
 from .text_files import Line, Piece, count_lines, defect_at, read_pieces, readable, texts_of, too_long

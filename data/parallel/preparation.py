@@ -152,13 +152,13 @@ class Preparation:
             merges = [
                 (draft.result(code, shard), partial(merge, draft, code, shard, pieces)) for shard in range(shards)
             ]
-            merged = map(LanguageSummary.from_json, run_all(made_json, merges))
-            return {"summary": asdict(LanguageSummary.of_shards(merged)), **defects.as_json()}
+            merged = LanguageSummary.of_shards(LanguageSummary(**of) for of in run_all(made_json, merges))
+            return {"summary": asdict(merged), **defects.as_json()}
 
         content = made_json(draft.result(code), encoded)
         for left in draft.piece(code, 0).parent.glob(f"{code}-*"):
             left.unlink()
-        defects, summary = Defects.from_json(content), LanguageSummary.from_json(content["summary"])
+        defects, summary = Defects.from_json(content), LanguageSummary(**content["summary"])
         self._defects.update(defects, self.policy)
         if not summary.pairs:
             counts = in_words(defects.counts.get(code, {}), self.policy)

@@ -84,15 +84,9 @@ class ParallelTextSource(PairSource):
             )
         self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
-        vocabularies = Vocabularies(
-            source_vocabulary,
-            target_vocabulary,
-            vocabulary is not None,
-            character_coverage,
-            vocabulary_pairs,
-            vocabulary_temperature,
-            smaller_vocabulary,
-        )
+        sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
+        drawn = (vocabulary_pairs, vocabulary_temperature)
+        vocabularies = Vocabularies(*sizes, character_coverage, *drawn, smaller_vocabulary)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
         kept = tuple(kind for kind in KEEPABLE if self._policy[kind] == "keep")

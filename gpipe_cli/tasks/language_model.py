@@ -14,6 +14,8 @@ from ..typed_section import Positive, ShareOrZero
 from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
+LARGEST = 709  # whose exponential is a float
+
 
 class LanguageModelTask(Task):
     """Computes loss and metrics of outputs (logits [b, t, V],) for targets (next ids [b, t],). Padding is left out.
@@ -55,15 +57,9 @@ class LanguageModelTask(Task):
     def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns means over the tokens: `nll` in nats, `accuracy`, and the perplexity e^nll."""
         nll = sums["nll"] / weight
-        return {"nll": nll, "accuracy": sums["correct"] / weight, "perplexity": _exp(nll)}
+        perplexity = math.exp(nll) if nll < LARGEST else math.inf
+        return {"nll": nll, "accuracy": sums["correct"] / weight, "perplexity": perplexity}
 
 
 def _rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-
-
-def _exp(nll: float) -> float:
-    try:
-        return math.exp(nll)
-    except OverflowError:
-        return math.inf
