@@ -25,6 +25,7 @@ MAY_DIFFER = (
     "name",
     "pipeline.K",
     "pipeline.workers",
+    "pipeline.devices",
     "pipeline.partition",
     "pipeline.cost",
     "pipeline.remat",

@@ -25,7 +25,7 @@ def test_only_keys_that_matter_stand_in_the_way_of_a_resume() -> None:
     }
     new: dict[str, Json] = {
         "seed": 1,
-        "pipeline": {"K": 8, "M": 8, "workers": 4},
+        "pipeline": {"K": 8, "M": 8, "workers": 4, "devices": None},
         "model": {"L": 2, "bias": 1, "size": [1, 2], "x": {}},
     }
     assert differences(saved, new) == {
