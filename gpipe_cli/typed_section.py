@@ -140,6 +140,14 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     return [names[near] for near in difflib.get_close_matches(lowered, as_deep, n=3, cutoff=0.75)]
 
 
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested sections by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found
+
+
 def shown(value: object) -> str:
     """Returns a value as `typed`, shortened if it is long."""
     text = typed(value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..typed_section import shown, typed
+from ..typed_section import flat, shown, typed
 from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten, vocabulary_folder
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def differences(
     Returns:
         Dotted key -> (saved value, new value); `NOT_SET` stands for a key that one side does not have.
     """
-    patterns, before, now = list(may_differ), _flatten(saved), _flatten(new)
+    patterns, before, now = list(may_differ), flat(saved), flat(new)
     pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in {**before, **now}}
     return {
         key: pair
@@ -116,16 +116,6 @@ def require_compatible(
 def _insist(changes: Sequence[str]) -> str:
     words = shlex.quote(f"checkpoint.allow_changes=[{','.join(changes)}]")
     return f"To go on with the change, type: {words} (it is then no longer the same training)"
-
-
-def _flatten(tree: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    flat: dict[str, Json] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _same(saved: Json, new: Json) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.terminal.command import FAILED
+from gpipe_cli.terminal.runs import ERROR_FILE
+from gpipe_cli.terminal.text import text_table
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
@@ -49,8 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
     """Prints the report and writes the files of a sweep's table; returns the exit code. Only rank 0 has a report."""
-    from gpipe_cli.terminal.runs import ERROR_FILE
-
     if report is None:
         return 0
     if report["format"] == "json":
@@ -74,8 +74,6 @@ def largest(report: dict[str, Any], name: str) -> float | None:
 
 def as_text(report: dict[str, Any]) -> list[str]:
     """Returns one table of all steps, with the worst of each quantity, the findings, and the verdict."""
-    from gpipe_cli.terminal.text import text_table
-
     columns = ["", "compared", "largest difference", "relative", "where", "verdict"]
     rows = []
     for name, found in _by_name(report["steps"]).items():

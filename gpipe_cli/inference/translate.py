@@ -10,8 +10,7 @@ from ..decoding.decoding import Decoder
 from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint
-from . import lines as line_by_line
-from .lines import answer_lines
+from .lines import MOST_TOKENS, answer_lines
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class Translator:
         self._decoder: Decoder = assemble_decoder(assembly, generation)
         self._beam, self._emit, self._longest = generation.beam, emit, longest
         self.at_once = generation.group * settings.pipeline.M
-        self.most = max(line_by_line.MOST_TOKENS, longest or 0)
+        self.most = max(MOST_TOKENS, longest or 0)
         self.lines = self.longer = self.left_out = 0
 
     def answer(self, lines: list[str]) -> None:

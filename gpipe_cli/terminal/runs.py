@@ -12,6 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.disk import read_rows, skipped
+from gpipe_cli.typed_section import flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
@@ -96,7 +97,7 @@ def _number(folder: Path) -> tuple[float, str]:
 def read_run(folder: Path) -> FinishedRun:
     """Reads a run directory."""
     broken: list[str] = []
-    settings = dict(_flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, dict, broken) or {}))
+    settings = flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, dict, broken) or {})
     words = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, list, broken) or []
     summary = _read(folder / "summary.json", json.loads, dict, broken)
     rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
@@ -151,11 +152,3 @@ def _read(path: Path, parse: Any, kind: type, broken: list[str]) -> Any:
         broken.append(f"{path.name} cannot be read")
         return None
     return found
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
