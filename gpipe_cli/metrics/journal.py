@@ -139,9 +139,9 @@ class Journal(Notices):
         }
         shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
-        where = {} if step.not_finite is None else {"not_finite": step.not_finite}
-        scale = {} if progress.loss_scale is None else {"loss_scale": progress.loss_scale}
-        self._record(self._metrics, {**row, **scale, **where, **times})
+        rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
+        there = {name: value for name, value in rare.items() if value is not None}
+        self._record(self._metrics, {**row, **there, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if self._board is not None and due:
             with self._tried(self._tensorboard):
@@ -163,10 +163,11 @@ class Journal(Notices):
             epochs: how often the training data of each language has been read; for the line.
         """
         self._evaluations.append(result.numbers)
-        counted: dict[str, Any] = {} if result.signature is None else {"signature": result.signature}
-        counted |= result.effort  # differs between the two evaluations of an early stop's last step
-        counted |= {"epochs": dict(epochs)} if epochs else {}
-        self._record(self._evaluations_file, {"step": progress.step, **result.numbers, **counted})
+        signature = {} if result.signature is None else {"signature": result.signature}
+        counted = {"epochs": dict(epochs)} if epochs else {}
+        # The effort differs between the two evaluations of an early stop's last step.
+        row = {"step": progress.step, **result.numbers, **signature, **result.effort, **counted}
+        self._record(self._evaluations_file, row)
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})

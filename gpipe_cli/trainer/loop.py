@@ -23,7 +23,7 @@ from . import loss_scale
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
-from .nonfinite import Cause, NonFinite, find_cause
+from .nonfinite import NonFinite, find_cause
 from .saving import Saver
 from .update import Updater
 
@@ -115,10 +115,9 @@ class Trainer:
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
             cause = find_cause(report, self.pipeline, self.updater, mini_batch)
-        not_finite = None if cause is None else cause.record()
-        self._report(TrainedStep(report, plan, lr, seconds, not_finite))
+        self._report(TrainedStep(report, plan, lr, seconds, cause))
         if cause is not None:
-            self._warn_of_non_finite(cause)
+            self._warn_of_non_finite(cause["text"])
         return next_plan
 
     def _announce(self) -> None:
@@ -163,12 +162,12 @@ class Trainer:
         if progress.step in self.settings.trainer.traced_steps:
             self.journal.trace(progress.step, record_everyone(self.pipeline, self.exchange.ended_at))
 
-    def _warn_of_non_finite(self, cause: Cause) -> None:
+    def _warn_of_non_finite(self, why: str) -> None:
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit
-        self.journal.warn(f"step {progress.step}: {cause.text}; update skipped ({progress.skipped} so far)")
+        self.journal.warn(f"step {progress.step}: {why}; update skipped ({progress.skipped} so far)")
         if progress.skipped_in_a_row >= limit:
             raise NonFinite(
-                f"step {progress.step}: {cause.text}; {progress.skipped_in_a_row} updates in a row had to be skipped "
+                f"step {progress.step}: {why}; {progress.skipped_in_a_row} updates in a row had to be skipped "
                 f"(trainer.nonfinite_limit={limit}). The last good weights are those of {self.saver.last_saved}. "
                 "Try a lower optimizer.lr, a longer warm-up or trainer.gradient_clip"
             )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from ..distributed.pipeline import MiniBatch, Pipeline
 from ..errors import PlainError
@@ -16,31 +15,13 @@ class NonFinite(PlainError):
     """Raised when too many updates in a row were skipped because loss or gradients were not finite."""
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Describes why a step is not finite.
-
-    Attributes:
-        text: for the console.
-        origin: the first such value of the step; None where the second run had none.
-    """
-
-    text: str
-    origin: Origin | None
-
-    def record(self) -> Mapping[str, int | str | None]:
-        """Returns plain values for metrics.jsonl."""
-        if self.origin is None:
-            return {"text": self.text}
-        names = ("cell", "layer", "micro_batch", "replica", "what", "value", "weight")
-        way = "backward" if self.origin.way == BACKWARD else "forward"
-        return {"text": self.text, "pass": way, **{name: getattr(self.origin, name) for name in names}}
-
-
-def find_cause(report: StepReport, pipeline: Pipeline, updater: Updater, mini_batch: MiniBatch) -> Cause:
+def find_cause(report: StepReport, pipeline: Pipeline, updater: Updater, mini_batch: MiniBatch) -> dict[str, Any]:
     """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
 
     The weights must be those of the step. Gradients and statistics of the second run are thrown away.
+
+    Returns:
+        Values for metrics.jsonl: "text" says why; the others, of the first such value, are only there if there was one.
     """
     world = pipeline.world
     watch = FiniteWatch(world.replica, pipeline.where)
@@ -59,7 +40,11 @@ def find_cause(report: StepReport, pipeline: Pipeline, updater: Updater, mini_ba
         )
     else:
         why = "the gradient of each micro-batch is finite, but their sum is not"
-    return Cause(f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}; {why}", first)
+    text = f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}; {why}"
+    if first is None:
+        return {"text": text}
+    values = {name: value for name, value in first._asdict().items() if name not in ("way", "place")}
+    return {"text": text, "pass": "backward" if first.way == BACKWARD else "forward", **values}
 
 
 def _explain(origin: Origin, replicas: int) -> str:

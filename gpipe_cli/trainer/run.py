@@ -58,9 +58,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     assembly = assemble_model(context, settings, world, task, journal)
     if world.rank == 0 and is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):
-            look_at_first_start(
-                assembly.builders, assembly.settings.model, task, partial(_first_micro_batch, assembly), journal.message
-            )
+            source, M = cast(Source, assembly.source), settings.pipeline.M
+            example = partial(_first_micro_batch, source, M, world.replicas)
+            look_at_first_start(assembly.builders, assembly.settings.model, task, example, journal.message)
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     if assembly.source is not None and world.rank == 0:
@@ -77,9 +77,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _first_micro_batch(assembly: Assembly) -> MicroBatch:
-    source = cast(Source, assembly.source)
-    return first_batch(source, assembly.settings.pipeline.M, assembly.world.replicas).micro_batches[0]
+def _first_micro_batch(source: Source, M: int, replicas: int) -> MicroBatch:
+    return first_batch(source, M, replicas).micro_batches[0]
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
