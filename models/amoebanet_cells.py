@@ -120,7 +120,9 @@ class AmoebaCell(nn.Module):
     def forward(self, inputs: Boundary) -> Boundary:
         first = isinstance(inputs, Tensor)
         x, previous = (inputs, inputs) if isinstance(inputs, Tensor) else inputs
-        output = self._concatenate(self._states(x, previous, first))
+        states = self._states(x, previous, first)
+        chosen = {f"h{state}": states[state] for state in self.genotype.concatenated}
+        output = torch.cat([self.shrink[n](state) if n in self.shrink else state for n, state in chosen.items()], 1)
         return output if self.is_last else (output, x)
 
     def _states(self, x: Tensor, previous: Tensor, first: bool) -> list[Tensor]:
@@ -146,10 +148,6 @@ class AmoebaCell(nn.Module):
             return None
         chances = torch.rand(len(self.operations), x.shape[0], 1, 1, 1, device=x.device)
         return (chances < self.keep).to(x.dtype) / self.keep
-
-    def _concatenate(self, states: list[Tensor]) -> Tensor:
-        chosen = {f"h{state}": states[state] for state in self.genotype.concatenated}
-        return torch.cat([self.shrink[n](state) if n in self.shrink else state for n, state in chosen.items()], 1)
 
 
 def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bool) -> nn.ModuleDict:

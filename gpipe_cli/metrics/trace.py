@@ -95,17 +95,15 @@ def trace(
     workers = max(placement) + 1
     events: list[dict[str, Any]] = []
     began = min((span.start for recording in recordings for span in recording.spans), default=0.0)
-    shifted = [recording.shifted(-began, 1e6) for recording in recordings]  # microseconds, as the format wants
-    for replica in range(len(shifted) // workers):
-        first = replica * workers
-        mine = shifted[first : first + workers]
-        for worker, recording in enumerate(mine):
-            name = f"worker {worker}" + (f" of replica {replica}" if len(shifted) > workers else "")
-            events += _process(first + worker, name, "computation", "messages")
-            for span in recording.spans:
-                events.append(_slice(first + worker, span, layers))
-                events += _arrow(first + worker, span, replica)
-            events += (_phase(first + worker, phase) for phase in recording.phases)
+    for rank, recorded in enumerate(recordings):
+        replica, worker = divmod(rank, workers)
+        events += _process(rank, f"worker {worker}" + (f" of replica {replica}" if len(recordings) > workers else ""))
+        recording = recorded.shifted(-began, 1e6)  # microseconds, as the format wants
+        for span in recording.spans:
+            events.append(_slice(rank, span, layers))
+            events += _arrow(rank, span, replica)
+        for phase in recording.phases:
+            events.append(_event(rank, MESSAGES if phase.name == "exchange" else COMPUTATION, "phase", *phase))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"step": step, "placement": list(placement)}}
 
 
@@ -115,10 +113,10 @@ def write_trace(path: Path, content: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(content) + "\n")
 
 
-def _process(pid: int, name: str, *threads: str) -> Iterator[dict[str, Any]]:
+def _process(pid: int, name: str) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-    for tid, thread in enumerate(threads):
+    for tid, thread in ((COMPUTATION, "computation"), (MESSAGES, "messages")):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
 
 
@@ -126,28 +124,22 @@ def _slice(pid: int, span: Span, layers: Sequence[str]) -> dict[str, Any]:
     instruction, start, end = span
     tid = COMPUTATION if instruction.op in COMPUTE else MESSAGES
     place = {"cell": instruction.cell, "micro_batch": instruction.micro_batch, "layers": layers[instruction.cell]}
-    return {**_event(pid, tid, str(instruction), instruction.op.name.lower(), start, end), "args": place}
+    return {**_event(pid, tid, instruction.op.name.lower(), str(instruction), start, end), "args": place}
 
 
-def _phase(pid: int, phase: Phase) -> dict[str, Any]:
-    return _event(
-        pid, MESSAGES if phase.name == "exchange" else COMPUTATION, phase.name, "phase", phase.start, phase.end
-    )
-
-
-def _event(pid: int, tid: int, name: str, category: str, start: float, end: float) -> dict[str, Any]:
+def _event(pid: int, tid: int, category: str, name: str, start: float, end: float) -> dict[str, Any]:
     return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
 
 
 def _arrow(pid: int, span: Span, replica: int) -> Iterator[dict[str, Any]]:
     """Returns the arrow of a message, from its send to the end of its receive."""
-    sent, awaited = span.instruction.sent_message, span.instruction.awaited_message
-    message = sent or awaited
+    sent = span.instruction.sent_message
+    message = sent or span.instruction.awaited_message
     if message is None:
         return
-    common = {"name": message[0], "cat": "message", "pid": pid, "tid": MESSAGES}
-    identity = f"{replica}.{message[0]}.{message[1]}.{message[2]}"
+    identity = ".".join(map(str, (replica, *message)))
+    common = {"name": message[0], "cat": "message", "pid": pid, "tid": MESSAGES, "id": identity}
     if sent is not None:
-        yield {"ph": "s", **common, "id": identity, "ts": span.start}
+        yield {"ph": "s", **common, "ts": span.start}
     else:
-        yield {"ph": "f", **common, "bp": "e", "id": identity, "ts": max(span.start, span.end - 1e6 * _ARROW_SECONDS)}
+        yield {"ph": "f", **common, "bp": "e", "ts": max(span.start, span.end - 1e6 * _ARROW_SECONDS)}

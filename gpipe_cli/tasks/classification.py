@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,7 +20,7 @@ class ClassificationTask(Task):
     """
 
     statistics = ("accuracy", "examples")
-    metrics = ("nll", "top1", "top5")
+    metrics = ("nll", "accuracy", "top5_accuracy")
     shows_predictions = True
 
     def __init__(self, label_smoothing: ShareOrZero = 0.1) -> None:
@@ -48,11 +46,3 @@ class ClassificationTask(Task):
         """Returns [b, 3] for the pictures of an evaluation: (label, predicted class, its probability)."""
         confidence, predicted = outputs[0].float().softmax(1).max(1)
         return torch.stack((targets[0].float(), predicted.float(), confidence), dim=1)
-
-    def summarize(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Returns means over the examples: `nll` in nats, `accuracy` (top 1) and `top5_accuracy`."""
-        return {
-            "nll": sums["nll"] / weight,
-            "accuracy": sums["top1"] / weight,
-            "top5_accuracy": sums["top5"] / weight,
-        }
