@@ -65,7 +65,18 @@ def _facts(plan: Plan) -> list[str]:
         f"sent        {size_text(plan.sent_bytes)} between devices in a step",
         f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
         f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",
+        f"bound       {_bound(plan)}",
     ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.bound_of_any_cut_seconds is None:
+        return "no schedule fits, whatever the cut"
+    any_cut = f"of any cut {seconds_text(plan.bound_of_any_cut_seconds)}"
+    if plan.bound_seconds is None:
+        return f"no schedule of this cut fits, {any_cut}"
+    gap = f" (gap {percent(max(0.0, plan.step_seconds / plan.bound_seconds - 1))})" if plan.fits else ""
+    return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
 
 
 def _by_formula(plan: Plan) -> str:

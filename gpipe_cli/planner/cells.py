@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 
 from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape
@@ -62,6 +62,11 @@ class CellFacts:
         return _bytes(self.trained) + _bytes(self.uses)
 
     @property
+    def tied_bytes(self) -> int:
+        """Returns those of weights and gradients that another cell has too."""
+        return _bytes(self.copies) + _bytes(self.uses)
+
+    @property
     def reduced_bytes(self) -> int:
         """Returns the bytes of the gradients that are summed over replicas."""
         return _bytes(self.trained)
@@ -111,6 +116,22 @@ def build_cells(
         tied = tuple(shape for shape, _ in copies), tuple(shape for shape, frozen in used if not frozen)
         facts.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, *tied, sizes, plain))
     return facts
+
+
+def graphs_of_layers(
+    layers: Sequence[LayerFacts], loss: LayerFacts | None, inputs: Sequence[BoundaryTensor]
+) -> list[int]:
+    """Returns for each layer the bytes that it makes and that any cell with it keeps; the loss's are the last layer's.
+
+    What a later cell needs of it stays, too: a cell keeps what it hands on.
+    """
+    walk = _Storages(inputs)
+    made = [len(inputs)]
+    for facts in [*layers, *([] if loss is None else [loss])]:
+        walk.enter(facts)
+        made.append(walk.storages)
+    made[len(layers) :] = made[-1:]
+    return [walk.kept_among(range(*numbers)) for numbers in pairwise(made)]
 
 
 def _parameters(
@@ -198,6 +219,15 @@ class _Storages:
         self._kept: set[int] = set()
         self._boundary = [self._new(0) for _ in inputs]
         self.kept_bytes = 0
+
+    @property
+    def storages(self) -> int:
+        """Returns how many there have been; they are numbered in order."""
+        return len(self._size)
+
+    def kept_among(self, numbers: Sequence[int]) -> int:
+        """Returns the bytes of those among some storages that graphs keep."""
+        return sum(self._size[number] for number in numbers if number in self._kept)
 
     def enter(self, layer: LayerFacts) -> None:
         """Adds what the graph of a layer keeps, and goes on to its outputs."""

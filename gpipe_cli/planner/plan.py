@@ -101,6 +101,9 @@ class Plan:
         bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
         bubble: bubble of the simulated schedule, waits for messages included.
         step_seconds: seconds of a step, the optimizer's update included.
+        bound_seconds: seconds that every schedule of this cut takes at least, the update included (`bound`); None
+            where none fits.
+        bound_of_any_cut_seconds: those that every schedule of any cut takes, without the update.
         memory: bytes on the device that is fullest for its size.
         limit: bytes that it may hold.
         weight_bytes, gradient_bytes, optimizer_bytes, activation_bytes: sums over all devices.
@@ -128,6 +131,8 @@ class Plan:
     bubble: float
     step_seconds: float
     update_seconds: float
+    bound_seconds: float | None
+    bound_of_any_cut_seconds: float | None
     memory: float
     limit: float
     weight_bytes: float

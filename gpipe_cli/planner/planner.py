@@ -7,8 +7,9 @@ instruction lists that would run (`memory`), times from a described device (`tim
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
+from math import isfinite
 
 from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
@@ -17,18 +18,20 @@ from ..factory.example import asks_for_example, example_micro_batch, with_exampl
 from ..factory.optimizer_bytes import optimizer_state_bytes
 from ..optim.sharding import shares
 from ..partition.cut import Cut, cut_by_costs
+from ..partition.layer_times import LayerTimes
 from ..partition.tie_search import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
 from ..schedule.schedule import schedule
 from ..schedule.simulate import bubble_by_formula, simulate
-from .cells import CellFacts, build_cells
+from .bound import CellLoad, bound_of_any_cut, step_bound
+from .cells import CellFacts, build_cells, graphs_of_layers
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts
 from .measure.measurement import Measurement, Measurements
 from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
-from .plan import ModelBytes, Plan, cell_plans, worker_plans
+from .plan import ModelBytes, Plan, WorkerPlan, cell_plans, worker_plans
 from .room import bytes_of_workers
 from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
@@ -157,6 +160,7 @@ class Planner:
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
         update = self._update_seconds(cells, model, placement, pipeline, ties)
+        bound, any_cut = self._bounds(measured, cells, times, model, workers, placement, pipeline)
         busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
         return Plan(
@@ -179,6 +183,8 @@ class Planner:
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
             update_seconds=update,
+            bound_seconds=bound + update if isfinite(bound) else None,
+            bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
             memory=fullest.total,
             limit=fullest.limit,
             weight_bytes=sum(bytes_.weights for bytes_ in model),
@@ -189,6 +195,35 @@ class Planner:
             timeline=timeline,
             lists=lists,
         )
+
+    def _bounds(
+        self,
+        measured: Measurement,
+        cells: Sequence[CellFacts],
+        times: Sequence[LayerTimes],
+        model: Sequence[ModelBytes],
+        workers: Sequence[WorkerPlan],
+        placement: Sequence[int],
+        pipeline: PipelineConfig,
+    ) -> tuple[float, float]:
+        """Returns the seconds that every schedule of this cut, and of any cut, takes at least.
+
+        Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better: for
+        any cut neither counts.
+        """
+        graphs = [cell.sizes.graph + cell.sizes.outputs for cell in cells]
+        loads = [CellLoad(**asdict(time), graph=graph) for time, graph in zip(times, graphs, strict=True)]
+        of_cut = step_bound(loads, placement, pipeline.M, [each.limit - each.model for each in workers], halves=True)
+        together = sum(worker.limit for worker in workers)
+        for cell, bytes_ in zip(cells, model, strict=True):
+            together -= bytes_.total - cell.tied_bytes - (bytes_.optimizer if pipeline.shard_optimizer else 0)
+        speeds = pipeline.speeds or [1.0] * len(workers)
+        seconds = [each.slower(1 / max(speeds)) for each in self._times.layers(measured.layers, measured.loss)]
+        graphs = graphs_of_layers(measured.layers, measured.loss, measured.inputs)
+        layers = [CellLoad(**asdict(time), graph=graph) for time, graph in zip(seconds, graphs, strict=True)]
+        largest = max(worker.limit for worker in workers)
+        of_any = bound_of_any_cut(layers, speeds, pipeline.M, largest, together, halves=True)
+        return max(of_cut, of_any), of_any
 
     def _wire(self, pipeline: PipelineConfig) -> Wire:
         """Returns how messages travel; workers on CPUs are assumed to be on one machine."""

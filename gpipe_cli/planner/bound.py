@@ -1,0 +1,197 @@
+"""Works out seconds that no schedule of a training step can undercut: how near a plan is to the best possible.
+
+A schedule here is any order of the work: each worker does one thing at a time, each micro-batch passes the cells
+forward and then backward, and for each micro-batch and cell a graph is kept or made again. Messages take no time. A
+graph fills memory while its forward (or recompute) and its backward run: nothing else of the worker comes or goes
+meanwhile, so what fits at the end of the one and the beginning of the other fits throughout.
+
+A backward may be divided into halves (`halves`). The graph is then taken to be gone after the first, the input's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import floor, inf
+
+
+@dataclass(frozen=True)
+class CellLoad:
+    """Holds what one micro-batch costs in a cell, or in a layer.
+
+    Attributes:
+        inference, forward, recompute, backward, input_gradient, weight_gradient: seconds, as in `LayerTimes`.
+        graph: bytes that are kept from the forward, or from the recompute, to the backward.
+    """
+
+    inference: float
+    forward: float
+    recompute: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+    graph: float
+
+
+@dataclass(frozen=True)
+class _Least:
+    """Holds the least of everything for one micro-batch in a cell: seconds, except `graph`.
+
+    Attributes:
+        forward: of a forward.
+        ready: of a forward and what else it takes to have a graph.
+        urgent: of the backward that the cell in front waits for.
+        backward: of the whole backward.
+        extra: what making the graph again adds.
+        arrival: before the forward can begin.
+        turn: from the end of the forward to the beginning of the backward: forwards and backwards of later cells.
+        drain: after the urgent backward: those of the cells in front.
+        kept, again: lives of a graph that is kept, and of one that is made again.
+        graph: bytes.
+    """
+
+    forward: float
+    ready: float
+    urgent: float
+    backward: float
+    extra: float
+    arrival: float
+    turn: float
+    drain: float
+    kept: float
+    again: float
+    graph: float
+
+
+def step_bound(
+    cells: Sequence[CellLoad], placement: Sequence[int], M: int, memory: Sequence[float], halves: bool
+) -> float:
+    """Returns seconds that every schedule of a step takes at least; infinity where no schedule fits.
+
+    Each worker gives bounds, and so does each group of its cells from some cell k on, as if it had no others.
+
+    Args:
+        cells: the cells in order, each with the times on its own worker.
+        placement: ``placement[cell]`` is the cell's worker; neighbours, round robin or any other.
+        M: micro-batches.
+        memory: bytes that each worker has for graphs; infinity: no limit.
+        halves: a backward may be divided.
+    """
+    of_worker: dict[int, list[_Least]] = {}
+    least, longest = _least(cells, halves), 0.0
+    for cell in reversed(range(len(cells))):
+        group = of_worker.setdefault(placement[cell], [])
+        group.insert(0, least[cell])
+        longest = max(longest, _work_bound(group, M, memory[placement[cell]]), _turn_bound(group, M))
+    return longest
+
+
+def bound_of_any_cut(
+    layers: Sequence[CellLoad], speeds: Sequence[float], M: int, memory: float, together: float, halves: bool
+) -> float:
+    """Returns seconds that every schedule takes at least, however the layers are cut, and wherever the cells lie.
+
+    A schedule of a cut is one of as many workers as layers, too, so the bound of those holds. And the workers share the
+    work, by their speeds: the one whose first layer is the j-th of theirs has at least j layers in front, for which
+    it waits at the beginning and at the end; least is lost if the fastest wait least. Their graphs share the memory.
+
+    Args:
+        layers: the layers in order, with the times on the fastest worker, and the bytes that any cell with them keeps.
+        speeds: of the workers, in any unit; each gets at least one layer.
+        M: micro-batches.
+        memory: most bytes that a worker has for graphs; infinity: no limit.
+        together: bytes that all workers have for them.
+        halves: a backward may be divided.
+    """
+    if together < 0:
+        return inf
+    least, parts = _least(layers, halves), sorted((speed / max(speeds) for speed in speeds), reverse=True)
+    arrivals = sum(part * layer.arrival for part, layer in zip(parts, least, strict=False))
+    drains = sum(part * layer.drain for part, layer in zip(parts, least, strict=False))
+    urgent = arrivals + drains + M * sum(layer.ready + layer.urgent for layer in least)
+    whole = arrivals + M * sum(layer.ready + layer.backward for layer in least)
+    shared = max(_with_recompute(least, M, together / sum(parts), work, 0.0) for work in (urgent, whole))
+    return max(shared / sum(parts), step_bound(layers, range(len(layers)), M, [memory] * len(layers), halves))
+
+
+def _least(cells: Sequence[CellLoad], halves: bool) -> list[_Least]:
+    forwards = [min(cell.inference, cell.forward) for cell in cells]
+    urgent = [min(cell.backward, cell.input_gradient) if halves else cell.backward for cell in cells]
+    arrivals, drains = ([0.0, *accumulate(seconds)] for seconds in (forwards, urgent))
+    least = []
+    for number, cell in enumerate(cells):
+        forward, back = forwards[number], urgent[number]
+        turn = arrivals[-1] - arrivals[number + 1] + drains[-1] - drains[number + 1]
+        in_halves = cell.input_gradient + cell.weight_gradient
+        least.append(
+            _Least(
+                forward=forward,
+                ready=min(cell.forward, forward + cell.recompute),
+                urgent=back,
+                backward=min(cell.backward, in_halves) if halves else cell.backward,
+                extra=max(0.0, forward + cell.recompute - cell.forward),
+                arrival=arrivals[number],
+                turn=turn,
+                drain=drains[number],
+                kept=cell.forward + turn + back,
+                again=cell.recompute + back,
+                graph=cell.graph,
+            )
+        )
+    return least
+
+
+def _work_bound(group: Sequence[_Least], M: int, memory: float) -> float:
+    """Returns the seconds of a step in which a worker does the work of some of its cells: the first, and later ones.
+
+    Their work begins with a forward of the first cell, because a micro-batch passes it first: not before its arrival.
+    The last urgent backward is one of the first cell, because a micro-batch passes it last, and the drain follows: in
+    it second halves may run, but no graph lives. So the work without second halves, and the drain, come one after the
+    other; and so does all of the work. Graphs that are all of one size fill memory as whole ones.
+    """
+    first, sizes = group[0], {cell.graph for cell in group}
+    if max(sizes) > memory:
+        return inf
+    if memory < inf and len(sizes) == 1 and (size := group[0].graph) > 0:
+        memory = size * floor(memory / size * (1 + 1e-12))
+    urgent = M * sum(cell.ready + cell.urgent for cell in group)
+    whole = M * sum(cell.ready + cell.backward for cell in group)
+    return first.arrival + max(
+        _with_recompute(group, M, memory, urgent, 0.0) + first.drain,
+        _with_recompute(group, M, memory, whole, first.drain),
+    )
+
+
+def _turn_bound(group: Sequence[_Least], M: int) -> float:
+    """Returns the seconds of a step in which a worker waits for the first micro-batch, or the last, to come back.
+
+    No backward of the group begins before a micro-batch has turned: all of them follow. Its last forward is one of the
+    last cell: all of them come before, and that micro-batch has yet to turn. With M=1: the path of one micro-batch.
+    """
+    first, last = group[0], group[-1]
+    turned = last.arrival + last.forward + last.turn
+    urgent, whole = M * sum(cell.urgent for cell in group), M * sum(cell.backward for cell in group)
+    forwards = first.arrival + M * sum(cell.forward for cell in group)
+    return max(turned + urgent + first.drain, turned + whole, forwards + last.turn + last.urgent + last.drain)
+
+
+def _with_recompute(group: Sequence[_Least], M: int, memory: float, work: float, drain: float) -> float:
+    """Returns the least seconds that hold the work, and graphs made again so that all graphs fit.
+
+    The lives of all graphs, times their bytes, are at most memory times seconds, without a ``drain`` in which no graph
+    lives. Making a graph again shortens its life and adds seconds: those that save most for the least seconds come
+    first, and parts of a graph may be made again (a fractional knapsack). What is still missing then is idle time. Each
+    second more has its memory, too, so the answer needs no bisection.
+    """
+    if memory == inf:
+        return work
+    missing = M * sum(cell.graph * cell.kept for cell in group) - memory * (work - drain)
+    saving = [cell for cell in group if cell.graph * (cell.kept - cell.again) > 0]
+    for cell in sorted(saving, key=lambda cell: cell.extra / (cell.graph * (cell.kept - cell.again))):
+        gain = cell.graph * (cell.kept - cell.again) + memory * cell.extra
+        count = min(M, max(0.0, missing) / gain)
+        missing, work = missing - count * gain, work + count * cell.extra
+    if missing <= 0:
+        return work
+    return work + missing / memory if memory > 0 else inf

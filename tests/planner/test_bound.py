@@ -1,0 +1,174 @@
+"""Holds the bounds on a step's time against the shortest steps that a search over all schedules finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil, inf
+from random import Random
+
+import pytest
+from own_plan import OWN, planned
+from shortest_step import Search
+
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.commands.plan_report import describe
+from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
+from gpipe_cli.planner.planner import Planner
+from gpipe_cli.schedule.instruction import Instruction, Op
+from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.simulate import simulate
+
+SLACK = 1e-9  # of rounding
+PLACEMENTS = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]
+ALL = [
+    (W, M, memory)
+    for W, most in ((1, 4), (2, 6), (3, 4))
+    for M in range(1, most + 1)
+    for memory in range(1, min(W, M) + 1)
+]
+SMALL = [(W, M, memory) for W, M, memory in ALL if M <= 4 and W * M <= 9 and memory <= 2]
+
+
+def even(v: int, graph: float = 1) -> CellLoad:
+    """Returns one of v cells of a worker whose forward, backward and recompute together take 1, 2 and 1."""
+    return CellLoad(1 / v, 1 / v, 1 / v, 2 / v, 1 / v, 1 / v, graph / v)
+
+
+def drawn(random: Random, longest: int = 4, largest: int = 3) -> CellLoad:
+    return CellLoad(*(random.randint(1, longest) for _ in range(6)), graph=random.randint(0, largest))
+
+
+# -- all schedules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_is_shorter_than_the_bounds(seed: int) -> None:
+    random = Random(seed)
+    placement = random.choice(PLACEMENTS)
+    K, W, M = len(placement), max(placement) + 1, random.randint(1, 4 if len(placement) < 3 else 2)
+    cells, memory, halves = [drawn(random) for _ in range(K)], [random.randint(1, 6) for _ in range(W)], seed % 2 == 1
+    shortest = Search(cells, placement, M, memory, halves).shortest()
+    bound = step_bound(cells, placement, M, memory, halves)
+    if shortest is None:
+        assert bound == inf
+    else:
+        assert bound <= shortest + SLACK
+        assert bound_of_any_cut(cells, [1] * W, M, max(memory), sum(memory), halves) <= shortest + SLACK
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [pytest.param(SMALL, (16, 11), id="small"), pytest.param(ALL, (24, 16), id="every", marks=pytest.mark.slow(2))],
+)
+def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]], expected: tuple[int, int]) -> None:
+    reached = [0, 0]
+    for (W, M, memory), halves in product(cases, (False, True)):
+        cells, limits = [even(1)] * W, [memory] * W
+        bound = step_bound(cells, range(W), M, limits, halves)
+        shortest = Search(cells, range(W), M, limits, halves).shortest()
+        assert shortest is not None
+        assert bound <= shortest + SLACK
+        reached[halves] += ceil(bound - SLACK) == shortest
+    assert tuple(reached) == expected
+    assert len(cases) == expected[0]  # all, where backwards are whole
+
+
+# -- our schedules -----------------------------------------------------------------------------------------------------
+
+
+def most_held(instructions: Sequence[Instruction], cells: Sequence[CellLoad]) -> float:
+    """Returns the most bytes of graphs that a worker holds, each until its backward or the first half of it."""
+    recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
+    held = most = 0.0
+    for i in instructions:
+        if i.op is Op.RECOMPUTE or (i.op is Op.FORWARD and (i.cell, i.micro_batch) not in recomputed):
+            held += cells[i.cell].graph
+        most = max(most, held)
+        if i.op in (Op.BACKWARD, Op.INPUT_GRADIENT):
+            held -= cells[i.cell].graph
+    return most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remat", REMAT)
+def test_our_schedules_take_at_least_the_bounds_in_the_memory_that_they_need(kind: str, remat: str) -> None:
+    random = Random(kind + remat)
+    for _ in range(25):
+        W, M, v = random.randint(1, 6), random.randint(1, 20), random.randint(1, 3)
+        placement = [k % W if kind in ROUND_ROBIN else k // v for k in range(v * W)]
+        cells = [drawn(random, 9, 9) for _ in placement]
+        lists = schedule(kind, placement, M, remat)
+        again = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
+
+        def seconds(i: Instruction, cells: Sequence[CellLoad] = cells, again: set[tuple[int, int]] = again) -> float:
+            first = i.op is Op.FORWARD and (i.cell, i.micro_batch) in again
+            return float(getattr(cells[i.cell], "inference" if first else i.op.name.lower()))
+
+        span = simulate(lists, placement, seconds).span
+        memory, halves = [most_held(each, cells) for each in lists], kind == "zero_bubble"
+        assert step_bound(cells, placement, M, memory, halves) <= span + SLACK
+        assert bound_of_any_cut(cells, [1] * W, M, max(memory), sum(memory), halves) <= span + SLACK
+
+
+def test_plans_take_at_least_their_bounds_in_the_memory_that_they_need() -> None:
+    request = make_request([*OWN, "pipeline.K=4", "pipeline.workers=2", "pipeline.M=8"])
+    planner = Planner(request.settings, request.options)
+    for kind, remat, speed in product(KINDS, REMAT, (1.0, 2.0)):
+        devices = [{"speed": 1.0}, {"speed": speed}]
+        pipeline = replace(request.settings.pipeline, schedule=kind, remat=remat, devices=devices)
+        planner.options = request.options
+        planner.options = replace(request.options, memory=int(planner.plan(pipeline).memory))
+        made = planner.plan(pipeline)
+        assert made.fits
+        assert made.bound_seconds is not None and made.bound_of_any_cut_seconds is not None
+        assert made.bound_of_any_cut_seconds <= made.bound_seconds <= made.step_seconds * (1 + SLACK)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("v", "halves", "seconds"),
+    [(1, False, 117), (1, True, 103.1), (2, False, 108), (2, True, 99.5), (4, False, 101.8), (4, True, 97.75)],
+)
+def test_eight_workers_with_half_of_the_memory_that_1f1b_needs(v: int, halves: bool, seconds: float) -> None:
+    # Cells go to the last worker and back, and so on; the work alone is 96.
+    there = list(range(8))
+    placement = (there + there[::-1]) * (v // 2) if v > 1 else there
+    assert step_bound([even(v)] * (8 * v), placement, 32, [4.04] * 8, halves) == pytest.approx(seconds, abs=0.05)
+
+
+def test_speeds_of_workers_may_differ() -> None:
+    slow = CellLoad(3, 3, 3, 6, 3, 3, 1)
+    assert step_bound([even(1), slow], (0, 1), 4, [inf] * 2, False) == 1 + 4 * 9 + 2
+    assert step_bound([slow, even(1)], (0, 1), 4, [inf] * 2, False) == 4 * 9
+
+
+def test_any_cut_shares_the_work_and_waits_for_the_largest_layer() -> None:
+    layers = [even(4)] * 16
+    assert bound_of_any_cut(layers, [1] * 4, 8, inf, inf, False) == 8 * 3 + (1 + 2 + 3) * 0.75 / 4
+    assert bound_of_any_cut([even(4), even(1), even(4)], [1, 1], 8, inf, inf, False) == 0.75 + 8 * 3
+    assert bound_of_any_cut(layers, [2, 1, 1], 8, inf, inf, False) == 4 * 8 * 3 / 2 + (0.5 + 2 * 0.5) * 0.75 / 2
+    scarce = bound_of_any_cut(layers, [1] * 4, 8, 1, 4, False)
+    assert scarce > 8 * 3 + (1 + 2 + 3) * 0.75 / 4
+
+
+def test_where_no_graph_fits_there_is_no_bound() -> None:
+    assert step_bound([even(1)], (0,), 4, [0.5], False) == inf
+    assert bound_of_any_cut([even(1)], [1], 4, 0.5, 0.5, False) == inf
+    assert bound_of_any_cut([even(1, 0)], [1], 4, 1, -1, False) == inf
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_how_near_the_plan_is() -> None:
+    made = planned(*OWN, "pipeline.K=1", "pipeline.remat=never")
+    assert made.bound_seconds == pytest.approx(made.step_seconds)
+    assert "(gap 0.0 %), of any cut" in describe(made)
+    short = planned(*OWN, "pipeline.K=2", "plan.memory=1KB")
+    assert (short.bound_seconds, short.to_json()["bound_of_any_cut_seconds"]) == (None, None)
+    assert "bound       no schedule fits, whatever the cut" in describe(short)
