@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
+from ..gap import measure
 from . import compare as c
-from .compare import Found, Gaps, Quantity, VerifiedRun, measure
+from .compare import Found, Gaps, Quantity, VerifiedRun
 from .plain import Load, MiniBatch, PlainModel, PlainStep
 from .record import (
     AGAIN,

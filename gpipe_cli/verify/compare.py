@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
+from ..gap import Gap
 from .record import Fingerprint, Key, Point, number_gap
 
 SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
@@ -116,54 +114,7 @@ def equal(name: str, found: Iterable[tuple[int, str, bool]]) -> Quantity:
 # -- tensors ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gap:
-    """Holds what there is to know of two tensors in order to compare them.
-
-    Attributes:
-        absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
-        distance: norm of the difference.
-        ours, plain: norms of the two; of their changes, where the step began with values.
-        size: norm of the plain one itself.
-        epsilon: relative precision of its type.
-    """
-
-    absolute: float
-    distance: float
-    ours: float
-    plain: float
-    size: float
-    epsilon: float
-
-
-MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0)
 Gaps = dict[Key, Gap]
-
-
-def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = None) -> Gap:
-    """Compares two tensors; elements that are finite on neither side agree.
-
-    Args:
-        before: the value before the step; the norms are then those of the changes.
-    """
-    if ours is None or plain is None or ours.shape != plain.shape:
-        return MISSING
-    x, y = ours.detach().double().cpu(), plain.detach().double().cpu()
-    finite = torch.isfinite(x)
-    if not torch.equal(finite, torch.isfinite(y)):
-        return MISSING
-    x, y = torch.where(finite, x, 0.0), torch.where(finite, y, 0.0)
-    size, epsilon = norm(y), torch.finfo(plain.dtype).eps if plain.is_floating_point() else 0.0
-    gap = x - y
-    if before is not None:
-        old = torch.where(finite, before.double().cpu(), 0.0)
-        x, y = x - old, y - old
-    largest = float(gap.abs().max()) if gap.numel() else 0.0
-    return Gap(largest, norm(gap), norm(x), norm(y), size, epsilon)
-
-
-def norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def total(norms: Iterable[float]) -> float:

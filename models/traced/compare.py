@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import place_in_users_code
+from ...gap import measure
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
 from .layer import LayerMaker
@@ -375,13 +376,12 @@ def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor], lea
     """
     largest: dict[str, float] = {}
     for (kind, _), value in own.items():
-        largest[kind] = max(largest.get(kind, 0.0), _norm(_plain(value)))
-    gaps = []
-    for place in dict.fromkeys([*own, *layers]):
-        gap = _deviation(place, layers.get(place), own.get(place), largest.get(place[0], 0.0), least)
-        if gap is not None:
-            gaps.append(gap)
-    return gaps
+        largest[kind] = max(largest.get(kind, 0.0), measure(value, value).size)
+    found = (
+        _deviation(place, layers.get(place), own.get(place), largest.get(place[0], 0.0), least)
+        for place in dict.fromkeys([*own, *layers])
+    )
+    return [deviation for deviation in found if deviation is not None]
 
 
 def _deviation(place: Place, ours: Tensor | None, own: Tensor | None, largest: float, least: float) -> Deviation | None:
@@ -393,8 +393,10 @@ def _deviation(place: Place, ours: Tensor | None, own: Tensor | None, largest: f
         return Deviation(kind, name, math.inf, math.inf, said)
     if ours is None or own is None:
         return Deviation(kind, name, 0.0)
-    distance, norm = _norm(_plain(ours) - _plain(own)), _norm(_plain(own))
-    relative, share = (distance / max(norm, small * largest, 1e-30) for small in (least, SMALL))
+    gap = measure(ours, own)
+    if math.isinf(gap.distance):
+        return Deviation(kind, name, math.inf, math.inf, "not finite on one side only")
+    relative, share = (gap.distance / max(gap.size, small * largest, 1e-30) for small in (least, SMALL))
     return Deviation(kind, name, relative, share)
 
 
@@ -411,14 +413,4 @@ def _said(kind: str, ours: Tensor | None, own: Tensor | None) -> str | None:
     if ours.shape != own.shape or ours.dtype != own.dtype:
         shown = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (ours, own)]
         return f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
-    return "" if torch.equal(torch.isfinite(ours), torch.isfinite(own)) else "not finite on one side only"
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns the values in float64, and 0 for those that are not finite."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return real.double().nan_to_num(0.0, 0.0, 0.0)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor))
+    return ""

@@ -32,6 +32,7 @@ GROUND = {
     "cpu",
     "disk",
     "errors",
+    "gap",
     "gpus",
     "layers",
     "micro_batch",
