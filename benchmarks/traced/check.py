@@ -25,9 +25,11 @@ from gpipe_cli.models.traced.compare import (
     Values,
     decide,
     differences,
+    example_of,
     maker_of,
     run_module,
     values_of,
+    widened,
 )
 from gpipe_cli.models.traced.layers import traced_layers
 from gpipe_cli.models.traced.module import Call, TracedFrom
@@ -132,16 +134,12 @@ class _Comparing:
         if any(gap.share > ROUNDING and not gap.kind.startswith(GRADIENT) for gap in gaps):
             raise ArithmeticError
         torch.manual_seed(0)
-        given = [
-            tuple(t.to(float_type) if t.is_floating_point() else t for t in self._subject.inputs(EXAMPLES))
-            for _ in range(M)
-        ]
+        given = [widened(self._subject.inputs(EXAMPLES), float_type) for _ in range(M)]
         micro_batches: list[MicroBatch] = [(inputs, (torch.full((EXAMPLES,), m),)) for m, inputs in enumerate(given)]
         traced_from = TracedFrom(self._subject.constructor, Call(**self._subject.call), SEED)
         began = time.process_time()
         try:
-            example = [(str(t.dtype).removeprefix("torch."), list(t.shape)) for t in given[0]]
-            self.builders = traced_layers(traced_from, example, float_type)
+            self.builders = traced_layers(traced_from, example_of(given[0]), float_type)
         finally:
             self.seconds = time.process_time() - began
         cases = [(K, remat) for K, remat in self._cases if len(self.builders) >= K]

@@ -112,9 +112,9 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
     traced_from = maker_of(builders[0]).traced_from
 
     def run(float_type: torch.dtype) -> tuple[Values, Values]:
-        given = [(_in(float_type, inputs), _in(float_type, targets)) for inputs, targets in micro_batches]
+        given = [(widened(inputs, float_type), widened(targets, float_type)) for inputs, targets in micro_batches]
         is_wide = float_type is not torch.float32
-        traced = traced_layers(traced_from, _example(given[0][0]), float_type) if is_wide else builders
+        traced = traced_layers(traced_from, example_of(given[0][0]), float_type) if is_wide else builders
         ours = run_layers(traced, given, loss, float_type)
         try:
             return ours, run_module(traced_from, given, loss, float_type)
@@ -287,11 +287,13 @@ def _widen(module: nn.Module, float_type: torch.dtype) -> nn.Module:
     return module if float_type is torch.float32 else module.to(float_type)
 
 
-def _example(inputs: Tensors) -> Example:
+def example_of(inputs: Tensors) -> Example:
+    """Returns dtype and shape of each tensor."""
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
-def _in(float_type: torch.dtype, tensors: Tensors) -> Tensors:
+def widened(tensors: Tensors, float_type: torch.dtype) -> Tensors:
+    """Returns floating-point tensors in another type than float32; for float32 all as they are."""
     wide = float_type is not torch.float32
     return tuple(tensor.to(float_type) if wide and tensor.is_floating_point() else tensor for tensor in tensors)
 

@@ -49,11 +49,8 @@ def _sizes(tensors: Iterable[Tensor]) -> str:
     return " and ".join(" × ".join(map(str, tensor.shape)) for tensor in tensors)
 
 
-class _Drawn:
-    """Holds the tensors of a module that no layer has taken yet."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+class _Drawn(dict[str, Tensor]):
+    """Holds the tensors of a module that no layer has taken yet; unlike a plain dict it can have weak references."""
 
 
 class Weights:
@@ -85,16 +82,16 @@ class Weights:
         if here.is_meta or isinstance(here, FakeTensor):
             return {name: self._without_values(name) for name in names}, None
         drawn = self._drawn() if self._drawn is not None else None
-        if drawn is None or not names <= drawn.tensors.keys():
+        if drawn is None or not names <= drawn.keys():
             wanted = self._announced if names <= self._announced else {*self._trace.forms, *self._trace.constants}
             drawn = _Drawn(self._construct(wanted))
             self._drawn, self._announced = weakref.ref(drawn), set()
-        tensors = {name: drawn.tensors[name] for name in names}
+        tensors = {name: drawn[name] for name in names}
         for name in names:
             if name in self._shared:
                 tensors[name] = _clone(tensors[name])
             else:
-                del drawn.tensors[name]
+                del drawn[name]
         return tensors, drawn
 
     def _without_values(self, name: str) -> Tensor:
