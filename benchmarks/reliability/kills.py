@@ -31,6 +31,7 @@ from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import step_directories
 
 POLL_SECONDS, PATIENCE_SECONDS = 0.002, 300.0
+SEED = 1  # of the moments and the workers
 MOMENTS = {"starting": 3.0, "training": 0.1, "saving": 0.0}  # seconds within which the kill comes
 TRAIN = (sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, "model.odd=slow")
 LEAVE_OUT = ("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0")
@@ -42,11 +43,10 @@ class Victim:
     Args:
         command: the process of gpipe-train.
         run_dir: of the run.
-        seed: of the moments and the workers.
     """
 
-    def __init__(self, command: subprocess.Popen[bytes], run_dir: Path, seed: int) -> None:
-        self._command, self._run_dir, self._random = command, run_dir, random.Random(seed)
+    def __init__(self, command: subprocess.Popen[bytes], run_dir: Path) -> None:
+        self._command, self._run_dir, self._random = command, run_dir, random.Random(SEED)
 
     def kill_once(self) -> str:
         """Kills one worker at a random moment, waits for the restart, and returns the moment; "": the run has ended."""
@@ -107,10 +107,10 @@ def train(run_dir: Path, K: int, steps: int, *words: str) -> subprocess.Popen[by
         return subprocess.Popen(words, stdout=output, stderr=output, env=environment())
 
 
-def disturb(run_dir: Path, K: int, steps: int, kills: int, seed: int) -> Counter[str]:
+def disturb(run_dir: Path, K: int, steps: int, kills: int) -> Counter[str]:
     """Trains and kills at most ``kills`` workers; returns the number of kills by moment."""
     with train(run_dir, K, steps, f"launch.restarts={2 * kills}") as command:
-        victim = Victim(command, run_dir, seed)
+        victim = Victim(command, run_dir)
         done = Counter(moment for _ in range(kills) if (moment := victim.kill_once()))
     if command.returncode != 0:
         raise SystemExit(f"the run failed after {done.total()} kills:\n{(run_dir / 'output').read_text()[-2000:]}")
@@ -140,7 +140,6 @@ def main() -> None:
     options.add_argument("--kills", type=int, default=200, help="at most (default: 200)")
     options.add_argument("--steps", type=int, default=400, help="of the run (default: 400)")
     options.add_argument("--K", type=int, default=4, help="cells, and at first workers (default: 4)")
-    options.add_argument("--seed", type=int, default=1, help="of the moments and the workers (default: 1)")
     arguments = options.parse_args()
     kills, steps = (3, 12) if arguments.quick else (arguments.kills, arguments.steps)
     equal = []
@@ -151,7 +150,7 @@ def main() -> None:
             if train(whole, arguments.K, steps).wait() != 0:
                 raise SystemExit((whole / "output").read_text())
             began = time.perf_counter()
-            done = disturb(disturbed, arguments.K, steps, kills, arguments.seed)
+            done = disturb(disturbed, arguments.K, steps, kills)
             minutes = (time.perf_counter() - began) / 60
             equal.append(same_end(whole, disturbed))
         row: Row = {"K": arguments.K, "steps": steps, **{moment: done[moment] for moment in MOMENTS}}

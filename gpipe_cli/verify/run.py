@@ -67,7 +67,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     refuse_what_cannot_be_verified(settings)
     world = start_worker(context, settings)
     if world.device.type == "cuda":
-        choose_repeatable_kernels()
+        torch.backends.cudnn.deterministic = True  # both sides sum in the same order
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if settings.pipeline.compile:
         torch._inductor.config.fallback_random = True  # the random numbers of layers that are not compiled
     wide = settings.verify.dtype == "float64"
@@ -82,12 +83,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     report = dataclasses.replace(report, itself=itself)
     (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return report.as_json()
-
-
-def choose_repeatable_kernels() -> None:
-    """Makes both sides sum in the same order."""
-    torch.backends.cudnn.deterministic = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 # -- which steps -------------------------------------------------------------------------------------------------------

@@ -40,8 +40,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
     assert figures["rows"]
     assert "\n| --- | ---" in done.stdout
     assert figures["machine"]["torch"]
-    rows: list[dict[str, Any]] = figures["rows"]
-    return rows
+    return figures["rows"]
 
 
 def test_every_benchmark_is_tried() -> None:
