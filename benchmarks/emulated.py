@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common import Row, parser, report
 from gpipe_cli.bench.throughput import BACKWARD
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 LAYERS = 48
@@ -54,7 +54,8 @@ def limit(kind: str, K: int, measured: Mapping[str, Any]) -> float:
     """Returns the seconds of the shortest possible step."""
     placement = tuple(range(K)) * CELLS[kind]
     costs = [sum(measured["seconds"]) / len(placement)] * len(placement)
-    lists = schedule(kind, placement, measured["M"], measured["remat"])
+    keep = kept_graphs(measured["remat"], len(placement), measured["M"])
+    lists = schedule(kind, placement, measured["M"], keep)
     return simulate(lists, placement, cost_durations(costs, BACKWARD)).span
 
 

@@ -54,6 +54,7 @@ class PipelineConfig:
         K: number of cells.
         M: micro-batches in a mini-batch, per replica.
         remat: which forwards are recomputed before their backward.
+        keep: the most graphs that each cell keeps at once, in place of `remat`: one number for all, or one for each.
         schedule: the order of a worker's instructions.
         partition: the objective of the cut, or the layers of each cell; auto: the busiest worker has least to do.
         cost: how the cost of a layer is determined.
@@ -71,6 +72,7 @@ class PipelineConfig:
     K: Count
     M: Count
     remat: Literal["always", "except_last", "never"]
+    keep: CountOrZero | Annotated[list[CountOrZero], Field(min_length=1)] | None
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
@@ -83,6 +85,11 @@ class PipelineConfig:
     sync_batchnorm: bool
     compile: bool
     shard_optimizer: bool
+
+    @property
+    def policy(self) -> str | int | list[int]:
+        """Returns `keep`, or `remat` without it: what `schedule.kept_graphs` takes."""
+        return self.remat if self.keep is None else self.keep
 
     @property
     def planned_workers(self) -> int:
@@ -386,6 +393,11 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
         yield (
             f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
             f"give one size per cell, or use pipeline.K={len(sizes)}"
+        )
+    if isinstance(pipeline.keep, list) and len(pipeline.keep) != K:
+        yield (
+            f"pipeline.keep={shown(pipeline.keep)} has {len(pipeline.keep)} numbers but pipeline.K={K}: "
+            "give one number per cell, or one for all"
         )
     if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
         yield (

@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.instruction import Instruction
-from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -94,7 +94,8 @@ def engine_step(
         scale: factor of every loss: 1 / weight of the mini-batch.
     """
     engine = Engine(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
-    instructions = schedule(kind, placement, len(micro_batches), remat)[rank]
+    M = len(micro_batches)
+    instructions = schedule(kind, placement, M, kept_graphs(remat, len(placement), M))[rank]
     shapes = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
     return EngineStep(engine, instructions, StepInput(0, 1, shapes, scale), micro_batches if rank == 0 else None)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
 from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
-from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 from gpipe_cli.terminal.run_table import ideal_throughput
 
@@ -169,7 +169,7 @@ class Setting:
             return link["carry"][front] + link["latency"] if link else 0.0
 
         try:
-            lists = schedule(kind, placement, self.M, self.options.remat)
+            lists = schedule(kind, placement, self.M, kept_graphs(self.options.remat, cells, self.M))
         except ScheduleError:
             return None
         durations = cost_durations([share * forward for share in self.costs.cell_shares(cells)], BACKWARD)

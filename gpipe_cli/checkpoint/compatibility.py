@@ -29,6 +29,7 @@ MAY_DIFFER = (
     "pipeline.partition",
     "pipeline.cost",
     "pipeline.remat",
+    "pipeline.keep",
     "pipeline.backend",
     "pipeline.shard_optimizer",
     "pipeline.device",

@@ -8,6 +8,7 @@ from gpipe_cli.jobs.workers import plural
 from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.text import number, percent, text_table
+from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:
     from gpipe_cli.planner.plan import Plan
@@ -31,7 +32,8 @@ def _head(plan: Plan) -> list[str]:
     replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
     return [
         f"{plan.parameters:,} parameters in {plural(plan.K, 'cell')} on {plural(plan.workers, 'device')}{replicas} "
-        f"({plan.device.name}), M={plan.M}, {plan.schedule}, remat {plan.remat}",
+        f"({plan.device.name}), M={plan.M}, {plan.schedule}, "
+        + (f"remat {plan.remat}" if plan.keep is None else f"keep {shown(plan.keep)}"),
         f"a micro-batch: {', '.join(plan.micro_batch)}; a mini-batch: {plan.examples:,} examples",
     ]
 

@@ -27,7 +27,7 @@ from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
 from ..schedule.instruction import Instruction, InstructionLists
 from ..schedule.posting import Posts, post_ahead, post_when_sent
-from ..schedule.schedule import forward_only, gradients_complete, schedule
+from ..schedule.schedule import forward_only, gradients_complete, kept_graphs, schedule
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
@@ -64,7 +64,7 @@ class Pipeline:
     Args:
         layers: of the whole model, the same on every worker, which builds those of its own cells.
         cut: of the layers into cells.
-        config: K, M, schedule, remat.
+        config: K, M, schedule, remat or keep.
         task: gives loss and weight of a micro-batch.
         shape: of every micro-batch.
         world: the workers.
@@ -105,7 +105,8 @@ class Pipeline:
             self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, self.where
         )
         self.kind, self.placement = config.schedule, cut.placement
-        self.training_lists = cache(lambda M: schedule(self.kind, self.placement, M, config.remat))
+        keep = partial(kept_graphs, config.policy, len(cut.placement))
+        self.training_lists = cache(lambda M: schedule(self.kind, self.placement, M, keep(M)))
         self._training = cache(lambda M: self._own(self.training_lists(M)))
         self._forward = cache(lambda M: self._own(forward_only(self.placement, M)))
         self.codec = BatchPlanCodec(shape, config.M, world.replica, world.replicas)
@@ -123,6 +124,7 @@ class Pipeline:
         M: int,
         schedule: Any = "gpipe",
         remat: Any = "except_last",
+        keep: Any = None,
         partition: Any = "auto",
         cost: Any = "flops",
         seed: int = 0,
@@ -134,7 +136,7 @@ class Pipeline:
         Args:
             loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
             example: inputs and targets of a micro-batch; only its shapes matter.
-            K, M, schedule, remat, partition, cost, device, backend: as keys of `pipeline` (README).
+            K, M, schedule, remat, keep, partition, cost, device, backend: as keys of `pipeline` (README).
 
         Raises:
             ConfigurationError: the layers cannot be cut or run so.
@@ -144,6 +146,7 @@ class Pipeline:
             K=K,
             M=M,
             remat=remat,
+            keep=keep,
             schedule=schedule,
             partition=partition,
             cost=cost,

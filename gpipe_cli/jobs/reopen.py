@@ -33,6 +33,7 @@ ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
     "pipeline.replicas": 1,
     "pipeline.partition": "auto",  # sizes may be for another number of cells
+    "pipeline.keep": None,  # and so may these
     "checkpoint.resume": None,
     "checkpoint.init_from": None,
     "launch.inline": False,

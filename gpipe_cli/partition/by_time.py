@@ -11,7 +11,7 @@ import numpy as np
 from ..config import PipelineConfig
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.orders import ROUND_ROBIN
-from ..schedule.schedule import schedule
+from ..schedule.schedule import kept_graphs, schedule
 from .balance import Bytes, Totals, balance, balance_rounds
 from .layer_times import LayerTimes
 from .partition import PartitionError, cell_layers, partition, round_robin
@@ -76,7 +76,8 @@ def _cells_inside(groups: Sequence[int], totals: Sequence[Totals], placement: Se
 
 def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Totals]:
     """Returns for each worker the running total over the layers of what they would cost it in a step."""
-    lists = schedule(config.schedule, placement, config.M, config.remat)
+    keep = kept_graphs(config.policy, config.K, config.M)
+    lists = schedule(config.schedule, placement, config.M, keep)
     phases = passes(lists)
     cells = Counter(placement)
     seconds = {phase: np.array([getattr(each, phase) for each in times]) for phase in asdict(times[0])}

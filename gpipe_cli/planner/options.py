@@ -66,13 +66,22 @@ def _device_of(value: Any) -> str | Mapping[str, Any]:
 
 
 def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration without sizes of cells if other cells or layers are tried, and a line that says so."""
-    search = "plan.fit" if options.fit is not None else "plan.grow" if options.grow is not None else None
-    sizes = (config.get("pipeline") or {}).get("partition")
-    if search is None or not isinstance(sizes, list):
-        return config, []
-    pipeline = {**config["pipeline"], "partition": "auto"}
-    return {**config, "pipeline": pipeline}, [f"{search} plans with pipeline.partition=auto in place of {sizes}"]
+    """Returns the configuration without what a search chooses, and a line for each such key.
+
+    It is the sizes of cells if other cells or layers are tried, and `pipeline.keep` if other policies are.
+    """
+    search = next((key for key in ("fit", "best", "grow") if getattr(options, key)), None)
+    pipeline = config.get("pipeline") or {}
+    free: dict[str, str | None] = {}
+    if search in ("fit", "grow") and isinstance(pipeline.get("partition"), list):
+        free["partition"] = "auto"
+    if search in ("fit", "best") and pipeline.get("keep") is not None:
+        free["keep"] = None
+    lines = [
+        f"plan.{search} plans with pipeline.{key}={shown(value)} in place of {pipeline[key]}"
+        for key, value in free.items()
+    ]
+    return {**config, "pipeline": {**pipeline, **free}} if free else config, lines
 
 
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -118,6 +118,7 @@ class Plan:
     workers: int
     replicas: int
     remat: str
+    keep: int | list[int] | None
     schedule: str
     device: Device
     examples: int

@@ -21,7 +21,7 @@ from ..partition.cut import Cut, cut_by_costs
 from ..partition.layer_times import LayerTimes
 from ..partition.tie_search import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
-from ..schedule.schedule import schedule
+from ..schedule.schedule import kept_graphs, schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers
@@ -97,7 +97,7 @@ class Planner:
         boundary = measured.inputs, measured.target_bytes
         cells = build_cells(measured.layers, measured.loss, cut, self._names, *boundary)
         try:
-            lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
+            lists = _lists(pipeline, cut)
         except ScheduleError as error:
             raise ConfigurationError(str(error)) from error
         return self._assemble(pipeline, measured, cut, cells, lists)
@@ -108,7 +108,7 @@ class Planner:
         cut = cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties)
         if pipeline.partition != "auto" or workers == 1:
             return cut
-        lists = schedule(pipeline.schedule, cut.placement, pipeline.M, pipeline.remat)
+        lists = _lists(pipeline, cut)
         bytes_ = bytes_of_workers(measured, lists, pipeline.M, partial(self._held, pipeline.replicas))
         used = [0.0] * workers
         for layers, worker in zip(cut.layers, cut.placement, strict=True):
@@ -169,6 +169,7 @@ class Planner:
             workers=len(lists),
             replicas=pipeline.replicas,
             remat=pipeline.remat,
+            keep=pipeline.keep,
             schedule=pipeline.schedule,
             device=self.device,
             examples=measured.examples,
@@ -277,3 +278,8 @@ class Planner:
             for worker in (sender, receiver):
                 seconds[worker] += self._times.transfer(size)
         return max(seconds)
+
+
+def _lists(pipeline: PipelineConfig, cut: Cut) -> list[list[Instruction]]:
+    keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
+    return schedule(pipeline.schedule, cut.placement, pipeline.M, keep)

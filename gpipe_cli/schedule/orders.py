@@ -24,7 +24,7 @@ class Unit:
     """Describes a unit of work: one direction of one micro-batch through consecutive cells of a worker.
 
     A kind of schedule is only an order of units; receives, recomputes and sends follow from the placement and the
-    re-materialization policy (`schedule.py`).
+    numbers of kept graphs (`schedule.py`).
     """
 
     op: Op  # FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT

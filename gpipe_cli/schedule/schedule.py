@@ -10,11 +10,13 @@ stands directly after the computation whose result it sends.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from .instruction import Instruction, Op, ScheduleError
+from .instruction import BACK, Instruction, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
 
 REMAT = ("always", "except_last", "never")
@@ -22,26 +24,47 @@ GRADIENTS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIEN
 _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: until W, with halves
 
 
-def schedule(kind: str, placement: Sequence[int], M: int, remat: str) -> list[list[Instruction]]:
+def kept_graphs(policy: str | int | Sequence[int], K: int, M: int) -> tuple[int, ...]:
+    """Returns the most graphs that each of K cells keeps, the argument ``keep`` of `schedule`.
+
+    Args:
+        policy: a word of ``REMAT``, a number for all cells, or one for each.
+        M: micro-batches per mini-batch.
+
+    Raises:
+        ScheduleError: an unknown word, or numbers for more or fewer cells.
+    """
+    if policy == "never":
+        return (max(M, 2),) * K  # 1 is except_last, of a single micro-batch too
+    if isinstance(policy, str):
+        if policy not in REMAT:
+            raise ScheduleError(f"pipeline.remat={policy}: use {', '.join(REMAT)}")
+        return (REMAT.index(policy),) * K
+    keep = (policy,) * K if isinstance(policy, int) else tuple(policy)
+    if len(keep) != K:
+        raise ScheduleError(f"pipeline.keep={list(keep)} has {len(keep)} numbers but pipeline.K={K}: give one per cell")
+    return keep
+
+
+def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -> list[list[Instruction]]:
     """Returns the instructions of one training step: one list per worker, in the order of execution.
 
     Args:
         kind: a key of ``KINDS``.
         placement: ``placement[cell]`` is the cell's worker; workers are counted from 0 and each has a cell.
         M: micro-batches per mini-batch.
-        remat: ``always`` recomputes each cell directly before its backward (one cell's internals are kept at a
-            time), ``except_last`` keeps the graph where a backward directly follows its forward and otherwise
-            recomputes the worker's cells before the gradient arrives, ``never`` keeps every graph.
+        keep: of each cell the most graphs that exist at once, the one recomputed included. 0 recomputes every
+            micro-batch directly before its backward (of a worker's cells one has its internals at a time). 1 keeps the
+            graph where a backward directly follows its forward and otherwise recomputes before the gradient arrives.
+            From 2 on one graph fewer stays over other backwards. `kept_graphs` makes the numbers of a policy.
 
     Raises:
-        ScheduleError: an unknown kind or policy, M < 1, or a placement that the kind cannot serve.
+        ScheduleError: an unknown kind, M < 1, or a placement that the kind cannot serve.
     """
     if kind not in KINDS:
         raise ScheduleError(f"unknown kind of schedule {kind!r}: use {', '.join(KINDS)}")
-    if remat not in REMAT:
-        raise ScheduleError(f"pipeline.remat={remat}: use {', '.join(REMAT)}")
     _check_sizes(placement, M)
-    return [_instructions(units, placement, remat) for units in KINDS[kind](placement, M)]
+    return [_instructions(units, placement, keep) for units in KINDS[kind](placement, M)]
 
 
 def gradients_complete(instructions: Sequence[Instruction]) -> dict[int, int]:
@@ -63,7 +86,7 @@ def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:
         for cells in runs_of(placement):
             group = range(first, min(first + workers, M))
             lists[placement[cells[0]]] += [Unit(Op.FORWARD, cells, m) for m in group]
-    return [_instructions(units, placement, "never") for units in lists]
+    return [_instructions(units, placement, (0,) * len(placement)) for units in lists]
 
 
 @dataclass(frozen=True)
@@ -98,22 +121,46 @@ def most_kept(instructions: Sequence[Instruction]) -> Kept:
     return Kept(most_inputs, most_graphs, together)
 
 
-def _instructions(units: Sequence[Unit], placement: Sequence[int], remat: str) -> list[Instruction]:
+def _instructions(units: Sequence[Unit], placement: Sequence[int], keep: Sequence[int]) -> list[Instruction]:
     """Returns one worker's units with their receives, recomputes and sends."""
+    kept: dict[int, set[int]] = {}
+    for cells in {unit.cells for unit in units}:
+        by_number = {most: _kept(units, cells, most) for most in {keep[cell] for cell in cells}}
+        kept |= {cell: by_number[keep[cell]] for cell in cells}
     made: list[Instruction] = []
-    before: Unit | None = None
     for unit in units:
         if unit.op is Op.FORWARD:
             made += _forward(unit, placement)
         elif unit.op is Op.WEIGHT_GRADIENT:
             made += [Instruction(unit.op, cell, unit.micro_batch) for cell in reversed(unit.cells)]
         else:
-            follows_its_forward = before == Unit(Op.FORWARD, unit.cells, unit.micro_batch)
-            recompute = remat == "always" or (remat == "except_last" and not follows_its_forward)
-            early = () if not recompute else unit.cells[-1:] if remat == "always" else unit.cells
-            made += _backward(unit, placement, recompute, early)
-        before = unit
+            again = {cell for cell in unit.cells if unit.micro_batch not in kept[cell]}
+            early = {cell for cell in again if keep[cell] or cell == unit.cells[-1]}
+            made += _backward(unit, placement, again, early)
     return made
+
+
+def _kept(units: Sequence[Unit], cells: tuple[int, ...], most: int) -> set[int]:
+    """Returns the micro-batches whose graph is kept from forward to backward, through consecutive cells of a worker.
+
+    Any other graph exists at its backward only. Beside a backward at most ``most - 1`` kept graphs stay: those that end
+    first, which keeps as many as possible.
+    """
+    if most < 2:
+        backs = (unit for before, unit in pairwise(units) if before == Unit(Op.FORWARD, cells, unit.micro_batch))
+        return {unit.micro_batch for unit in backs if most and unit.op in BACK and unit.cells == cells}
+    own = [unit for unit in units if unit.cells == cells]
+    ends = {unit.micro_batch: place for place, unit in enumerate(own) if unit.op in BACK}
+    kept, alive = set(), list[int]()  # alive: the ends of kept graphs, in order
+    for place, unit in enumerate(own):
+        if unit.op is Op.FORWARD:
+            insort(alive, ends[unit.micro_batch])
+        elif unit.op in BACK:
+            if alive and alive[0] == place:
+                kept.add(unit.micro_batch)
+                del alive[0]
+            del alive[most - 1 :]
+    return kept
 
 
 def _forward(unit: Unit, placement: Sequence[int]) -> Iterator[Instruction]:
@@ -125,14 +172,18 @@ def _forward(unit: Unit, placement: Sequence[int]) -> Iterator[Instruction]:
             yield Instruction(Op.SEND_ACTIVATION, cell, unit.micro_batch)
 
 
-def _backward(unit: Unit, placement: Sequence[int], recompute: bool, early: Sequence[int]) -> Iterator[Instruction]:
-    """Yields a backward; ``early`` cells are recomputed before the gradient arrives, in idle time (section 2.3)."""
-    for cell in reversed(early):
-        yield Instruction(Op.RECOMPUTE, cell, unit.micro_batch)
+def _backward(unit: Unit, placement: Sequence[int], again: set[int], early: set[int]) -> Iterator[Instruction]:
+    """Yields a backward and the recomputes of the cells ``again``, before the gradient arrives of ``early`` ones.
+
+    That is idle time (section 2.3).
+    """
+    for cell in reversed(unit.cells):
+        if cell in early:
+            yield Instruction(Op.RECOMPUTE, cell, unit.micro_batch)
     for cell in reversed(unit.cells):
         if cell + 1 < len(placement) and placement[cell + 1] != placement[cell]:
             yield Instruction(Op.RECEIVE_GRADIENT, cell, unit.micro_batch)
-        if recompute and cell not in early:
+        if cell in again and cell not in early:
             yield Instruction(Op.RECOMPUTE, cell, unit.micro_batch)
         yield Instruction(unit.op, cell, unit.micro_batch)
         if cell > 0 and placement[cell - 1] != placement[cell]:

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import Settings
 from ..factory.module_itself import ModuleReport
 from ..metrics.metrics_file import json_safe
+from ..typed_section import shown
 from . import compare as c
 from .compare import Found, Quantity, agrees
 from .settings import ceiling_of
@@ -89,7 +90,8 @@ class VerifyReport:
         replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
         return (
             f"{steps} step{'s' if steps != 1 else ''}{wide}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
-            f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, remat {pipeline.remat}"
+            f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, "
+            + (f"remat {pipeline.remat}" if pipeline.keep is None else f"keep {shown(pipeline.keep)}")
         )
 
     def _notes(self) -> list[str]:
@@ -125,7 +127,7 @@ class VerifyReport:
             "rounding": self.rounding,
             "format": self.settings.verify.format,
             "dtype": self.settings.verify.dtype,
-            **{name: getattr(pipeline, name) for name in ("K", "M", "replicas", "schedule", "remat")},
+            **{name: getattr(pipeline, name) for name in ("K", "M", "replicas", "schedule", "remat", "keep")},
             "workers": pipeline.worker_count,
             "loss": self.loss,
         }

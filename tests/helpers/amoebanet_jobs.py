@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from plain_amoebanet import PlainAmoebaNet
+from schedule_rules import scheduled
 from small_models import CPU, build_all, seen_after
 from torch.nn import functional as F
 
@@ -18,7 +19,6 @@ from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.tasks.classification import ClassificationTask
 
 CLASSES, STEPS = 5, 2
@@ -59,7 +59,7 @@ def run_engine(case: Case) -> list[dict[str, Any]]:
     noise = NoiseSource(1, 0, CPU)
     cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K)]
     engine = Engine(cells, placement, None, ClassificationTask(0.1).loss, 1, CPU)
-    instructions = schedule("gpipe", placement, case.M, case.remat)[0]
+    instructions = scheduled("gpipe", placement, case.M, case.remat)[0]
     seen = []
     for step in range(STEPS):
         parts = case.parts(step)

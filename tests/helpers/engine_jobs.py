@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from schedule_rules import Policy, scheduled
 from small_models import (
     CPU,
     build_all,
@@ -28,8 +29,9 @@ from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import post_when_sent
-from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.schedule import REMAT
 
 STEPS = 3
 WIRES = ("shared memory", "gloo", "like NCCL")  # the last: groups, first messages and receives as between GPUs
@@ -42,7 +44,7 @@ class Case:
     K: int
     M: int
     kind: str
-    remat: str
+    remat: Policy
     examples: int = 8
     batchnorm: bool = False
     dropout: float = 0.0
@@ -79,7 +81,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
         if placement[k] == worker
     ]
     engine = Engine(cells, placement, transport, token_loss, 1, CPU)
-    lists = schedule(case.kind, placement, case.M, case.remat)
+    lists = scheduled(case.kind, placement, case.M, case.remat)
     posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
     for step in range(STEPS):
@@ -138,7 +140,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
     found: list[str] = []
     for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
         placement = tuple(cell % workers for cell in range(case.K))
-        wire = WIRES[(case.examples + case.M + case.batchnorm + len(case.remat)) % len(WIRES)]
+        wire = WIRES[(case.examples + case.M + case.batchnorm + len(str(case.remat))) % len(WIRES)]
         like_nccl = wire == "like NCCL"
         groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
         transport: Transport
@@ -162,5 +164,23 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
             if together != alone["losses"]:
                 found.append(f"{case}, step {step}: losses differ from those of one process")
     everyone: list[Any] = [None] * workers
+    dist.all_gather_object(everyone, found)
+    return [text for worker in everyone for text in worker]
+
+
+def compare_kept(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of one of two workers: returns what has other bits with numbers of kept graphs than with none."""
+    context.init_process_group()
+    world = dist.group.WORLD
+    assert world is not None
+    groups, found = tuple(dist.new_group() for _ in range(4)), []
+    for kind in KINDS:
+        placement = (0, 1, 0, 1) if kind in ROUND_ROBIN else (0, 0, 1, 1)
+        seen = []
+        for policy in ("always", (3, 1, 2, 0)):
+            transport = connect_workers(placement, CPU, CPU, groups, world)
+            seen.append(run_case(Case(4, 5, kind, policy, 11, True, 0.2), placement, context.rank, transport))
+        found += [f"worker {context.rank}, {kind}, {text}" for text in other_bits(seen[1], seen[0])]
+    everyone: list[Any] = [None] * context.world_size
     dist.all_gather_object(everyone, found)
     return [text for worker in everyone for text in worker]

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from nccl_rules import Call, Rules
+from schedule_rules import scheduled
 
 from gpipe_cli.pipeline.messages.process_group import routes
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import Posts, post_when_sent
-from gpipe_cli.schedule.schedule import REMAT, gradients_complete, schedule
+from gpipe_cli.schedule.schedule import REMAT, gradients_complete
 
 Extra = Callable[[int, Instruction], Iterable[Call]]
 TIED = "activations to later ranks"  # the group whose communicators carry tied weights
@@ -64,7 +65,7 @@ def programs(lists: InstructionLists, placement: tuple[int, ...]) -> list[list[C
 
 @cache
 def training(kind: str, placement: tuple[int, ...], M: int, remat: str) -> tuple[InstructionLists, list[Posts]]:
-    lists = schedule(kind, placement, M, remat)
+    lists = scheduled(kind, placement, M, remat)
     return lists, post_when_sent(lists)
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpipe_cli.schedule.instruction import BACK, Instruction, InstructionLists, Message, Op, execution_order
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
+
+Policy = str | int | Sequence[int]
 
 
-def check_rules(lists: InstructionLists, placement: Sequence[int], M: int, remat: str | None = None) -> None:
+def scheduled(kind: str, placement: Sequence[int], M: int, policy: Policy) -> list[list[Instruction]]:
+    """Returns the lists of a training step, by a policy as `kept_graphs` takes it."""
+    return schedule(kind, placement, M, kept_graphs(policy, len(placement), M))
+
+
+def check_rules(lists: InstructionLists, placement: Sequence[int], M: int, policy: Policy | None = None) -> None:
     """Checks the lists of one step.
 
     * Every cell runs every micro-batch forward once and backward once, whole or in its two halves, on its own worker.
       What an instruction needs has run before it.
     * Between two workers the messages of one direction are received in the order in which they are sent.
     * The workers never wait for each other in a circle, with at most `send_window` messages on their way.
+    * Of a cell with n kept graphs at most n exist at any moment, and one where n is 0.
 
     Args:
-        remat: None for a forward-only step.
+        policy: None for a forward-only step.
 
     Raises:
         ScheduleError: workers wait for ever.
@@ -42,10 +51,26 @@ def check_rules(lists: InstructionLists, placement: Sequence[int], M: int, remat
     for cell in cells:
         for m in range(M):
             assert ops[Op.FORWARD, cell, m], f"no forward {cell}.{m}"
-            assert (remat is not None) == (ops[Op.BACKWARD, cell, m] or ops[Op.WEIGHT_GRADIENT, cell, m]), f"{cell}.{m}"
+            assert (policy is not None) == (ops[Op.BACKWARD, cell, m] or ops[Op.WEIGHT_GRADIENT, cell, m]), (
+                f"{cell}.{m}"
+            )
             assert ops[Op.WEIGHT_GRADIENT, cell, m] == ops[Op.INPUT_GRADIENT, cell, m], f"half a backward {cell}.{m}"
-            if remat != "except_last":
-                assert ops[Op.RECOMPUTE, cell, m] == (remat == "always"), f"recompute {cell}.{m}"
+    if policy is not None:
+        keep = kept_graphs(policy, len(placement), M)
+        for instructions in lists:
+            _check_graphs(instructions, keep)
+        for (op, cell, m), is_there in ops.items():
+            if op is Op.RECOMPUTE and (keep[cell] == 0 or keep[cell] >= max(M, 2)):
+                assert is_there == (keep[cell] == 0), f"recompute {cell}.{m}"
+
+
+def _check_graphs(instructions: Sequence[Instruction], keep: Sequence[int]) -> None:
+    recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
+    graphs: Counter[int] = Counter()
+    for i in instructions:
+        made = i.op is Op.RECOMPUTE or (i.op is Op.FORWARD and (i.cell, i.micro_batch) not in recomputed)
+        graphs[i.cell] += made - (i.op in BACK)
+        assert graphs[i.cell] <= max(keep[i.cell], 1), f"too many graphs at {i}"
 
 
 def _back(cell: int, m: int) -> list[Instruction]:

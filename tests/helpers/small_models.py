@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from schedule_rules import scheduled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Engine, StepInput, StepRecord
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.schedule import schedule
 
 WORDS, WIDTH = 11, 8
 CPU = torch.device("cpu")
@@ -143,7 +143,7 @@ def train_step(
     """Runs one training step of an engine that has all cells; ``others``: of `Engine.train_step`."""
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
     step_input = StepInput(step, step + 1, signatures, 1 / weight_of(batch))
-    return engine.train_step(schedule(kind, engine.placement, len(batch), remat)[0], step_input, batch, **others)
+    return engine.train_step(scheduled(kind, engine.placement, len(batch), remat)[0], step_input, batch, **others)
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ PIPELINE = PipelineConfig(
     K=16,
     M=4,
     remat="never",
+    keep=None,
     schedule="gpipe",
     partition="auto",
     devices=None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from schedule_rules import scheduled
 
 from gpipe_cli.metrics.breakdown import count_computations, even_durations, mean_breakdown, simulate_with
 from gpipe_cli.metrics.pictures import draw_breakdown
 from gpipe_cli.schedule.instruction import InstructionLists, Op
-from gpipe_cli.schedule.schedule import schedule
 
 
 def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
@@ -18,7 +18,7 @@ def durations(lists: InstructionLists, forward: list[float], backward: list[floa
 
 
 def test_even_durations_keep_the_work_and_level_the_workers() -> None:
-    lists, placement = schedule("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1)
+    lists, placement = scheduled("gpipe", (0, 0, 1), 2, "never"), (0, 0, 1)
     own = durations(lists, [1.0, 2.0, 5.0], [2.0, 4.0, 10.0])
     even = even_durations(lists, placement, own)
     # 8 of forward on 2 workers: 4 each, which worker 0 divides between its two cells.
@@ -36,7 +36,7 @@ def test_the_shares_of_a_step_by_hand() -> None:
     Busy are 2·(1+2) on worker 0 and 2·(3+6) on worker 1: 24. The schedule: worker 1 runs F F B B from 1 to 19, then
     worker 0's last backward: 21. With even cells of 2 and 4 it takes (M+K-1)·(2+4) = 18.
     """
-    lists, placement = schedule("gpipe", (0, 1), 2, "never"), (0, 1)
+    lists, placement = scheduled("gpipe", (0, 1), 2, "never"), (0, 1)
     cells = [{"forward": 2.0, "backward": 4.0}, {"forward": 6.0, "backward": 12.0}]
     found = mean_breakdown(lists, placement, cells, updates=[1, 3], step_seconds=30)
     assert found.computation == pytest.approx(24 / 60)

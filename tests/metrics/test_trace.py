@@ -15,6 +15,7 @@ import torch
 from composed import checked
 from inline_run import train_inline
 from run_files import rows
+from schedule_rules import scheduled
 
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.world import World
@@ -24,7 +25,6 @@ from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import Recording, on_one_clock
 from gpipe_cli.pipeline.meter import Meter, Phase
 from gpipe_cli.schedule.instruction import Instruction
-from gpipe_cli.schedule.schedule import schedule
 from gpipe_cli.schedule.simulate import Span
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class Run:
 
     @property
     def lists(self) -> list[list[Instruction]]:
-        return schedule(self.kind, self.placement, 3, "except_last")
+        return scheduled(self.kind, self.placement, 3, "except_last")
 
     def events(self, step: int) -> list[Event]:
         text = (self.directory / "trace" / f"step_{step:06d}.trace.json").read_text(encoding="utf-8")

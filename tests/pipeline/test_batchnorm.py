@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from schedule_rules import scheduled
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, fin
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.schedule.schedule import schedule
 
 CPU = torch.device("cpu")
 EXAMPLES = torch.randn(11, 6, generator=torch.Generator().manual_seed(3)) * 2 + 1
@@ -40,7 +40,7 @@ def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, 
     engine = Engine(cells, (0,) * K, None, squares, 1, CPU)
     micro_batches = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
     step_input = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in micro_batches), 1 / 11)
-    engine.train_step(schedule("gpipe", (0,) * K, M, remat)[0], step_input, micro_batches)
+    engine.train_step(scheduled("gpipe", (0,) * K, M, remat)[0], step_input, micro_batches)
     finish_batchnorm([norm for cell in cells for norm in cell.batchnorms], None)
     (norm,) = cells[0].batchnorms
     torch.testing.assert_close(norm.running_mean, 0.3 * EXAMPLES.mean(0), rtol=1e-5, atol=1e-6)

@@ -43,6 +43,11 @@ def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: P
     assert not found, "\n".join(found)
 
 
+def test_numbers_of_kept_graphs_change_no_bit(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2, "engine_jobs:compare_kept", {}, preload=("torch", "torch.distributed"))
+    assert launch(job, lambda event: None) == []
+
+
 @pytest.mark.parametrize("remat", REMAT)
 def test_a_backward_in_two_halves_has_the_bits_of_a_whole_one(remat: str) -> None:
     torch.set_default_dtype(torch.float32)

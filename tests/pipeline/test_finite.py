@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from schedule_rules import scheduled
 from small_models import build_all, engine_of, mini_batch, small_model, token_loss, weight_of
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch
 from gpipe_cli.pipeline.messages.grouping import as_tensors, replace_tensors
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.schedule import REMAT
 
 M, LAYERS = 3, 7
 SIZES = {1: [7], 3: [2, 3, 2], 7: [1] * 7}
@@ -67,7 +68,7 @@ def first_bad(
 ) -> Origin | None:
     """Runs a step without watching and then again; the second must not change the first one's gradients."""
     K = len(engine.cells)
-    instructions = schedule(kind, (0,) * K, M, remat)[0]
+    instructions = scheduled(kind, (0,) * K, M, remat)[0]
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
     step_input = StepInput(0, 1, signatures, 1 / (weight or weight_of(micro_batches)))
     weights = [parameter for cell in engine.cells.values() for _, parameter in cell.parameters()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nccl_rules import Call, Machine, Rules, Stalled
 from nccl_runs import drawn_run, engine_calls, message_call, programs
+from schedule_rules import scheduled
 from small_models import CPU, build_all, mini_batch, small_model, token_loss, weight_of
 
 from gpipe_cli.micro_batch import Tensors
@@ -24,7 +25,6 @@ from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, Message, Op
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import post_ahead, post_when_sent
-from gpipe_cli.schedule.schedule import schedule
 
 STRICTEST = Rules(buffer=0, occupies=True, hidden_syncs=1.0)
 PAIR = (0, 1)
@@ -50,7 +50,7 @@ def test_no_run_stalls(first: int) -> None:
 
 
 def test_receives_posted_two_ahead_would_stall_on_such_a_device() -> None:
-    lists = schedule("gpipe", PAIR, 4, "never")
+    lists = scheduled("gpipe", PAIR, 4, "never")
     assert stalls(*(engine_calls(instructions, PAIR, post_ahead(instructions)) for instructions in lists))
 
 
@@ -105,7 +105,7 @@ class RecordingPosition(Position):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_s_calls_are_those_that_were_checked(kind: str) -> None:
     placement, M = PAIR * (2 if kind in ROUND_ROBIN else 1), 4
-    lists = schedule(kind, placement, M, "except_last")
+    lists = scheduled(kind, placement, M, "except_last")
     posts, queues = post_when_sent(lists), defaultdict[Any, SimpleQueue[Any]](SimpleQueue)
     calls: list[list[Call]] = [[], []]
 

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 from own_plan import OWN, planned
+from schedule_rules import scheduled
 from shortest_step import Search
 
 from gpipe_cli.commands.plan import make_request
@@ -18,7 +19,7 @@ from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
-from gpipe_cli.schedule.schedule import REMAT, schedule
+from gpipe_cli.schedule.schedule import REMAT
 from gpipe_cli.schedule.simulate import simulate
 
 SLACK = 1e-9  # of rounding
@@ -100,7 +101,7 @@ def test_our_schedules_take_at_least_the_bounds_in_the_memory_that_they_need(kin
         W, M, v = random.randint(1, 6), random.randint(1, 20), random.randint(1, 3)
         placement = [k % W if kind in ROUND_ROBIN else k // v for k in range(v * W)]
         cells = [drawn(random, 9, 9) for _ in placement]
-        lists = schedule(kind, placement, M, remat)
+        lists = scheduled(kind, placement, M, remat)
         again = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
         def seconds(i: Instruction, cells: Sequence[CellLoad] = cells, again: set[tuple[int, int]] = again) -> float:

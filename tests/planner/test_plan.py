@@ -59,6 +59,8 @@ RUNS = [
     ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
     ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo", "pipeline.schedule=zero_bubble")),
+    ("translation", (*SPREAD, "pipeline.keep=[5,3,4,2]")),
+    ("language model", (*SPREAD, "pipeline.keep=[3,1,2,0]", "pipeline.schedule=zero_bubble")),
     ("traced images", (*SPREAD, "pipeline.remat=never")),
     ("traced texts", (*SPREAD, "pipeline.remat=except_last")),
 ]
@@ -67,7 +69,7 @@ RUNS = [
 @pytest.fixture(scope="module")
 def allocated() -> list[list[dict[str, Any]]]:
     """Returns what the engine's workers allocate in a real step of each of RUNS."""
-    settings = [settings_json(*FAMILIES[family], *how) for family, how in RUNS]
+    settings = [settings_json(*FAMILIES[family], *how, "pipeline.cost=flops") for family, how in RUNS]
     return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
 
 
@@ -75,7 +77,8 @@ def allocated() -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=[f"{family} {' '.join(how)}" for family, how in RUNS])
 def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, Any]]]) -> None:
     family, how = RUNS[number]
-    made = planned(*FAMILIES[family], *how, "plan.kernels=cpu")
+    exact = 0.05 if "pipeline.keep" in str(how) else 0.1
+    made = planned(*FAMILIES[family], *how, "plan.kernels=cpu", "pipeline.cost=flops")
     for worker, real in zip(made.workers_plan, allocated[number], strict=True):
         cells = [made.cells[cell] for cell in worker.cells]
         for kind in ("weights", "gradients", "optimizer", "average"):
@@ -85,7 +88,7 @@ def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocate
             if cell.cell:  # what stands in front of the first is the mini-batch, all of it from the beginning
                 assert cell.inputs == real["inputs"][str(cell.cell)]
         # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
-        assert worker.activations - worker.by_kind["shared"] == pytest.approx(real["activations"], rel=0.1)
+        assert worker.activations - worker.by_kind["shared"] == pytest.approx(real["activations"], rel=exact)
 
 
 def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from textwrap import dedent
 
 import pytest
-from schedule_rules import check_rules
+from schedule_rules import Policy, check_rules, scheduled
 
-from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
+from gpipe_cli.schedule.instruction import BACK, Instruction, Op, ScheduleError
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.picture import draw_text
-from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept, schedule
+from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 
 PLACEMENTS = [(0,), (0, 0, 0), (0, 1), (0, 1, 2, 3), (0, 0, 1), (0, 1, 1, 1, 2), (0, 0, 1, 1, 2, 2)]
@@ -22,8 +23,8 @@ ROUND = [(0,), (0, 0, 0), (0, 1), (0, 1, 0, 1), (0, 1, 2) * 3, (0, 1, 2, 3, 4) *
 SERVED = [(kind, placement) for kind in KINDS for placement in (ROUND if kind in ROUND_ROBIN else PLACEMENTS)]
 
 
-def grid(kind: str, placement: Sequence[int], M: int, remat: str) -> str:
-    return draw_text(simulate(schedule(kind, placement, M, remat), placement, unit_durations))
+def grid(kind: str, placement: Sequence[int], M: int, policy: Policy) -> str:
+    return draw_text(simulate(scheduled(kind, placement, M, policy), placement, unit_durations))
 
 
 def lines(text: str) -> str:
@@ -34,8 +35,21 @@ def parsed(*workers: str) -> list[list[Instruction]]:
     return [[Instruction.parse(word) for word in words.split()] for words in workers]
 
 
-def printed(kind: str, placement: Sequence[int], M: int, remat: str) -> list[str]:
-    return [" ".join(map(str, instructions)) for instructions in schedule(kind, placement, M, remat)]
+def printed(kind: str, placement: Sequence[int], M: int, policy: Policy) -> list[str]:
+    return [" ".join(map(str, instructions)) for instructions in scheduled(kind, placement, M, policy)]
+
+
+def room_for(kept: set[int], of_a_cell: Sequence[Instruction], most: int) -> bool:
+    """Returns whether at every backward at most ``most - 1`` other graphs of these micro-batches are alive."""
+    alive: set[int] = set()
+    for i in of_a_cell:
+        if i.op is Op.FORWARD:
+            alive |= kept & {i.micro_batch}
+        elif i.op in BACK:
+            alive -= {i.micro_batch}
+            if len(alive) >= most:
+                return False
+    return True
 
 
 class TestGpipe:
@@ -90,7 +104,7 @@ class TestInterleaved:
     @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 0), (0, 1, 0, 1, 0)], ids=str)
     def test_another_placement_is_refused(self, placement: tuple[int, ...]) -> None:
         with pytest.raises(ScheduleError, match=r"cell c on worker c mod W.*use one like \[0, 1, 0, 1"):
-            schedule("interleaved_1f1b", placement, 4, "never")
+            scheduled("interleaved_1f1b", placement, 4, "never")
 
 
 class TestZeroBubble:
@@ -119,10 +133,11 @@ def test_an_instruction_prints_and_parses_back(op: Op) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "placement", "M", "remat", "message"),
+    ("kind", "placement", "M", "policy", "message"),
     [
         ("gpip", (0, 1), 2, "never", "unknown kind of schedule 'gpip': use gpipe, 1f1b"),
         ("gpipe", (0, 1), 2, "often", r"pipeline\.remat=often: use always, except_last, never"),
+        ("gpipe", (0, 1), 2, (1, 2, 3), r"pipeline\.keep=\[1, 2, 3\] has 3 numbers but pipeline\.K=2"),
         ("gpipe", (0, 1), 0, "never", r"pipeline\.M=0"),
         ("gpipe", (0, 2), 2, "never", "every worker has a cell"),
         *(
@@ -132,16 +147,59 @@ def test_an_instruction_prints_and_parses_back(op: Op) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(kind: str, placement: tuple[int, ...], M: int, remat: str, message: str) -> None:
+def test_wrong_arguments_are_named(kind: str, placement: tuple[int, ...], M: int, policy: Policy, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        schedule(kind, placement, M, remat)
+        scheduled(kind, placement, M, policy)
+
+
+class TestKeep:
+    def test_gpipe_keeps_the_micro_batches_that_come_back_first(self) -> None:
+        assert grid("gpipe", range(3), 6, 3) == lines("""
+            worker 0 | F0 F1 F2 F3 F4 F5  .  .  .  . B5 B4 B3 R2 B2 R1 B1 R0 B0
+            worker 1 |  . F0 F1 F2 F3 F4 F5  .  . B5 B4 B3 R2 B2 R1 B1 R0 B0  .
+            worker 2 |  .  . F0 F1 F2 F3 F4 F5 B5 B4 B3 R2 B2 R1 B1 R0 B0  .  .
+        """)
+
+    def test_1f1b_recomputes_only_where_more_graphs_would_exist(self) -> None:
+        assert grid("1f1b", range(3), 6, 2) == lines("""
+            worker 0 | F0 F1 F2  .  . B0 F3 B1 F4 R2 B2 F5 B3 R4 B4  . B5
+            worker 1 |  . F0 F1  . B0 F2 B1 F3 B2 F4 B3  . F5 B4  . B5  .
+            worker 2 |  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4  . F5 B5  .  .
+        """)
+
+    def test_a_cell_without_kept_graphs_is_recomputed_directly_before_its_backward(self) -> None:
+        first = printed("gpipe", (0, 0, 0, 1), 3, (3, 0, 1, 0))[0]
+        assert first.endswith("rg2.2 B2.2 R1.2 B1.2 B0.2 R2.1 rg2.1 B2.1 R1.1 B1.1 B0.1 R2.0 rg2.0 B2.0 R1.0 B1.0 B0.0")
+
+    def test_the_words_have_the_lists_that_they_had_before_there_were_numbers(self) -> None:
+        text = "\n".join(
+            line
+            for (kind, placement), remat, M in product(SERVED, REMAT, (1, 2, 3, 8))
+            for line in printed(kind, placement, M, remat)
+        )
+        assert (
+            hashlib.sha256(text.encode()).hexdigest()
+            == "f2a8f3327755be636d12285c7c8e0583517fe4025aba4ce9738378295b9ce8b0"
+        )
+
+    @pytest.mark.parametrize(("kind", "placement"), SERVED, ids=str)
+    def test_no_larger_set_of_graphs_would_do(self, kind: str, placement: tuple[int, ...]) -> None:
+        for M, most in ((2, 2), *((5, most) for most in range(2, 6)), *((7, most) for most in range(2, 8))):
+            for instructions in scheduled(kind, placement, M, most):
+                for cell in {i.cell for i in instructions}:
+                    own = [i for i in instructions if i.cell == cell]
+                    kept = {*range(M)} - {i.micro_batch for i in own if i.op is Op.RECOMPUTE}
+                    larger = combinations(range(M), min(len(kept) + 1, M))
+                    assert room_for(kept, own, most)
+                    assert len(kept) == M or not any(room_for({*some}, own, most) for some in larger), (cell, M, most)
 
 
 class TestRules:
     @pytest.mark.parametrize(("kind", "placement"), SERVED, ids=str)
     def test_hold_for_every_training_schedule(self, kind: str, placement: tuple[int, ...]) -> None:
-        for remat, M in product(REMAT, (1, 2, 3, 8, 13)):
-            check_rules(schedule(kind, placement, M, remat), placement, M, remat)
+        mixed = [(3, 1, 2, 0, 4)[cell % 5] for cell in range(len(placement))]
+        for policy, M in product((*REMAT, 2, 3, mixed), (1, 2, 3, 8, 13)):
+            check_rules(scheduled(kind, placement, M, policy), placement, M, policy)
 
     @pytest.mark.parametrize("placement", [*PLACEMENTS, (0, 1, 0, 1), (0, 1, 2) * 3, (0, 1, 2, 1, 0), (1, 0)], ids=str)
     def test_hold_for_every_forward_only_schedule_round_robin_too(self, placement: tuple[int, ...]) -> None:
@@ -152,7 +210,7 @@ class TestRules:
     def test_hold_where_the_last_group_of_micro_batches_is_small(self, W: int, M: int) -> None:
         """A worker is further ahead of the next one than in any other schedule."""
         placement = tuple(range(W)) * 2
-        check_rules(schedule("interleaved_1f1b", placement, M, "never"), placement, M, "never")
+        check_rules(scheduled("interleaved_1f1b", placement, M, "never"), placement, M, "never")
 
     @pytest.mark.parametrize(
         ("workers", "found"),
@@ -181,12 +239,12 @@ class TestRules:
 
 class TestMostKept:
     def test_gpipe_keeps_every_input_but_one_graph(self) -> None:
-        kept = most_kept(schedule("gpipe", range(4), 8, "except_last")[1])
+        kept = most_kept(scheduled("gpipe", range(4), 8, "except_last")[1])
         assert (kept.inputs, kept.graphs) == ({1: 8}, {1: 1})
 
     @pytest.mark.parametrize("worker", range(4))
     def test_1f1b_keeps_no_more_micro_batches_than_workers_from_here_to_the_end(self, worker: int) -> None:
-        kept = most_kept(schedule("1f1b", range(4), 100, "never")[worker])
+        kept = most_kept(scheduled("1f1b", range(4), 100, "never")[worker])
         assert (kept.inputs, kept.graphs) == ({worker: 4 - worker}, {worker: 4 - worker})
 
 
@@ -195,7 +253,7 @@ def test_plans_are_made_without_torch() -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from gpipe_cli.partition import partition\n"
         "from gpipe_cli.schedule import picture, schedule, simulate\n"
-        "lists = schedule.schedule('gpipe', (0, 1), 2, 'always')\n"
+        "lists = schedule.schedule('gpipe', (0, 1), 2, (0, 0))\n"
         "timeline = simulate.simulate(lists, (0, 1), simulate.unit_durations)\n"
         "print(picture.draw_text(timeline), partition.partition([1, 2, 3], 2, 'min_max'))\n"
         "assert 'matplotlib' not in sys.modules\n"

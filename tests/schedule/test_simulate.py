@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from schedule_rules import scheduled
 
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import save_picture
-from gpipe_cli.schedule.schedule import forward_only, schedule
+from gpipe_cli.schedule.schedule import forward_only
 from gpipe_cli.schedule.simulate import (
     Timeline,
     bubble_by_formula,
@@ -24,7 +25,7 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (4, 4), (8, 32), (5, 3)]
 
 
 def timeline(kind: str, K: int, M: int, remat: str = "never", backward: float = 1.0) -> Timeline:
-    return simulate(schedule(kind, range(K), M, remat), range(K), cost_durations([1.0] * K, backward))
+    return simulate(scheduled(kind, range(K), M, remat), range(K), cost_durations([1.0] * K, backward))
 
 
 def start_of(timeline: Timeline, text: str) -> float:
@@ -48,7 +49,7 @@ class TestClosedFormula:
     def test_interleaved_idles_for_a_part_of_it(self, K: int, M: int, v: int) -> None:
         placement = tuple(range(K)) * v
         line = simulate(
-            schedule("interleaved_1f1b", placement, M, "never"), placement, cost_durations([1 / v] * len(placement))
+            scheduled("interleaved_1f1b", placement, M, "never"), placement, cost_durations([1 / v] * len(placement))
         )
         if M >= K:
             assert line.span == pytest.approx(3 * M + 3 * (K - 1) / v)
@@ -62,7 +63,7 @@ def test_where_there_is_a_formula_even_cells_have_its_bubble(kind: str, v: int, 
     if formula is None:
         assert v > 1 and M < 4
         return
-    line = simulate(schedule(kind, placement, M, "never"), placement, cost_durations([1.0] * len(placement)))
+    line = simulate(scheduled(kind, placement, M, "never"), placement, cost_durations([1.0] * len(placement)))
     assert line.bubble == pytest.approx(formula)
 
 
@@ -90,7 +91,7 @@ class TestPicture:
     def test_shows_forward_recompute_backward_and_idle_in_their_colours(
         self, tmp_path: Path, placement: tuple[int, ...]
     ) -> None:
-        line = simulate(schedule("gpipe", placement, 4, "always"), placement, unit_durations)
+        line = simulate(scheduled("gpipe", placement, 4, "always"), placement, unit_durations)
         save_picture(line, tmp_path / "plan.png", title="gpipe")
         pixels = (imread(tmp_path / "plan.png")[..., :3] * 255).round().astype(int)
         colours = {tuple(colour) for row in pixels[::7] for colour in row}

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.metrics.breakdown import mean_breakdown
-from gpipe_cli.schedule.schedule import schedule
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
 
 from ..options import BenchOptions
 from ..paper import TABLE_4
@@ -68,7 +68,7 @@ def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mappi
     """Returns the shares by the name of the model."""
     kind, placement = options.schedules[0], tuple(range(K))
     settings = make_settings(TABLES[2], options, [(K, M)], say)
-    lists = schedule(kind, placement, M, options.remat)
+    lists = schedule(kind, placement, M, kept_graphs(options.remat, K, M))
     return {
         setting.costs.model.name: mean_breakdown(
             lists, placement, found["cells"], [0.0] * K, found["seconds"][kind]
