@@ -32,7 +32,7 @@ def kept_graphs(policy: str | int | Sequence[int], K: int, M: int) -> tuple[int,
         M: micro-batches per mini-batch.
 
     Raises:
-        ScheduleError: an unknown word, or numbers for more or fewer cells.
+        ScheduleError: an unknown word, a number below 0, or numbers for more or fewer cells.
     """
     if policy == "never":
         return (max(M, 2),) * K  # 1 is except_last, of a single micro-batch too
@@ -43,6 +43,8 @@ def kept_graphs(policy: str | int | Sequence[int], K: int, M: int) -> tuple[int,
     keep = (policy,) * K if isinstance(policy, int) else tuple(policy)
     if len(keep) != K:
         raise ScheduleError(f"pipeline.keep={list(keep)} has {len(keep)} numbers but pipeline.K={K}: give one per cell")
+    if min(keep) < 0:
+        raise ScheduleError(f"pipeline.keep={list(keep)}: a cell keeps 0 graphs or more")
     return keep
 
 

@@ -138,6 +138,7 @@ def test_an_instruction_prints_and_parses_back(op: Op) -> None:
         ("gpip", (0, 1), 2, "never", "unknown kind of schedule 'gpip': use gpipe, 1f1b"),
         ("gpipe", (0, 1), 2, "often", r"pipeline\.remat=often: use always, except_last, never"),
         ("gpipe", (0, 1), 2, (1, 2, 3), r"pipeline\.keep=\[1, 2, 3\] has 3 numbers but pipeline\.K=2"),
+        ("gpipe", (0, 1), 2, (1, -1), r"pipeline\.keep=\[1, -1\]: a cell keeps 0 graphs or more"),
         ("gpipe", (0, 1), 0, "never", r"pipeline\.M=0"),
         ("gpipe", (0, 2), 2, "never", "every worker has a cell"),
         *(
