@@ -11,6 +11,7 @@ import torch
 
 from ...errors import ConfigurationError
 from ..source import Report
+from . import imagenet
 from .files import ImageArray, ImageFiles, Images
 from .folders import read_folder
 
@@ -37,10 +38,7 @@ DATASETS = {
     "image_folder": ImageDataset(
         "a folder for each of data.folders, in each of them a folder of images for each class"
     ),
-    "imagenet": ImageDataset(
-        "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders in each. Where from: https://image-net.org/"
-        "download-images (an account is needed); unpack the tar files of train, and sort val into class folders"
-    ),
+    "imagenet": ImageDataset(imagenet.NEEDS),
     "cifar10": ImageDataset(
         "cifar-10-batches-py/, as published. Where from: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
         "CIFAR10", CIFAR, "170 MB",
@@ -92,6 +90,8 @@ def open_images(
         place = Path(root).expanduser()
         if known.torchvision:
             return _from_torchvision(known, place, download, report)
+        if dataset == "imagenet":
+            return imagenet.open_imagenet(place, folders, report)
         train = read_folder(place / folders[0], report)
         return train, read_folder(place / folders[1], report, train.class_names)
     except ConfigurationError as error:

@@ -82,11 +82,21 @@ class ImageFiles(Images):
         return fingerprint_of(b"".join(names), ends.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
-        path = self._root / os.fsdecode(self._names[index])
+        path = self._path(os.fsdecode(self._names[index]))
         try:
             return decode(path)
         except Exception as error:  # a decoder may raise anything on a broken file
             raise BrokenImageError(str(path), f"{type(error).__name__}: {error}") from error
+
+    def _path(self, name: str) -> Path:
+        return self._root / name
+
+
+class FlatImageFiles(ImageFiles):
+    """Reads image files that lie together in one folder, but have names as if each lay in the folder of its class."""
+
+    def _path(self, name: str) -> Path:
+        return self._root / name.partition("/")[2]
 
 
 class ImageArray(Images):

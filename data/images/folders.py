@@ -34,41 +34,55 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
     if not root.is_dir():
         raise ConfigurationError(f"data.root={root}: there is no such folder")
     if not split.is_dir():
-        found = _some_of([path.name for path in root.iterdir()])
+        found = some_of([path.name for path in root.iterdir()])
         raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {found}")
     classes = sorted(path.name for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
-        found = _some_of([path.name for path in split.iterdir()])
+        found = some_of([path.name for path in split.iterdir()])
         raise ConfigurationError(f"{split} has no class folders, only {found}: sort its images into one folder a class")
     number = {name: label for label, name in enumerate(classes if known is None else known)}
     if strange := [name for name in classes if name not in number]:
-        raise ConfigurationError(f"{split} has class folders that the training folder has not: {_some_of(strange)}")
+        raise ConfigurationError(f"{split} has class folders that the training folder has not: {some_of(strange)}")
     names, labels, others, empty = list[str](), list[int](), list[str](), list[str]()
-    begin = len(f"{split}/")
     for done, name in enumerate(classes):
         report(f"listing the images of {split}", done, len(classes))
-        files = list(_files(split / name))
-        images = [path[begin:] for path, is_image in files if is_image]
-        others += [path[begin:] for path, is_image in files if not is_image]
+        images, strangers = images_in(split, name)
+        others += strangers
         empty += [] if images else [name]
         names += images
         labels += [number[name]] * len(images)
     report(f"listing the images of {split}", len(classes), len(classes))
     if empty:
         kinds = ", ".join(SUFFIXES)
-        raise ConfigurationError(
-            f"{split} has {len(empty)} class folders without an image ({kinds}): {_some_of(empty)}"
-        )
-    if others:
-        shown = f"{len(others):,} files in class folders are left out, being no images: {_some_of(others)}"
-        log.warning("%s: %s", split, shown)
+        raise ConfigurationError(f"{split} has {len(empty)} class folders without an image ({kinds}): {some_of(empty)}")
+    warn_of(split, others)
     return ImageFiles(split, names, labels, list(number), len(others))
 
 
-def _some_of(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
     """Returns the first names, and how many there are, as text."""
     shown = ", ".join(sorted(names)[:4])
     return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
+
+
+def is_flat(folder: Path) -> bool:
+    """Returns whether a folder has images and no folders, as of classes."""
+    visible = [entry for entry in os.scandir(folder) if entry.name[0] != "."] if folder.is_dir() else []
+    return any(_is_image(entry) for entry in visible) and not any(entry.is_dir() for entry in visible)
+
+
+def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
+    """Returns the paths from `split` of the images in and below one of its folders, and those of other files."""
+    begin = len(f"{split}/")
+    files = list(_files(split / name))
+    return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
+
+
+def warn_of(split: Path, others: Sequence[str]) -> None:
+    """Warns of files that are no images."""
+    if others:
+        shown = f"{len(others):,} files are left out, being no images: {some_of(others)}"
+        log.warning("%s: %s", split, shown)
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, bool]]:
@@ -79,4 +93,8 @@ def _files(folder: str | Path) -> Iterator[tuple[str, bool]]:
         if entry.is_dir():
             yield from _files(entry.path)
         else:
-            yield entry.path, entry.name.lower().endswith(SUFFIXES) and entry.is_file()  # a pipe would be waited for
+            yield entry.path, _is_image(entry)
+
+
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return entry.name.lower().endswith(SUFFIXES) and entry.is_file()  # a pipe would be waited for

@@ -131,6 +131,6 @@ def test_files_of_other_kinds_in_a_class_folder_are_mentioned_each_time_and_coun
         caplog.clear()
         source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0)
         source.prepare(no_report)
-        assert "4 files in class folders are left out, being no images: n00000001/README, " in caplog.text
+        assert "4 files are left out, being no images: n00000001/README, " in caplog.text
         assert source.prepared_defects == {"other_files": 5}
         assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6

@@ -1,0 +1,195 @@
+"""Tests ImageNet as it is downloaded: every layout gives the examples of class folders, every defect is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_images
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.source import no_report
+from gpipe_cli.errors import ConfigurationError
+
+WNIDS = ("n01440764", "n01443537", "n01484850")
+NUMBERS = {"n01440764": 449, "n01443537": 450, "n01484850": 5}  # ILSVRC2012_ID: in another order than the wnids
+VAL = (2, 0, 1, 1, 0, 2)  # class of each evaluation image, in the order of their names
+DEVKIT = "ILSVRC2012_devkit_t12/data"
+TRUTH, KAGGLE = "ILSVRC2012_validation_ground_truth.txt", "LOC_val_solution.csv"
+
+
+def name(number: int) -> str:
+    return f"ILSVRC2012_val_{number:08}"
+
+
+def write_images(base: Path, flat: bool = True) -> None:
+    """Writes train in class folders, and val flat or in class folders."""
+    for label, wnid in enumerate(WNIDS):
+        for number in range(4):
+            tiny_images.save_image(base / "train" / wnid / f"{wnid}_{number}.JPEG", label, number)
+    for number, label in enumerate(VAL, 1):
+        folder = base / "val" if flat else base / "val" / WNIDS[label]
+        tiny_images.save_image(folder / f"{name(number)}.JPEG", label, number)
+
+
+def write_lines(file: Path, lines: Sequence[str]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for line in lines))
+
+
+def kaggle_lines() -> list[str]:
+    rows = [f"{name(number)},{WNIDS[label]} 85 1 499 272 " for number, label in enumerate(VAL, 1)]
+    return ["ImageId,PredictionString", *reversed(rows)]  # in any order
+
+
+def write_devkit(folder: Path) -> None:
+    write_lines(folder / TRUTH, [str(NUMBERS[WNIDS[label]]) for label in VAL])
+    write_lines(folder / "map_clsloc.txt", [f"{wnid} {number} some_name" for wnid, number in NUMBERS.items()])
+
+
+def class_folders(root: Path) -> None:
+    write_images(root, flat=False)
+
+
+def kaggle(root: Path) -> None:
+    write_images(root / "ILSVRC/Data/CLS-LOC")
+    tiny_images.save_image(root / "ILSVRC/Data/CLS-LOC/test/ILSVRC2012_test_00000001.JPEG", 0)
+    write_lines(root / KAGGLE, kaggle_lines())
+
+
+def flat_with_kaggle_labels(root: Path) -> None:
+    write_images(root)
+    write_lines(root / KAGGLE, kaggle_lines())
+
+
+def flat_with_devkit(root: Path) -> None:
+    write_images(root)
+    write_devkit(root / DEVKIT)
+
+
+def flat_with_the_devkit_s_files(root: Path) -> None:
+    write_images(root)
+    write_devkit(root)
+
+
+def flat_with_devkit_of_2012(root: Path) -> None:
+    import numpy as np
+
+    savemat = pytest.importorskip("scipy.io", reason="meta.mat is written and read by scipy").savemat
+    flat_with_devkit(root)
+    (root / DEVKIT / "map_clsloc.txt").unlink()
+    rows = [(number, wnid, "some words") for wnid, number in NUMBERS.items()]
+    kinds = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
+    savemat(root / DEVKIT / "meta.mat", {"synsets": np.array(rows, dtype=kinds)[:, None]}, do_compression=True)
+
+
+LAYOUTS: list[Callable[[Path], None]] = [
+    kaggle, flat_with_kaggle_labels, flat_with_devkit, flat_with_the_devkit_s_files, flat_with_devkit_of_2012,
+]  # fmt: skip
+
+
+def opened(root: Path, **changes: Any) -> ImageSource:
+    settings = {"classes": len(WNIDS), "images": [12, 6], "image_size": 16, "batch_size": 4, "workers": 0, **changes}
+    source = ImageSource("imagenet", root=str(root), **settings)
+    source.prepare(no_report)
+    return source
+
+
+def evaluated(source: ImageSource) -> list[tuple[Tensor, Tensor]]:
+    parts = [part for batch in source.evaluation(2) for part in batch.micro_batches]
+    return [(inputs[0], targets[0]) for inputs, targets in parts]
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        opened(root, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("write", LAYOUTS, ids=lambda write: str(write.__name__))
+def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: Any, tmp_path: Path) -> None:
+    class_folders(tmp_path / "sorted")
+    write(tmp_path / "other")
+    expected, source = opened(tmp_path / "sorted"), opened(tmp_path / "other")
+    assert source.class_names == WNIDS and source.fingerprint() == expected.fingerprint()
+    sets = [one._evaluation_set.images for one in (source, expected)]
+    assert sets[0].fingerprint() == sets[1].fingerprint()
+    pairs = zip(evaluated(source), evaluated(expected), strict=True)
+    assert all(torch.equal(one, two) for pair in pairs for one, two in zip(*pair, strict=True))
+    assert torch.cat([labels for _, labels in evaluated(source)]).tolist() == sorted(VAL)
+
+
+def without(place: int) -> Callable[[list[str]], list[str]]:
+    return lambda lines: lines[:place] + lines[place + 1 :]
+
+
+def replaced(place: int, line: str) -> Callable[[list[str]], list[str]]:
+    return lambda lines: [*lines[:place], line, *lines[place + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "change", "message"),
+    [
+        (
+            flat_with_devkit,
+            f"{DEVKIT}/{TRUTH}",
+            without(5),
+            f"{TRUTH} has no line for images of {{val}}: {name(6)}.JPEG",
+        ),
+        (flat_with_devkit, f"{DEVKIT}/{TRUTH}", replaced(3, "1001"), f"{TRUTH}, line 4: '1001' is not the number of"),
+        (kaggle, KAGGLE, without(6), f"{KAGGLE} has no line for images of {{val}}: {name(1)}.JPEG"),
+        (
+            kaggle,
+            KAGGLE,
+            replaced(1, f"{name(6)},n09999999 1 2 3 4"),
+            "line 2: class 'n09999999' has no training folder",
+        ),
+        (kaggle, KAGGLE, replaced(3, f"{name(4)}"), f"line 4: '{name(4)}' is not an image, a comma and its class"),
+        (kaggle, KAGGLE, replaced(3, f"{name(5)},{WNIDS[0]} 1"), f"line 4: {name(5)} is also in line 3"),
+    ],
+)
+def test_a_defect_of_a_label_file_is_named_with_its_line(
+    write: Any, file: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    write_lines(tmp_path / file, change((tmp_path / file).read_text().splitlines()))
+    (val,) = tmp_path.rglob("val")
+    assert message.format(val=val) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "message"),
+    [
+        (
+            kaggle,
+            KAGGLE,
+            f"val has no class folders: data.root={{root}} must have its labels, one of {KAGGLE}, {TRUTH}",
+        ),
+        (flat_with_devkit, f"{DEVKIT}/map_clsloc.txt", "meta.mat, which says what its numbers mean, is not beside it"),
+    ],
+)
+def test_a_missing_label_file_is_named(write: Any, file: str, message: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / file).unlink()
+    assert message.format(root=tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("write", LAYOUTS[:2], ids=lambda write: str(write.__name__))
+def test_a_broken_or_missing_image_is_named_or_counted(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    (image,) = tmp_path.rglob(f"{name(3)}.JPEG")
+    image.write_bytes(image.read_bytes()[:300])
+    source = opened(tmp_path, broken_images_limit=1)
+    assert sum(len(labels) for _, labels in evaluated(source)) == 5
+    assert list(source.broken_images) == [str(image)]
+    image.unlink()
+    assert "12 training and 5 evaluation images, not 12 and 6" in refusal(tmp_path)
+
+
+def test_without_any_layout_the_message_says_what_was_looked_for(tmp_path: Path) -> None:
+    message = refusal(tmp_path)
+    assert all(word in message for word in ("train/<wnid>", "ILSVRC/Data/CLS-LOC/", KAGGLE, TRUTH))
