@@ -109,9 +109,15 @@ class Defects:
             found._list(Defect(**defect))
         return found
 
-    def write(self, store: Path, lines: int) -> None:
-        """Writes defects.json; ``lines``: of the training text, pairs of lines or documents."""
-        text = json.dumps({"lines": lines, **self.as_json()}, indent=1, ensure_ascii=False, sort_keys=True)
+    def write(self, store: Path, lines: int, corpora: Mapping[str, Mapping[str, list[int]]] | None = None) -> None:
+        """Writes defects.json.
+
+        Args:
+            lines: of the training text, pairs of lines or documents.
+            corpora: by language and file, pairs used and lines, where a language has several.
+        """
+        counted = {"lines": lines, **({"corpora": corpora} if corpora else {})}
+        text = json.dumps({**counted, **self.as_json()}, indent=1, ensure_ascii=False, sort_keys=True)
         (store / DEFECTS).write_text(text, encoding="utf-8")
 
 
@@ -119,6 +125,12 @@ def defects_of(store: Path) -> dict[str, int]:
     """Returns how many defects of each kind were found when a store was made."""
     content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
     return dict(sum(map(Counter, content["counts"].values()), Counter[str]()))
+
+
+def corpora_of(store: Path) -> dict[str, dict[str, list[int]]]:
+    """Returns, by language and file, the pairs used and the lines of the corpora of languages that have several."""
+    content: dict[str, dict[str, dict[str, list[int]]]] = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
+    return content.get("corpora", {})
 
 
 def defect_notice(store: Path, policy: Mapping[str, str], used: str) -> str | None:

@@ -27,6 +27,11 @@ def visible_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
+def unpacked(path: Path) -> Path:
+    """Returns the name of a file without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in PACKED else path
+
+
 def _opened(path: Path) -> BinaryIO:
     if path.suffix == ".zst":
         import zstandard

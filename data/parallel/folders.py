@@ -1,74 +1,88 @@
-"""Finds the files of each language and split of parallel text under a folder.
+"""Finds the files of each language and split of parallel text: those under a folder, or those that are named.
 
     de-en/opus.de-en-train.de  + …-train.en      OPUS-100 (en-xx folders too)
+    Europarl.de-en.de + Europarl.de-en.en        OPUS, Moses: to train on, unless named dev, test or valid
     train.de + train.en                          pairs of files, in one folder or in one for each language
     de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
 
 The language is the name beside the target language. dev may be called valid or validation. Each file may be
-compressed: .gz, .zst, .xz or .bz2.
+compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..packed import visible_files
+from ..packed import PACKED, unpacked, visible_files
+
+Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
+"""By language: files of the source side, globs or pairs of files."""
 
 SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
-    "target); dev, valid or validation, and test likewise; each may end in .gz, .zst, .xz or .bz2"
+    "target); dev, valid or validation, and test likewise; NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in "
+    ".gz, .zst, .xz or .bz2. Files of other names are named by data.train={xx: [FILE]}"
 )
 
 _LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"
+_PAIR = rf"{_LANGUAGE}-{_LANGUAGE}"
 _NAME = re.compile(
-    rf"^(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_LANGUAGE}-{_LANGUAGE}))?"
+    rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR}))?"
+    rf"|(?!.*(?:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
     rf"\.(?P<ending>tsv|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
 
 @dataclass(frozen=True)
 class PairFiles:
-    """Holds the files of one language and split: two, line by line, or one TSV file (`target` is None)."""
+    """Holds the files of a corpus: two, line by line, or one TSV file (`target` is None).
+
+    Attributes:
+        number: of the corpus among those of its language and split.
+    """
 
     language: str
     split: str
     source: Path
     target: Path | None
+    number: int = 0
 
     @property
     def files(self) -> list[Path]:
         return [self.source] if self.target is None else [self.source, self.target]
 
-    @property
-    def named(self) -> str:
-        return " and ".join(map(str, self.files))
 
-
-def find_pairs(root: str | None, languages: Sequence[str] | None, target: str) -> list[PairFiles]:
-    """Returns the files under `root`, language after language, train before dev before test.
+def find_pairs(
+    root: str | None, languages: Sequence[str] | None, target: str, named: Mapping[str, Files] | None = None
+) -> list[PairFiles]:
+    """Returns the corpora under `root`, language after language, train before dev before test.
 
     Args:
         languages: the source languages wanted; None: all that are found.
         target: the language of the translations.
+        named: by split, files that take the place of those that are found; their paths begin at `root`.
 
     Raises:
-        ConfigurationError: the folder or a language is missing, there is no text, or two sets for one split.
+        ConfigurationError: the folder, a file or a language is missing, or there is no text.
     """
-    folder, only = _checked_root(root), languages[0] if languages is not None and len(languages) == 1 else None
-    seen = list(visible_files(folder))
-    found: dict[tuple[str, str], PairFiles] = {}
-    for pair in _pairs(folder, seen, target, only):
-        other = found.setdefault((pair.language, pair.split), pair)
-        if other != pair:
-            raise ConfigurationError(
-                f"data.root={folder} has two {pair.split} sets of '{pair.language}': {other.named}; {pair.named}. "
-                "Move one of them elsewhere"
-            )
+    named, only = named or {}, languages[0] if languages is not None and len(languages) == 1 else None
+    folder = Path() if root is None and "train" in named else _checked_root(root)
+    seen = [] if root is None else list(visible_files(folder))
+    pairs = [pair for pair in _pairs(folder, seen, target, only) if pair.split not in named]
+    for split, files in named.items():
+        pairs += _named(folder.absolute(), split, files, target)
+    found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
+    for pair in pairs:
+        corpora = found.setdefault((pair.language, pair.split), {})
+        corpora.setdefault(pair.source, replace(pair, number=len(corpora)))
     trained = sorted({language for language, split in found if split == "train"})
     if not trained:
         some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
@@ -77,13 +91,19 @@ def find_pairs(root: str | None, languages: Sequence[str] | None, target: str) -
             f"Found {len(seen)} files: {some}"
         )
     wanted = trained if languages is None else list(dict.fromkeys(languages))
-    if missing := [language for language in wanted if language not in trained]:
-        raise ConfigurationError(
-            f"data.languages: data.root={folder} has no training text from '{missing[0]}' into '{target}', only from "
-            f"{', '.join(trained)}"
-        )
-    return [found[language, split] for language in wanted for split in ("train", "dev", "test")
-            if (language, split) in found]  # fmt: skip
+    asked = {"data.languages": wanted, **{f"data.{split}": list(files) for split, files in named.items()}}
+    for key, language in ((key, language) for key, names in asked.items() for language in names):
+        if language not in trained:
+            where = "data.train" if "train" in named else f"data.root={folder}"
+            raise ConfigurationError(
+                f"{key}: {where} has no training text from '{language}' into '{target}', only from {', '.join(trained)}"
+            )
+    return [
+        pair
+        for language in wanted
+        for split in ("train", "dev", "test")
+        for pair in found.get((language, split), {}).values()
+    ]
 
 
 def _checked_root(root: str | None) -> Path:
@@ -95,19 +115,68 @@ def _checked_root(root: str | None) -> Path:
     return folder
 
 
+# -- files that are named ----------------------------------------------------------------------------------------------
+
+
+def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[PairFiles]:
+    """Yields the corpora of one split that are named; a table holds both sides."""
+    for language, names in files.items():
+        key = f"data.{split}.{language}"
+        if language == target:
+            raise ConfigurationError(f"{key}: '{language}' is data.target: name the files by the other language")
+        for name in [names] if isinstance(names, str) else names:
+            if not isinstance(name, str):
+                source, other = (_matching(folder, side, key)[0] for side in name)
+                yield PairFiles(language, split, source, other)
+                continue
+            for source in _matching(folder, name, key):
+                is_table = unpacked(source).suffix == ".tsv"
+                yield PairFiles(language, split, source, None if is_table else _other(source, language, target, key))
+
+
+def _matching(folder: Path, name: str, key: str) -> list[Path]:
+    """Returns the file of this name, or those that a glob finds, in the order of their names."""
+    path = folder / Path(name).expanduser()
+    found = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    found = [file for file in found if file.is_file() and not file.name.startswith(".")]
+    if not found:
+        raise ConfigurationError(f"{key}={name}: there is no file {path}")
+    return found
+
+
+def _other(source: Path, language: str, target: str, key: str) -> Path:
+    """Returns the file beside a source's: of the same name, with the target where the language comes last."""
+    places = list(re.finditer(rf"(?<![A-Za-z0-9]){re.escape(language)}(?![A-Za-z0-9])", str(source)))
+    if not places:
+        raise ConfigurationError(
+            f"{key}: {source} has no '{language}' in its name, by which the file in '{target}' is found: name both, as "
+            f"{{{language}: [[SOURCE, TARGET]]}}"
+        )
+    other = Path(str(source)[: places[-1].start()] + target + str(source)[places[-1].end() :])
+    plain = unpacked(other)
+    found = [path for path in (other, plain, *(Path(f"{plain}{packed}") for packed in PACKED)) if path.is_file()]
+    if not found:
+        raise ConfigurationError(f"{key}: {source} has no {other} beside it, or name both as [[SOURCE, TARGET]]")
+    return found[0]
+
+
+# -- files that are found ----------------------------------------------------------------------------------------------
+
+
 def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> Iterator[PairFiles]:
     """Yields the pairs and tables among files. `only`: the language of tables without one in their name."""
     stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name): ending to file
     for path in paths:
         if match := _NAME.match(path.name):
+            corpus, ending = match["corpus"], match["ending"]
+            if corpus and not (ending == "tsv" or corpus.startswith(f"{ending}-") or corpus.endswith(f"-{ending}")):
+                continue  # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides
             stem = path.with_name(path.name[: match.start("ending")] + "*")
-            named = match["pair"] or ("" if path.parent == root else path.parent.name)
-            of_stem = stems.setdefault((stem, SPLITS[match["split"]], named), {})
-            if match["ending"] in of_stem:
-                raise ConfigurationError(
-                    f"{of_stem[match['ending']]} and {path} are one text twice: keep one of the two"
-                )
-            of_stem[match["ending"]] = path
+            named = corpus or match["pair"] or ("" if path.parent == root else path.parent.name)
+            of_stem = stems.setdefault((stem, SPLITS[match["split"] or "train"], named), {})
+            if ending in of_stem:
+                raise ConfigurationError(f"{of_stem[ending]} and {path} are one text twice: keep one of the two")
+            of_stem[ending] = path
     for (_, split, named), files in stems.items():
         for ending, path in files.items():
             if ending == "tsv":
@@ -123,6 +192,8 @@ def _language_of_table(path: Path, named: str, target: str, only: str | None) ->
     for other in (named.removesuffix(f"-{target}"), named.removeprefix(f"{target}-")):
         if other not in ("", named):
             return other
+    if re.fullmatch(_PAIR, named):
+        return None
     language = named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only
     if language is None and "-" not in named:
         raise ConfigurationError(

@@ -57,7 +57,8 @@ class ParallelText:
     """Holds all that decides the bytes of a store, besides the text.
 
     Attributes:
-        root: the folder. languages: None: all that are found. target: the language of the translations.
+        root: the folder; None: all files are named.
+        languages: None: all that are found. target: the language of the translations.
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
         kept: kinds of `defects.KEEPABLE` that are trained on.
@@ -73,6 +74,11 @@ class ParallelText:
     kept: tuple[str, ...] = ("copied",)
     piece: int = 50_000
     sizes: Sizes = field(default_factory=Sizes)
+
+    @property
+    def named(self) -> str:
+        """Returns the key that says where the text is, for messages."""
+        return "data.train" if self.root is None else f"data.root={self.root}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class Draft:
         return source, source if self.text.vocabularies.shared else self.folder / "target.model"
 
     def scan(self, pair: PairFiles) -> Path:
-        return self.folder / WORK / "scan" / f"{pair.language}-{pair.split}.json"
+        number = f"-{pair.number}" if pair.number else ""
+        return self.folder / WORK / "scan" / f"{pair.language}-{pair.split}{number}.json"
 
     def held_out(self, language: str) -> Path:
         """Returns the file of the digests of a language's held-out pairs."""

@@ -7,10 +7,11 @@ shuffled. All of this happens in a folder of the cache that becomes the store at
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Preparation:
     workers: int
     report: Report
     _defects: Defects = field(default_factory=Defects)
+    _corpora: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    _done: int = 0  # lines of the languages that are finished
 
     def __post_init__(self) -> None:
         self.text = self.draft.text
@@ -61,18 +64,17 @@ class Preparation:
         with in_processes(self.workers) as run_all:
             lines = self._scan(run_all)
             self._train_vocabularies(lines)
-            self._write_held_out(lines)
-            summaries, done, total = {}, 0, sum(lines.values())
-            for pair in (pair for pair in self.pairs if pair.split == "train"):
-                summaries[pair.language] = self._encode(run_all, pair, lines[pair.language], done, total)
-                done += lines[pair.language]
-        self._defects.write(self.draft.folder, total)
+            self._write_held_out(_by_language(lines))
+            summaries, total = {}, sum(lines.values())
+            for language, of_language in _by_language(lines).items():
+                summaries[language] = self._encode(run_all, language, of_language, total)
+        self._defects.write(self.draft.folder, total, self._corpora)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
         write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
         self.report("parallel text: languages", len(summaries), len(summaries))
 
-    def _scan(self, run_all: RunAll) -> dict[str, int]:
-        """Returns the pairs of lines of each language's training text; misaligned text is dropped or refused."""
+    def _scan(self, run_all: RunAll) -> dict[PairFiles, int]:
+        """Returns the pairs of lines of each corpus to train on; misaligned text is dropped or refused."""
         lines, aligned = {}, []
         for done, (pair, counts) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
             self.report("parallel text: counting lines", done, len(self.pairs))
@@ -84,27 +86,34 @@ class Preparation:
                 continue
             aligned.append(pair)
             if pair.split == "train":
-                lines[pair.language] = counts[0]
+                lines[pair] = counts[0]
         self._defects.refuse(self.policy)
         if not lines:
-            raise ConfigurationError(f"data.root={self.text.root}: no training text is left, all of it is misaligned")
-        self.pairs = [pair for pair in aligned if pair.language in lines]
-        for language in sorted(lines.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
+            raise ConfigurationError(f"{self.text.named}: no training text is left, all of it is misaligned")
+        trained = _by_language(lines)
+        self.pairs = [pair for pair in aligned if pair.language in trained]
+        for language in sorted(trained.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
             found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
-            self._defects.add(Defect("no_dev", language, str(self.text.root), 0, found))
+            self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
         self._defects.refuse(self.policy)
         return lines
 
     def _scan_jobs(self) -> Iterator[tuple[Draft, PairFiles, int]]:
-        """Yields the jobs; a language's sample is twice its share of the vocabulary's pairs, judged by file size."""
-        train = {pair.language: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"}
-        vocabularies = self.text.vocabularies
-        shares = dict(zip(train, temperature_shares(list(train.values()), vocabularies.temperature), strict=True))
+        """Yields the jobs; a corpus' sample is twice its share of the vocabulary's pairs, judged by file size."""
+        most = self.text.vocabularies.pairs
+        shares = self._shares({pair: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"})
         for pair in self.pairs:
-            wanted = int(2 * shares[pair.language] * vocabularies.pairs) + 1 if pair.split == "train" else 0
-            yield self.draft, pair, min(wanted, vocabularies.pairs)
+            wanted = int(2 * shares[pair] * most) + 1 if pair in shares else 0
+            yield self.draft, pair, min(wanted, most)
 
-    def _train_vocabularies(self, lines: Mapping[str, int]) -> None:
+    def _shares(self, sizes: Mapping[PairFiles, int]) -> dict[PairFiles, float]:
+        """Returns each corpus' share of the vocabularies' pairs: its part of the share of its language."""
+        totals = {code: max(1, sum(of.values())) for code, of in _by_language(sizes).items()}
+        drawn = temperature_shares(list(totals.values()), self.text.vocabularies.temperature)
+        shares = dict(zip(totals, drawn, strict=True))
+        return {pair: shares[pair.language] * (size / totals[pair.language]) for pair, size in sizes.items()}
+
+    def _train_vocabularies(self, lines: Mapping[PairFiles, int]) -> None:
         wanted = self.text.vocabularies
         if wanted.shared:
             sides = [("vocabulary", wanted.source, [0, 1])]
@@ -116,53 +125,59 @@ class Preparation:
                 sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
                 if not sentences:
                     raise ConfigurationError(
-                        f"data.root={self.text.root}: no pair of lines has text on both sides; the first file is "
+                        f"{self.text.named}: no pair of lines has text on both sides; the first file is "
                         f"{self.pairs[0].source}"
                     )
                 with whole_file(model) as draft:
                     draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
 
-    def _vocabulary_pairs(self, lines: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    def _vocabulary_pairs(self, lines: Mapping[PairFiles, int]) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
-        wanted = self.text.vocabularies
-        shares = temperature_shares([max(1, count) for count in lines.values()], wanted.temperature)
-        total = min(wanted.pairs, sum(lines.values()))
-        trained = [pair for pair in self.pairs if pair.split == "train"]
-        for pair, share in zip(trained, shares, strict=True):
+        total = min(self.text.vocabularies.pairs, sum(lines.values()))
+        for pair, share in self._shares(lines).items():
             sample = json.loads(self.draft.scan(pair).read_text(encoding="utf-8"))["sample"]
             count = max(1, int(share * total)) if sample else 0
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
             )
 
-    def _encode(self, run_all: RunAll, pair: PairFiles, lines: int, done: int, total: int) -> LanguageSummary:
+    def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> LanguageSummary:
         """Makes ids of a language's pieces, then shards of pieces; removes the pieces when all shards are there."""
-        code, draft = pair.language, self.draft
-        shards = max(1, -(-lines // self.text.sizes.shard))
+        draft, of_language = self.draft, sum(lines.values())
+        shards = max(1, -(-of_language // self.text.sizes.shard))
 
         def encoded() -> dict[str, Any]:
-            defects, pieces = Defects(), 0
-            jobs = (
-                (draft.piece(code, piece.number), partial(encode, draft, piece, shards))
-                for piece in read_pieces(pair, self.text.piece)
-            )
-            for pieces, found in enumerate(run_all(made_json, jobs), start=1):
-                self.report("parallel text: token ids", min(total, done + pieces * self.text.piece), total)
+            defects, pieces, read = Defects(), 0, list[str]()
+            corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
+
+            def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+                numbers = count()
+                for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
+                    read.append(str(piece.files.source))
+                    yield draft.piece(code, piece.number), partial(encode, draft, piece, shards)
+
+            for pieces, found in enumerate(run_all(made_json, jobs()), start=1):
+                self.report("parallel text: token ids", min(total, self._done + pieces * self.text.piece), total)
                 defects.update(Defects.from_json(found), self.policy)
+                corpora[read[pieces - 1]][0] += found["bounds"][-1]
             merges = [
                 (draft.result(code, shard), partial(merge, draft, code, shard, pieces)) for shard in range(shards)
             ]
             merged = LanguageSummary.of_shards(LanguageSummary(**of) for of in run_all(made_json, merges))
-            return {"summary": asdict(merged), **defects.as_json()}
+            return {"summary": asdict(merged), "corpora": corpora, **defects.as_json()}
 
         content = made_json(draft.result(code), encoded)
         for left in draft.piece(code, 0).parent.glob(f"{code}-*"):
             left.unlink()
         defects, summary = Defects.from_json(content), LanguageSummary(**content["summary"])
         self._defects.update(defects, self.policy)
+        self._done += of_language
+        if len(lines) > 1:
+            self._corpora[code] = content["corpora"]
         if not summary.pairs:
             counts = in_words(defects.counts.get(code, {}), self.policy)
-            raise ConfigurationError(f"{pair.named}: no pair of language '{code}' is left ({counts})")
+            files = " and ".join(str(file) for pair in lines for file in pair.files)
+            raise ConfigurationError(f"{files}: no pair of language '{code}' is left ({counts})")
         return summary
 
     def _write_held_out(self, languages: Iterable[str]) -> None:
@@ -184,3 +199,11 @@ class Preparation:
     def _held_out_pieces(self, split: str) -> Iterator[Piece]:
         pairs = [pair for pair in self.pairs if pair.split == split]
         return chain.from_iterable(read_pieces(pair, self.text.piece) for pair in pairs)
+
+
+def _by_language(counts: Mapping[PairFiles, int]) -> dict[str, dict[PairFiles, int]]:
+    """Returns the counts of each language's corpora, languages in their order."""
+    of_language: dict[str, dict[PairFiles, int]] = {}
+    for pair, number in counts.items():
+        of_language.setdefault(pair.language, {})[pair] = number
+    return of_language

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,12 +12,12 @@ from pydantic import Field
 
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
-from ..defects import KEEPABLE, check_policy
+from ..defects import KEEPABLE, check_policy, corpora_of
 from ..prepared import digest_of, prepared_folder, stat_of, warn_of, worker_count
 from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
-from .folders import find_pairs
+from .folders import Files, PairFiles, find_pairs
 from .pieces import Draft, ParallelText, Vocabularies
 from .preparation import Preparation
 
@@ -29,6 +29,7 @@ class ParallelTextSource(PairSource):
 
     Args:
         root: the folder.
+        train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
@@ -51,7 +52,10 @@ class ParallelTextSource(PairSource):
 
     def __init__(
         self,
-        root: str | None,
+        root: str | None = None,
+        train: Files | None = None,
+        dev: Files | None = None,
+        test: Files | None = None,
         languages: Names | None = None,
         pair: str | None = None,
         target: str = "en",
@@ -84,6 +88,8 @@ class ParallelTextSource(PairSource):
             )
         self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
+        given = {"train": train, "dev": dev, "test": test}
+        self._files = {split: files for split, files in given.items() if files is not None}
         sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
         drawn = (vocabulary_pairs, vocabulary_temperature)
         vocabularies = Vocabularies(*sizes, character_coverage, *drawn, smaller_vocabulary)
@@ -93,24 +99,30 @@ class ParallelTextSource(PairSource):
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)
 
     def _open(self, report: Report) -> Store:
-        return open_parallel_store(self.text, self._policy, self._cache_dir, self._workers, report)
+        pairs = find_pairs(self.text.root, self.text.languages, self.text.target, self._files)
+        return open_parallel_store(self.text, pairs, self._policy, self._cache_dir, self._workers, report)
 
 
 def open_parallel_store(
-    text: ParallelText, policy: Mapping[str, str], cache_dir: str | None, workers: int | None, report: Report
+    text: ParallelText,
+    pairs: Sequence[PairFiles],
+    policy: Mapping[str, str],
+    cache_dir: str | None,
+    workers: int | None,
+    report: Report,
 ) -> Store:
     """Returns the store of the text; makes it first if it is not in the cache.
 
     A store is found again by the names, sizes and modification times of its files, and by `text`.
 
     Args:
+        pairs: see `find_pairs`.
         policy: see `defects.check_policy`.
         workers: processes; None: one per core. The number changes no byte.
 
     Raises:
-        ConfigurationError: files are missing, a defect is to be refused, or a vocabulary size does not fit the text.
+        ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
     """
-    pairs = find_pairs(text.root, text.languages, text.target)
     files = [file for pair in pairs for file in pair.files]
 
     def make(draft: Path) -> None:
@@ -119,6 +131,9 @@ def open_parallel_store(
     stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
     name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
     store = Store(prepared_folder(cache_dir, name, make, report))
+    for language, corpora in corpora_of(store.folder).items():
+        each = ", ".join(f"{file} ({used:,} of {lines:,} pairs)" for file, (used, lines) in corpora.items())
+        report(f"parallel text: '{language}' is trained on {each}; corpora", len(corpora), len(corpora))
     used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
     wanted, source, target = text.vocabularies, store.source_vocabulary, store.target_vocabulary
     sides = {"source_vocabulary": (wanted.source, source), "target_vocabulary": (wanted.target, target)}

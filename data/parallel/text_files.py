@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     """Holds consecutive lines of a pair of files, as bytes.
 
     Attributes:
-        number: of the piece within its files.
+        number: of the piece within its language.
         first: the first line's number, from 1.
         rows: the columns of each line; two, unless a line of a TSV file is malformed.
     """
@@ -37,16 +37,21 @@ class Line(NamedTuple):
     target: str
 
 
-def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
-    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line."""
+def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = None) -> Iterator[Piece]:
+    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line.
+
+    Args:
+        numbers: of the pieces; None: from 0.
+    """
+    numbers = count() if numbers is None else numbers
     rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
     if files.target is None:
         rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
-    for number in count():
+    for first in count(1, size):
         piece = list(islice(rows, size))
         if not piece:
             return
-        yield Piece(files, number, 1 + number * size, piece)
+        yield Piece(files, next(numbers), first, piece)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, checked_start, reading, visible_files
+from ..packed import PACKED, checked_start, reading, unpacked, visible_files
 
 PLAIN, JSON = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json")
 KINDS = f"plain text ({', '.join(PLAIN)}) or JSON lines ({', '.join(JSON)}); each may end in {', '.join(PACKED)} too"
@@ -51,11 +51,6 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         if unpacked(one) == unpacked(other):
             raise ConfigurationError(f"{one} and {other} are one text twice: keep one of the two")
     return found
-
-
-def unpacked(path: Path) -> Path:
-    """Returns the name of a file without the ending of its compression."""
-    return path.with_suffix("") if path.suffix in PACKED else path
 
 
 def ending(path: Path) -> str:

@@ -38,7 +38,7 @@ def _files(settings: Settings) -> Iterator[str]:
     data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
     if not data["_target_"].startswith(kinds) or data.get("download") is True:
         return
-    if data.get("root") is None:
+    if data.get("root") is None and not data.get("train"):
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
         return
     places = [(key, Path(str(data[key]))) for key in ("root", "evaluation_root", "tokenizer") if data.get(key)]

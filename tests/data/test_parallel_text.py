@@ -76,12 +76,6 @@ def test_another_target_language_reverses_the_pairs(tmp_path: Path) -> None:
     assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
 
 
-def two_sets(root: Path) -> str:
-    parallel_folder.write(root / "deeper" / "train.de", ["a"])
-    parallel_folder.write(root / "deeper" / "train.en", ["a"])
-    return "two train sets of 'de'"
-
-
 def packed_too(root: Path) -> str:
     parallel_folder.write(root / "train.de.gz", ["a"])
     return "one text twice"
@@ -97,7 +91,7 @@ def blank_lines(root: Path) -> str:
     return "no pair of lines has text on both sides"
 
 
-@pytest.mark.parametrize("spoilt", [two_sets, packed_too, in_utf_16, blank_lines])
+@pytest.mark.parametrize("spoilt", [packed_too, in_utf_16, blank_lines])
 def test_text_that_cannot_be_used_is_refused_by_its_name(spoilt: Callable[[Path], str], root: Path) -> None:
     said = spoilt(root)
     assert said in refusal(root)

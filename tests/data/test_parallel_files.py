@@ -1,0 +1,143 @@
+"""Tests parallel text under any name: as it is downloaded, or named by data.train; several corpora are one set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import parallel_folder
+import pytest
+from inline_run import train_inline
+from text_sources import defects, places, prepared, refusal_of
+
+from gpipe_cli.data.parallel.source import ParallelTextSource
+
+SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
+
+
+def source(root: Path, **changes: Any) -> ParallelTextSource:
+    return prepared(ParallelTextSource, root, {**SMALL, **changes})
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    return refusal_of(ParallelTextSource, root, {**SMALL, **changes})
+
+
+def corpus(stem: Path, first: int, last: int, sides: tuple[str, str] = ("de", "en")) -> Path:
+    """Writes STEM.de beside STEM.en: German training pairs from one number to another."""
+    pairs = parallel_folder.pairs_of("de", last)[first:]
+    for column, side in enumerate(sides):
+        parallel_folder.write(stem.with_name(f"{stem.name}.{side}"), [pair[column] for pair in pairs])
+    return stem
+
+
+def opus_downloads(root: Path) -> Path:
+    """Writes what two of OPUS' archives in Moses' format hold, unpacked into one folder."""
+    corpus(root / "Europarl.de-en", 0, 180)
+    corpus(root / "WMT-News.de-en", 180, 300)
+    for name in ("README", "LICENSE", "Europarl.de-en.xml", "Europarl.de-en.ids", "WMT-News.de-en.xml"):
+        parallel_folder.write(root / name, ["<not a sentence/>"] * 180)
+    return root
+
+
+# --- found by themselves
+
+
+def test_corpora_of_opus_are_found_by_themselves_and_are_one_training_set(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    made = source(root)
+    assert made.sizes == {"de": 300} and places(made) == [("no_dev", "text", 0)]
+    assert defects(made)["corpora"] == {
+        "de": {f"{root}/Europarl.de-en.de": [180, 180], f"{root}/WMT-News.de-en.de": [120, 120]}
+    }
+    parallel_folder.write(root / "newstest2019.de-en.de", ["never trained on"])
+    parallel_folder.write(root / "newstest2019.de-en.en", ["never trained on"])
+    assert source(root).sizes == {"de": 300}
+
+
+def test_a_defect_of_one_corpus_is_named_with_its_file_and_line_and_counted_there(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    lines = (root / "WMT-News.de-en.de").read_text().splitlines()
+    (root / "WMT-News.de-en.de").write_text("\n".join([*lines[:6], "", *lines[7:]]) + "\n")
+    made = source(root)
+    assert made.sizes == {"de": 299} and ("empty", "WMT-News.de-en.de", 7) in places(made)
+    assert defects(made)["corpora"]["de"][f"{root}/WMT-News.de-en.de"] == [119, 120]
+
+
+def test_several_corpora_make_the_store_of_one_text_in_their_order(tmp_path: Path) -> None:
+    parts, whole = opus_downloads(tmp_path / "parts"), tmp_path / "whole"
+    corpus(whole / "Both.de-en", 0, 300)
+    stores = [source(root)._store for root in (parts, whole)]
+    sentences = []
+    for store in stores:
+        ids, lengths = store.gather(store.locate(np.zeros(300, np.int64), np.arange(300)))[1]
+        rows = np.split(ids, np.cumsum(lengths)[:-1])
+        sentences.append(sorted(store.target_vocabulary.decode(row.tolist()) for row in rows))
+    assert sentences[0] == sentences[1]
+
+
+# --- named
+
+
+def test_files_of_any_name_are_one_key(tmp_path: Path) -> None:
+    root = tmp_path / "text"
+    corpus(root / "Europarl.de-en", 0, 100)
+    corpus(root / "extra" / "a", 100, 150)
+    corpus(root / "extra" / "b", 150, 200)
+    corpus(root / "aligned", 200, 250, ("german", "english"))
+    corpus(root / "corpora" / "de" / "news", 250, 300, ("txt", "txt.en"))
+    (root / "corpora" / "en").mkdir()
+    (root / "corpora" / "de" / "news.txt.en").rename(root / "corpora" / "en" / "news.txt")
+    corpus(root / "newstest2019.de-en", 300, 320)
+    train = [
+        "Europarl.de-en.de",
+        "extra/*.de",
+        ["aligned.german", "aligned.english"],
+        str(root / "corpora/de/news.txt"),
+    ]
+    made = source(root, train={"de": [*train, "extra/a.de"]}, dev={"de": "newstest2019.de-en.de"})
+    assert (
+        made.sizes == {"de": 300} and [used for used, _ in defects(made)["corpora"]["de"].values()] == [100] + [50] * 4
+    )
+    assert len(made.held_out("dev")) == 20 and made.prepared_defects == {}
+
+
+def test_a_split_that_is_not_named_is_found_in_the_folder(tmp_path: Path) -> None:
+    root = parallel_folder.opus(tmp_path / "text")
+    corpus(tmp_path / "more", 300, 400)
+    made = source(root, train={"de": str(tmp_path / "more.de")})
+    assert made.sizes == {"de": 100} and len(made.held_out("dev")) == 20
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"de": ["Europarl.de"]}, "data.train.de=Europarl.de: there is no file"),
+        ({"de": "*.fr"}, "data.train.de=*.fr: there is no file"),
+        ({"de": "README"}, "has no 'de' in its name, by which the file in 'en' is found"),
+        ({"de": "Europarl.de-en.en"}, "Europarl.en-en.en beside it"),
+        ({"en": "Europarl.de-en.en"}, "'en' is data.target"),
+    ],
+)
+def test_what_is_named_and_not_there_is_refused(train: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in refusal(opus_downloads(tmp_path / "text"), train=train)
+
+
+def test_dev_text_of_a_language_without_training_text_is_refused(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    corpus(root / "dev.fr-en", 0, 5, ("fr", "en"))
+    said = refusal(root, train={"de": "Europarl.de-en.de"}, dev={"fr": "dev.fr-en.fr"})
+    assert "data.dev: data.train has no training text from 'fr' into 'en', only from de" in said
+
+
+def test_a_run_names_its_files_on_the_command_line_and_reports_each(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    files = f'data.train={{de: [{root}/Europarl.de-en.de, "{root}/WMT*.de"]}}'
+    words = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
+    _, events = train_inline(tmp_path / "run", *words, "task.generation=null")
+    said = [event["text"] for event in events if event["kind"] == "preparation" and "corpora" in event["text"]]
+    assert said == [
+        f"parallel text: 'de' is trained on {root}/Europarl.de-en.de (180 of 180 pairs), "
+        f"{root}/WMT-News.de-en.de (120 of 120 pairs); corpora"
+    ]
