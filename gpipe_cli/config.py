@@ -37,6 +37,10 @@ MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the e
 TAGS_PER_CELL = 3  # of a micro-batch in a cell: its activation, its gradient, and a description of the boundary
 
 
+# Values of keys that are `auto`, until the planner has chosen others: a cell for every device there may be.
+BEFORE_CHOICE = {"K": 1 << 20, "M": 1, "schedule": "1f1b", "remat": "always", "replicas": 1}
+
+
 class WorkerDevice(TypedDict, total=False):
     """Describes a worker's device: its speed, relative to the others', and its memory, as 24GB."""
 
@@ -59,6 +63,7 @@ class PipelineConfig:
         partition: the objective of the cut, or the layers of each cell; auto: the busiest worker has least to do.
         cost: how the cost of a layer is determined.
         devices: of each worker of a replica, where they are not alike.
+        memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
         threads: of each worker; another number may change the last bits of results.
@@ -67,6 +72,7 @@ class PipelineConfig:
         sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
         compile: whether torch.compile compiles each layer.
         shard_optimizer: whether each replica keeps and updates only its share of the optimizer's state.
+        auto: keys that the planner chooses before the run begins; until then they have the values of `BEFORE_CHOICE`.
     """
 
     K: Count
@@ -77,6 +83,7 @@ class PipelineConfig:
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
     devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
+    memory: str | Positive | None
     workers: Literal["auto"] | Count
     replicas: Count
     threads: Count
@@ -85,6 +92,7 @@ class PipelineConfig:
     sync_batchnorm: bool
     compile: bool
     shard_optimizer: bool
+    auto: list[str]
 
     @property
     def policy(self) -> str | int | list[int]:
@@ -107,6 +115,8 @@ class PipelineConfig:
         if self.workers != "auto":
             return self.workers
         most = min(self.K, len(self.devices or ()) or room)
+        if "K" in self.auto:
+            return most
         if self.schedule != "interleaved_1f1b":
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
@@ -312,11 +322,15 @@ class Settings:
         for section in filter(config.__contains__, FREE_FORM):
             values[section] = _read_target(section, config[section], problems)
         kinds = {**TYPED, "verify": VerifyConfig} if "verify" in config else TYPED
-        typed = {name: read_fields(kinds[name], config[name], name, problems) for name in kinds if name in config}
+        sections = {name: config[name] for name in kinds if name in config}
+        if isinstance(pipeline := sections.get("pipeline"), Mapping):
+            auto = [key for key in BEFORE_CHOICE if pipeline.get(key) == "auto"]
+            sections["pipeline"] = {**pipeline, **{key: BEFORE_CHOICE[key] for key in auto}, "auto": auto}
+        typed = {name: read_fields(kinds[name], section, name, problems) for name, section in sections.items()}
         problems.refuse()
-        sections = {name: kinds[name](**fitting) for name, fitting in typed.items()}
-        values["verification"] = sections.pop("verify", None)
-        settings = cls(**values, **sections)
+        made = {name: kinds[name](**fitting) for name, fitting in typed.items()}
+        values["verification"] = made.pop("verify", None)
+        settings = cls(**values, **made)
         problems += [problem for check in (_of_pipeline, _of_run, *checks) for problem in check(settings)]
         problems.refuse()
         return settings

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +28,8 @@ gpipe-plan: shows how a run would be cut, what each device would hold, the bubbl
 It needs no hardware, data or weights, and takes seconds for any size of model.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
-    gpipe-plan model=amoebanet plan.fit=16GB                the smallest K, then M, then the least recomputing that fit
-    gpipe-plan plan.best=true plan.device=a100-40gb         the fastest M, remat and schedule for pipeline.K
+    gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
+    gpipe-plan model=amoebanet plan.fit=16GB                the fewest devices that hold it, and the fastest pipeline
     gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
 
 Every key of gpipe-train (gpipe-train --help), and:
@@ -64,8 +65,21 @@ class Request:
         """
         from gpipe_cli.planner.search.search import find_plan
 
-        plan = find_plan(self.settings, self.options)
+        plan = find_plan(self.settings, self.options, _Progress())
         return replace(plan, notes=[*self.notes, *plan.notes])
+
+
+class _Progress:
+    """Prints lines of progress on standard error: over one another on a terminal, else one in ten seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        on_terminal = sys.stderr.isatty()
+        if on_terminal or time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            print(line, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,9 +101,9 @@ def _run(words: Sequence[str]) -> int:
     if request.options.format == "json":
         show(json.dumps(plan.to_json()))
     else:
-        from gpipe_cli.commands.plan_report import describe, found_line
+        from gpipe_cli.commands.plan_report import describe, found_lines
 
-        show("\n\n".join([*found_line(plan), describe(plan)]))
+        show("\n\n".join([*found_lines(plan), describe(plan)]))
     return 0
 
 

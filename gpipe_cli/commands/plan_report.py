@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.jobs.workers import plural
 from gpipe_cli.schedule.picture import draw_text, legend
@@ -17,10 +18,30 @@ WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
 
 
-def found_line(plan: Plan) -> list[str]:
-    """Returns the line that names what a search has found; none for a plain plan."""
-    words = " ".join(f"{key}={value}" for key, value in plan.found.items())
-    return [f"found after {plan.tried} plans: {words}"] if words else []
+def found_lines(plan: Plan) -> list[str]:
+    """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
+    if not plan.found:
+        return []
+    lines = [f"found after {plan.tried} plans: {words_of(plan.found)}"]
+    if plan.rivals:
+        rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
+        for rival in plan.rivals:
+            more = rival.step_seconds / plan.step_seconds - 1
+            slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
+            rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
+        lines += ["", text_table(["step", "memory", "", "pipeline"], rows)]
+    return ["\n".join(lines)]
+
+
+def _in_short(keys: Mapping[str, Any]) -> str:
+    """Returns what distinguishes one pipeline from another; the cut follows from it."""
+    short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
+    return f"{short.pop('schedule', '')} {words_of(short)}".strip()
+
+
+def words_of(keys: Mapping[str, Any]) -> str:
+    """Returns keys and values as they are typed."""
+    return " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in keys.items())
 
 
 def describe(plan: Plan) -> str:

@@ -151,6 +151,7 @@ class Pipeline:
             partition=partition,
             cost=cost,
             devices=None,
+            memory=None,
             workers=world.workers,
             replicas=1,
             threads=torch.get_num_threads(),
@@ -159,6 +160,7 @@ class Pipeline:
             sync_batchnorm=False,
             compile=False,
             shard_optimizer=False,
+            auto=[],
         )
         micro_batch = _tensors(example[0]), _tensors(example[1])
         cut = world.broadcast(lambda: asdict(cut_model(layers, config, world.workers, micro_batch)))

@@ -7,10 +7,10 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -123,11 +123,22 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
     begun = None if resumed is not None else _begun_with(prepared, console)
+    if resumed is not None:
+        config = _as_begun(config, resumed)
     paths = {
         "resume": None if resumed is None else str(resumed.path.absolute()),
         "init_from": None if begun is None else str(begun.absolute()),
     }
     return {**config, "checkpoint": {**config["checkpoint"], **paths}}
+
+
+def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
+    """Returns the configuration with what the planner chose at the run's beginning and results depend on."""
+    pipeline, begun = config["pipeline"], cast(Mapping[str, Any], checkpoint.state.configuration["pipeline"])
+    taken = {key: begun[key] for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"}
+    if "replicas" in taken:  # of as many workers as devices
+        taken["workers"] = max(1, pipeline["workers"] // taken["replicas"])
+    return {**config, "pipeline": {**pipeline, **taken}}
 
 
 def _begun_with(prepared: Prepared, console: Console) -> Path | None:
@@ -156,7 +167,7 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     for warning in choice.warnings:
         console.warn(warning)
     if choice.checkpoint is not None:
-        require_compatible(choice.checkpoint, config, checkpoint.allow_changes)
+        require_compatible(choice.checkpoint, _as_begun(config, choice.checkpoint), checkpoint.allow_changes)
     return choice.checkpoint
 
 
@@ -170,6 +181,9 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
+        elif event.get("kind") == "chosen":
+            record.choose(event["keys"])
+            console.say("chosen: " + " ".join(f"{key}={typed(value)}" for key, value in event["keys"].items()))
         else:
             console(event)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -42,6 +43,7 @@ class RunRecord:
         self._run_dir, self._composed, self._keep = run_dir, composed, keep
         self._is_new = not any(run_dir.iterdir())
         self._begun = self.is_open = False
+        self._chosen: dict[str, Any] = {}
 
     def __enter__(self) -> RunRecord:
         if self._is_new:
@@ -53,6 +55,12 @@ class RunRecord:
         self._begun = True
         if not self.is_open:
             self._open()
+
+    def choose(self, keys: Mapping[str, Any]) -> None:
+        """Records the keys that the planner chose, with their values, in ``.hydra/chosen.yaml``."""
+        self._chosen = dict(keys)
+        if self.is_open:
+            self._write("chosen.yaml", OmegaConf.create(self._chosen))
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
         """Leaves the reason why the run failed; of a refused run that was to have a directory of its own, nothing."""
@@ -73,14 +81,20 @@ class RunRecord:
             "hydra.yaml": hydra,
             "overrides.yaml": HydraConfig.get().overrides.task,
         }
+        if self._chosen:
+            parts["chosen.yaml"] = OmegaConf.create(self._chosen)
         with writing(folder):
             folder.mkdir(exist_ok=True)
         for name, part in parts.items():
-            with writing(folder / name):
-                write_whole(folder / name, OmegaConf.to_yaml(part))
+            self._write(name, part)
         with writing(error := self._run_dir / ERROR_FILE):
             error.unlink(missing_ok=True)
         self.is_open = True
+
+    def _write(self, name: str, part: Any) -> None:
+        file = self._run_dir / ".hydra" / name
+        with writing(file):
+            write_whole(file, OmegaConf.to_yaml(part))
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
-    return workers, f"{plural(pipeline.K, 'cell')} on {plural(workers, 'worker')}{replicas} ({why})"
+    cells = "cells to be chosen" if "K" in pipeline.auto else plural(pipeline.K, "cell")
+    return workers, f"{cells} on {plural(workers, 'worker')}{replicas} ({why})"
 
 
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:

@@ -7,7 +7,7 @@ nothing. So every worker has seconds of its own for each layer, as running total
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 Totals = npt.NDArray[np.float64]  # [i]: seconds of one step for layers 0 to i - 1
 Places = npt.NDArray[np.int64]
 Bytes = Callable[[int, int, int], float]  # of a worker with layers start to stop - 1
-_HALVINGS = 60  # of the busiest worker's seconds
+_HALVINGS = 40  # of the busiest worker's seconds
 _ROUNDS = 100  # of evening out; a few are enough
 MANY = 32  # cells, beyond which layers are moved one by one only
 
@@ -146,32 +146,53 @@ def balance_rounds(totals: Sequence[Totals], K: int, bytes_: Bytes | None, room:
     """
     workers = len(totals)
     sizes = balance([totals[cell % workers] for cell in range(K)], [1] * K, None, [])
-    ends = list(accumulate(sizes))
+    ends = [0, *accumulate(sizes)]
+    running = [each.tolist() for each in totals]
 
-    def weigh() -> tuple[float, float, float]:
-        squares = 0.0
-        seconds, held = [0.0] * workers, [0.0] * workers
-        for cell, (start, stop) in enumerate(pairwise([0, *ends])):
-            own = totals[cell % workers][stop] - totals[cell % workers][start]
-            seconds[cell % workers] += own
-            squares += own * own
-            held[cell % workers] += bytes_(cell % workers, start, stop) if bytes_ else 0.0
-        over = sum(max(0.0, most - least) for most, least in zip(held, room, strict=False))
-        return over, sum(each * each for each in seconds), squares
+    def load(cell: int) -> tuple[float, float]:
+        worker, start, stop = cell % workers, ends[cell], ends[cell + 1]
+        return running[worker][stop] - running[worker][start], bytes_(worker, start, stop) if bytes_ else 0.0
 
-    single = [((cell, step),) for cell in range(K - 1) for step in (-1, 1)]
+    loads = [load(cell) for cell in range(K)]
+    seconds = [sum(loads[cell][0] for cell in range(worker, K, workers)) for worker in range(workers)]
+    held = [sum(loads[cell][1] for cell in range(worker, K, workers)) for worker in range(workers)]
+
+    def weigh(cells: Collection[int]) -> tuple[float, float, float]:
+        """Returns bytes too many, squares of the workers' seconds, and of the cells', of what these cells touch."""
+        touched = {cell % workers for cell in cells}
+        over = sum(max(0.0, held[worker] - room[worker]) for worker in touched) if room else 0.0
+        return over, sum(seconds[worker] ** 2 for worker in touched), sum(loads[cell][0] ** 2 for cell in cells)
+
+    def put(cells: Collection[int], moved: Collection[tuple[float, float]]) -> None:
+        for cell, new in zip(cells, moved, strict=True):
+            seconds[cell % workers] += new[0] - loads[cell][0]
+            held[cell % workers] += new[1] - loads[cell][1]
+            loads[cell] = new
+
+    single = [((end, step),) for end in range(1, K) for step in (-1, 1)]
     moves = [*single, *((one, other) for (one,), (other,) in combinations(single, 2))] if K <= MANY else single
-    best, moved = weigh(), True
+    moved = True
     while moved:
         moved = False
         for move in moves:
-            before = list(ends)
-            for cell, step in move:
-                ends[cell] += step
-            if all(start < stop for start, stop in pairwise([0, *ends])) and (now := weigh()) < best:
-                best, moved = now, True
-            else:
-                ends = before
-    if best[0]:
+            for end, step in move:
+                ends[end] += step
+            cells = sorted({cell for end, _ in move for cell in (end - 1, end)})
+            if all(ends[cell] < ends[cell + 1] for cell in cells):
+                before, old = weigh(cells), [loads[cell] for cell in cells]
+                put(cells, [load(cell) for cell in cells])
+                if _less(weigh(cells), before):
+                    moved = True
+                    continue
+                put(cells, old)
+            for end, step in move:
+                ends[end] -= step
+    if room and any(most > least * (1 + 1e-9) for most, least in zip(held, room, strict=True)):
         raise NothingFits
-    return [end - start for start, end in pairwise([0, *ends])]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def _less(new: tuple[float, ...], old: tuple[float, ...]) -> bool:
+    """Returns whether the first of two values that differ by more than rounding is less in ``new``."""
+    pairs = zip(new, old, strict=True)
+    return next((one < other for one, other in pairs if abs(one - other) > 1e-9 * (abs(one) + abs(other))), False)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
-from ..pipeline.cell import BuiltLayer
+from ..pipeline.cell import BuiltLayer, require_values
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from .cost import LayerCost, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
@@ -82,9 +82,8 @@ def profile_layers(
             keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
             if keys[-1] not in known:
                 announce([builder])
-                module = deepcopy(build_or_explain(builder)).to(
-                    device
-                )  # builders may share a module, and the run has it
+                require_values(builder, own := build_or_explain(builder))
+                module = deepcopy(own).to(device)  # the run has this one, if builders share it
                 passed_as = boundary_type if index < len(builders) - 1 else None
                 layer = BuiltLayer(index, builder.name, module, passed_as)
                 trial = LayerTrial.of(layer, values, device, autocast, targets)

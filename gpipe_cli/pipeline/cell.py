@@ -64,13 +64,18 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
     """
     with weights_of_layer(seed, index):
         module = builder.build()
+    require_values(builder, module)
+    return module.to(device)
+
+
+def require_values(builder: LayerBuilder, module: nn.Module) -> None:
+    """Raises ConfigurationError for a module that its builder has made while costs were counted, without values."""
     if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             f"layer {builder.name!r}: its builder keeps the module that it makes, and has kept one without values from "
             "when costs were counted. A builder makes a new module at every call; what two layers share is made before "
             "the list of layers is"
         )
-    return module.to(device)
 
 
 BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ConfigurationError, Problems
-from ..typed_section import Positive, read_fields, shown
+from ..typed_section import Count, Positive, read_fields, shown
 from .devices import Device, describe, parse_bytes
 
 THIS = "this"
@@ -21,6 +21,7 @@ class _Typed:
     kernels: Literal["auto", "accelerator", "plain", "cpu"]
     bytes_per_parameter: Positive | None
     best: bool
+    devices: Count | None
     grow: str | None
     format: Literal["text", "json"]
 
@@ -39,6 +40,12 @@ class Options(_Typed):
     memory: int | None
     fit: int | None
     most_workers: int | None = None
+
+    @classmethod
+    def of_this_machine(cls, most_workers: int) -> Options:
+        """Returns the options of a search for the present machine, with at most so many workers of a replica."""
+        own = _Typed(1.0, 1.0, False, "auto", None, True, None, None, "text")
+        return cls(**own.__dict__, device=None, memory=None, fit=None, most_workers=most_workers)
 
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:
@@ -66,22 +73,12 @@ def _device_of(value: Any) -> str | Mapping[str, Any]:
 
 
 def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration without what a search chooses, and a line for each such key.
-
-    It is the sizes of cells if other cells or layers are tried, and `pipeline.keep` if other policies are.
-    """
-    search = next((key for key in ("fit", "best", "grow") if getattr(options, key)), None)
-    pipeline = config.get("pipeline") or {}
-    free: dict[str, str | None] = {}
-    if search in ("fit", "grow") and isinstance(pipeline.get("partition"), list):
-        free["partition"] = "auto"
-    if search in ("fit", "best") and pipeline.get("keep") is not None:
-        free["keep"] = None
-    lines = [
-        f"plan.{search} plans with pipeline.{key}={shown(value)} in place of {pipeline[key]}"
-        for key, value in free.items()
-    ]
-    return {**config, "pipeline": {**pipeline, **free}} if free else config, lines
+    """Returns the configuration without sizes of cells if `plan.grow` tries other layers, and a line that says so."""
+    sizes = (config.get("pipeline") or {}).get("partition")
+    if options.grow is None or not isinstance(sizes, list):
+        return config, []
+    pipeline = {**config["pipeline"], "partition": "auto"}
+    return {**config, "pipeline": pipeline}, [f"plan.grow plans with pipeline.partition=auto in place of {sizes}"]
 
 
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..layers import LayerBuilder
 from ..partition.layer_times import LayerTimes
-from ..schedule.instruction import Instruction
+from ..schedule.instruction import Instruction, Op
 from ..schedule.schedule import most_kept
 from ..schedule.simulate import Timeline
 from .cells import CellFacts
@@ -31,6 +31,7 @@ class CellPlan:
         backward_seconds: backward as a whole.
         input_gradient_seconds, weight_gradient_seconds: the halves of backward, for a schedule that has them.
         weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
+        graph: what the graph of one micro-batch holds, its outputs included.
         inputs_in_flight: most micro-batches whose input is kept at once.
         graphs_in_flight: most micro-batches whose graph is kept at once.
         inputs: all boundary inputs in flight.
@@ -56,6 +57,7 @@ class CellPlan:
     gradients: float
     optimizer: float
     average: float
+    graph: int
     inputs_in_flight: int
     graphs_in_flight: int
     inputs: int
@@ -87,6 +89,21 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """Describes a plan that a search found slower than its answer.
+
+    Attributes:
+        keys: the keys that the search chose, with their values.
+        why: what takes more of its step than of the answer's.
+    """
+
+    keys: dict[str, Any]
+    step_seconds: float
+    memory: float
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Holds what is known of a run before it runs.
 
@@ -111,6 +128,7 @@ class Plan:
         timeline, lists: the simulated step and its instruction lists.
         found: the keys that a search was for, with their values; empty for a plain plan.
         tried: number of plans made in that search.
+        rivals: the next best that it found, and the fastest that does not fit, if any.
     """
 
     K: int
@@ -145,6 +163,7 @@ class Plan:
     lists: list[list[Instruction]] = field(repr=False, compare=False)
     found: dict[str, Any] = field(default_factory=dict)
     tried: int = 1
+    rivals: list[Rival] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -159,18 +178,25 @@ class Plan:
     def examples_per_second(self) -> float:
         return self.examples / self.step_seconds
 
+    @property
+    def recomputed(self) -> float:
+        """Returns the share of the workers' time in which they recompute."""
+        spans = (span for each in self.timeline.spans for span in each if span.instruction.op is Op.RECOMPUTE)
+        return sum(span.end - span.start for span in spans) / (self.timeline.span * self.workers)
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: everything but the instruction lists and their timeline."""
         own = {
             name: getattr(self, name)
             for name in self.__dataclass_fields__
-            if name not in ("timeline", "lists", "cells", "workers_plan", "device")
+            if name not in ("timeline", "lists", "cells", "rivals", "workers_plan", "device")
         }
         return {
             **own,
             "fits": self.fits,
             "examples_per_second": self.examples_per_second,
             "device": asdict(self.device),
+            "rivals": [asdict(rival) for rival in self.rivals],
             "cells": [asdict(cell) for cell in self.cells],
             "devices": [asdict(worker) for worker in self.workers_plan],
         }
@@ -226,6 +252,7 @@ def cell_plans(
                 share=time.total / whole,
                 **{f"{kind}_seconds": seconds for kind, seconds in asdict(time).items()},
                 **asdict(bytes_),
+                graph=graph,
                 inputs_in_flight=kept[worker].inputs[number],
                 graphs_in_flight=graphs,
                 inputs=inputs,

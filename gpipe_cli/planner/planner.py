@@ -80,10 +80,18 @@ class Planner:
         """Returns the names of the layers."""
         return [builder.name for builder in self.builders]
 
+    @cached_property
+    def has_batchnorm(self) -> bool:
+        """Returns whether layers normalise over the examples of a micro-batch."""
+        layers = self._measurements.of(self.settings.pipeline.replicas).layers
+        return any(layer.batchnorm for layer in layers)
+
     @property
     def limit(self) -> float:
         """Returns the bytes that a device may hold."""
-        return self.options.fit or self.options.memory or self.device.memory
+        typed = self.settings.pipeline.memory
+        own = None if typed is None else parse_bytes(typed, "pipeline.memory")
+        return self.options.fit or self.options.memory or own or self.device.memory
 
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """Returns the plan for `settings`, or for another section `pipeline`.
@@ -113,8 +121,8 @@ class Planner:
         used = [0.0] * workers
         for layers, worker in zip(cut.layers, cut.placement, strict=True):
             used[worker] += bytes_(worker, layers.start, layers.stop)
-        if all(most <= limit for most, limit in zip(used, limits, strict=True)):
-            return cut
+        if sum(used) > sum(limits) or all(most <= limit for most, limit in zip(used, limits, strict=True)):
+            return cut  # another would not fit, or need not
         return cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties, bytes_, limits)
 
     def _held(self, replicas: int, layer: LayerFacts) -> float:

@@ -22,6 +22,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -31,6 +32,8 @@ class ScheduleError(ValueError):
 
 class Op(enum.Enum):
     """Lists the kinds of instruction; the value is the code in print."""
+
+    __hash__ = object.__hash__  # searches look up millions; that of an enumeration is written in Python
 
     FORWARD = "F"
     RECOMPUTE = "R"
@@ -93,7 +96,7 @@ class Instruction:
             raise ScheduleError(f"{text!r} is no instruction: write it as F2.0 or sa1.3")
         return cls(Op(match[1]), int(match[2]), int(match[3]))
 
-    @property
+    @cached_property
     def sent_message(self) -> Message | None:
         """Returns the message that this instruction sends, if it is a send."""
         if self.op is Op.SEND_ACTIVATION:
@@ -102,7 +105,7 @@ class Instruction:
             return Message("gradient", self.cell - 1, self.micro_batch)
         return None
 
-    @property
+    @cached_property
     def awaited_message(self) -> Message | None:
         """Returns the message that this instruction waits for, if it is a receive."""
         if self.op is Op.RECEIVE_ACTIVATION:

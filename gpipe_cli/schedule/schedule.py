@@ -14,6 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from .instruction import BACK, Instruction, Op, ScheduleError
@@ -63,6 +64,11 @@ def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -
     Raises:
         ScheduleError: an unknown kind, M < 1, or a placement that the kind cannot serve.
     """
+    return [list(each) for each in _known_lists(kind, tuple(placement), M, tuple(keep))]
+
+
+@lru_cache(maxsize=16)  # a search plans many cuts of one list
+def _known_lists(kind: str, placement: tuple[int, ...], M: int, keep: tuple[int, ...]) -> list[list[Instruction]]:
     if kind not in KINDS:
         raise ScheduleError(f"unknown kind of schedule {kind!r}: use {', '.join(KINDS)}")
     _check_sizes(placement, M)

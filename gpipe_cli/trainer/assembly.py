@@ -26,6 +26,7 @@ from ..distributed.batch_plan import BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import World, join_world
+from ..errors import ConfigurationError
 from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
 from ..factory.example import asks_for_example, with_example
 from ..factory.kept_profile import profiled_costs
@@ -119,6 +120,9 @@ def start_worker(context: Context, settings: Settings) -> World:
     """
     refuse_wrong_values(settings)
     pipeline = settings.pipeline
+    if pipeline.auto:
+        keys = " ".join(f"pipeline.{key}=auto" for key in pipeline.auto)
+        raise ConfigurationError(f"{keys}: gpipe-train and gpipe-plan choose these, type values here")
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)

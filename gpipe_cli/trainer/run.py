@@ -26,6 +26,7 @@ from ..metrics.journal import Journal, Notices
 from ..micro_batch import MicroBatch
 from .assembly import Assembly, assemble_model, start_worker
 from .batches import first_batch
+from .choice import with_choice
 from .data_source import count_defects
 from .equal_replicas import require_equal_replicas
 from .loop import Trainer
@@ -48,6 +49,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         LayerFailed: an exception in a layer.
         NonFinite: too many updates in a row were not finite.
     """
+    config = {**config, "settings": with_choice(context, config["settings"])}
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
     resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))

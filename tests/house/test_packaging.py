@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "factory": {"data", "distributed", "models", "partition", "pipeline", "tasks"},
     "trainer": {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
-        *("partition", "schedule", "tasks"),
+        *("partition", "planner", "schedule", "tasks"),
     },
     "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
     "verify": {

@@ -22,6 +22,7 @@ PIPELINE = PipelineConfig(
     schedule="gpipe",
     partition="auto",
     devices=None,
+    memory=None,
     cost="flops",
     workers="auto",
     replicas=1,
@@ -31,6 +32,7 @@ PIPELINE = PipelineConfig(
     sync_batchnorm=False,
     compile=False,
     shard_optimizer=False,
+    auto=[],
 )
 
 

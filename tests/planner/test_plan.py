@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.partition.layer_times import LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
-from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search.search import REMAT_BY_SPEED, find_plan, micro_batch_counts
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(
@@ -147,30 +143,6 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
 
 
-# -- searches ----------------------------------------------------------------------------------------------------------
-
-
-def everything(*overrides: str) -> list[Plan]:
-    """Makes every plan of a small space."""
-    request = make_request(overrides)
-    planner = Planner(request.settings, request.options)
-    pipeline = request.settings.pipeline
-    return [
-        planner.plan(replace(pipeline, K=K, M=M, remat=remat))
-        for K, M, remat in product((1, 2, 4), micro_batch_counts(request.settings), REMAT_BY_SPEED)
-    ]
-
-
-def test_best_is_the_fastest_of_all_that_fit() -> None:
-    all_of_them = [made for made in everything(*OWN) if made.K == 4]
-    limit = sorted(made.memory for made in all_of_them)[len(all_of_them) // 2]
-    request = make_request((*OWN, "pipeline.K=4", "plan.best=true", f"plan.memory={limit}"))
-    found = find_plan(request.settings, request.options)
-    assert found.fits
-    fitting = [made.examples_per_second for made in all_of_them if made.fits and made.memory <= limit]
-    assert found.examples_per_second >= max(fitting) * 0.999999
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +212,7 @@ def test_a_device_can_be_described_by_its_figures() -> None:
 
 
 def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory() -> None:
-    words = ("model=transformer_lm", "model.L=36", "pipeline.K=2", "pipeline.remat=never", "plan.device=h100")
+    words = ("model=transformer_lm", "model.L=20", "pipeline.K=2", "pipeline.remat=never", "plan.device=h100")
     even = planned(*words)
     slow = planned(*words, "pipeline.devices=[{speed: 1},{speed: 0.5}]")
     assert even.slowest_over_mean < 0.03

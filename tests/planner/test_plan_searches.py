@@ -1,7 +1,8 @@
-"""Tests what plan.fit and plan.grow find, and their errors when there is nothing to find."""
+"""Tests what searches for a pipeline find, and their errors when there is nothing to find."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,11 +13,13 @@ from own_plan import OWN, planned
 from torch import nn
 
 from gpipe_cli.commands.plan import make_request
+from gpipe_cli.commands.plan_report import words_of
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search.search import REMAT_BY_SPEED, find_plan, micro_batch_counts
+from gpipe_cli.planner.search.search import find_plan, micro_batch_counts
+from gpipe_cli.schedule.schedule import REMAT
 
 ELEVEN = (*OWN, "model.layers=11", "data.batch_size=8")  # 1, 2, 3, 4, 6 and 8 are tried first, and 11
 
@@ -32,17 +35,15 @@ def refusal(*overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def by_cells() -> dict[int, Plan]:
-    """Returns for each number of cells the plan of `ELEVEN` with the least memory, of every M and remat."""
-    request = make_request(ELEVEN)
+def typed_plans(*overrides: str, workers: Sequence[int], **others: Sequence[Any]) -> list[Plan]:
+    """Makes the plan of every pipeline that a person could type: numbers of workers, kinds, M and words of remat."""
+    request = make_request(overrides)
     planner, pipeline = Planner(request.settings, request.options), request.settings.pipeline
-    plans: dict[int, Plan] = {}
-    for K, M, remat in product(range(1, 12), micro_batch_counts(request.settings), REMAT_BY_SPEED):
-        made = planner.plan(replace(pipeline, K=K, M=M, remat=remat))
-        if K not in plans or made.memory < plans[K].memory:
-            plans[K] = made
-    return plans
+    spaces = {"M": micro_batch_counts(planner), "remat": REMAT, "schedule": ("gpipe", "1f1b", "zero_bubble"), **others}
+    return [
+        planner.plan(replace(pipeline, K=number, workers=number, **dict(zip(spaces, values, strict=True))))
+        for number, values in product(workers, product(*spaces.values()))
+    ]
 
 
 # -- plan.grow ---------------------------------------------------------------------------------------------------------
@@ -76,18 +77,50 @@ def test_a_key_of_which_all_larger_values_are_refused_grows_up_to_there(start: i
 # -- plan.fit ----------------------------------------------------------------------------------------------------------
 
 
-def test_fit_finds_the_fewest_cells_of_all_numbers_up_to_the_layers(by_cells: dict[int, Plan]) -> None:
-    for K in (5, 7, 11):
-        limit = by_cells[K].memory
-        fewest = min(cells for cells, made in by_cells.items() if made.memory <= limit)
-        found = asked(*ELEVEN, f"plan.fit={limit}").K
-        assert found == fewest
+def test_fit_finds_no_more_devices_than_any_pipeline_that_a_person_could_type() -> None:
+    plans = typed_plans(*ELEVEN, workers=range(1, 12), schedule=["1f1b"])
+    for devices in (5, 7, 11):
+        limit = min(made.memory for made in plans if made.workers == devices)
+        found = asked(*ELEVEN, f"plan.fit={limit}")
+        assert found.memory <= limit
+        assert found.workers <= min(made.workers for made in plans if made.memory <= limit)
 
 
-def test_the_nearest_is_what_needs_least_of_every_number_of_cells_and_micro_batches(
-    by_cells: dict[int, Plan],
-) -> None:
-    nearest = min(by_cells.values(), key=lambda made: made.memory)
+def test_where_nothing_fits_the_nearest_is_named() -> None:
     said = refusal(*ELEVEN, "plan.fit=1KB")
-    assert f"the nearest is {nearest.memory / 1e9:.4g} GB with pipeline.K={nearest.K} pipeline.M={nearest.M} " in said
+    assert "nothing fits 1e-06 GB: the nearest is " in said and " GB with pipeline.K=11 pipeline.M=8 " in said
     assert "weights, gradients and optimizer state alone are 6.657e-05 GB" in said  # of 64 · 65 numbers
+
+
+# -- plan.best ---------------------------------------------------------------------------------------------------------
+
+FOUR = (*OWN, "data.batch_size=16", "plan.devices=4", "plan.best=true", "model.layers=12")
+
+
+def test_best_is_no_slower_than_any_pipeline_that_a_person_could_type() -> None:
+    plans = typed_plans(*FOUR[:-2], FOUR[-1], workers=[4])
+    for limit in (sorted(made.memory for made in plans)[len(plans) // 3], 1e9):
+        found = asked(*FOUR, f"plan.memory={limit}")
+        assert found.fits and found.workers * found.replicas == 4
+        assert found.step_seconds <= min(made.step_seconds for made in plans if made.memory <= limit) * 1.000001
+        assert [rival.step_seconds for rival in found.rivals] >= [found.step_seconds] * len(found.rivals)
+
+
+def test_what_is_found_can_be_typed() -> None:
+    found = asked(*FOUR, "plan.memory=300KB")
+    typed = planned(*OWN, FOUR[-1], "data.batch_size=16", "plan.memory=300KB", *words_of(found.found).split())
+    assert (typed.step_seconds, typed.memory) == (found.step_seconds, found.memory)
+
+
+def test_a_batchnorm_has_two_examples_in_every_micro_batch() -> None:
+    small = ("model=amoebanet", "debug=tiny", "data.batch_size=8", "plan.device=a10")
+    assert asked(*small, "plan.best=true", "plan.devices=2").M in (1, 2, 4)
+
+
+def test_a_plan_with_auto_keys_changes_no_other() -> None:
+    words = ("pipeline=auto", "plan.devices=4", "model.layers=16", "pipeline.M=8")
+    found = asked(*OWN, *words)
+    assert (found.M, found.replicas, found.workers) == (8, 1, 4)
+    assert {*found.found} >= {"pipeline.K", "pipeline.schedule", "pipeline.partition"}
+    assert found.step_seconds < planned(*OWN, *words[2:], "pipeline.workers=4").step_seconds
+    assert "type plan.devices=4" in refusal(*OWN, "pipeline.K=auto")

@@ -118,6 +118,7 @@ class LayerFacts:
         saves_inside: bytes of everything else that the graph keeps, without weights.
         gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
         outputs: in order.
+        batchnorm: whether it normalises over the examples of a micro-batch.
         by_values: whether the layer does not run on fake tensors, and was measured on random values.
         may_end_cell: False where the shapes of its outputs depend on values.
     """
@@ -136,6 +137,7 @@ class LayerFacts:
     saves_inside: int
     gathered: int
     outputs: tuple[LayerOutput, ...] = field(repr=False)
+    batchnorm: bool
     by_values: bool = False
     may_end_cell: bool = True
 
@@ -333,6 +335,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         saves_inside=saves_inside,
         gathered=gathered,
         outputs=described,
+        batchnorm=any(isinstance(part, DeferredBatchNorm) for part in module.modules()),
     )
 
 

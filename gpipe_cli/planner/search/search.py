@@ -1,28 +1,37 @@
-"""Finds the pipeline that a person would look for by hand: the smallest that fits, or the fastest."""
+"""Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import Any
 
 from ...config import PipelineConfig, Settings
 from ...errors import ConfigurationError
 from ...factory.example import example_micro_batch
-from ...schedule.orders import KINDS
+from ...schedule.schedule import REMAT
 from ..options import Options
-from ..plan import Plan
+from ..plan import Plan, Rival
 from ..planner import Planner
 from .attempts import Attempts
+from .candidates import FREE, candidates
 from .growth import grow
+from .keep import keep_what_fits
 
-REMAT_BY_SPEED = ("never", "except_last", "always")  # the least recomputing first
 MOST_MICRO_BATCHES = 1024
-_AT_ONCE = 16  # values of K tried between one that does not fit and one that does, before those between them
+DOES_NOT_FIT = "does not fit"
+_RIVALS = 3  # that are shown beside the answer
+_CORRECTIONS = 4  # of the graphs that fit
+Say = Callable[[str], None]
 
 
-def find_plan(settings: Settings, options: Options) -> Plan:
+def find_plan(settings: Settings, options: Options, say: Say = lambda line: None) -> Plan:
     """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
+
+    Args:
+        say: receives a line of progress now and then.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
@@ -31,119 +40,171 @@ def find_plan(settings: Settings, options: Options) -> Plan:
         return grow(settings, options, options.grow)
     planner = Planner(settings, options)
     if options.fit is not None:
-        return smallest(planner)
+        return smallest(planner, say)
     if options.best:
-        return fastest(planner)
+        return Search(planner, FREE, say).fastest(_devices(planner))
+    if auto := planner.settings.pipeline.auto:
+        return Search(planner, [*auto, "workers"], say).fastest(_devices(planner))
     return planner.plan()
 
 
-def micro_batch_counts(settings: Settings, longest: bool = False) -> list[int]:
-    """Returns the values of M that searches try: powers of two up to the examples of a typical mini-batch.
+def _devices(planner: Planner) -> int:
+    """Returns the number of devices that a search may use."""
+    pipeline, options = planner.settings.pipeline, planner.options
+    if options.devices is not None:
+        return options.devices
+    if options.device is not None and "K" in pipeline.auto and pipeline.workers == "auto":
+        raise ConfigurationError("pipeline.K=auto needs the number of devices: type plan.devices=4, for example")
+    most = planner.options.most_workers
+    workers = pipeline.planned_workers if most is None else pipeline.workers_in(most)
+    return workers * pipeline.replicas
 
-    Args:
-        longest: see `example_micro_batch`; a mini-batch counted in tokens holds fewer long examples.
+
+def micro_batch_counts(planner: Planner) -> list[int]:
+    """Returns the numbers of micro-batches of all replicas that searches try: powers of two up to the examples.
+
+    Of a model with BatchNorm each has two examples at least: one alone is normalised by itself.
     """
-    replicas = settings.pipeline.replicas
-    _, examples = example_micro_batch(settings, replicas, longest)
-    most = min(MOST_MICRO_BATCHES, examples // replicas)
+    _, examples = example_micro_batch(planner.settings, 1, planner.options.longest)
+    if planner.has_batchnorm:
+        examples //= 2
+    most = max(1, min(MOST_MICRO_BATCHES, examples))
     return [1 << power for power in range(most.bit_length())]
 
 
-def cell_counts(planner: Planner) -> list[int]:
-    """Returns the values of K that `smallest` tries first: 2^n, 3·2^n and the number of layers."""
-    layers = len(planner.builders)
-    wanted = {layers, *(1 << power for power in range(11)), *(3 << power for power in range(10))}
-    return sorted(K for K in wanted if layers >= K)
+class Search:
+    """Looks for the pipeline with the shortest step that fits.
 
+    Args:
+        planner: of the model.
+        free: keys of `pipeline` that it may choose; all others are as configured.
+        say: receives lines of progress.
+    """
 
-class _PipelineSearch:
-    """Plans one model with different pipelines."""
+    def __init__(self, planner: Planner, free: Collection[str], say: Say = lambda line: None) -> None:
+        self._planner, self._free, self._say = planner, free, say
+        self.attempts = Attempts()
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner, self.attempts = planner, Attempts()
-        self.micro_batch_counts = micro_batch_counts(planner.settings, planner.options.longest)
+    def fastest(self, devices: int) -> Plan:
+        """Returns the plan with the shortest step that fits ``devices``; of equals the one with least memory.
 
-    def plan(self, **values: Any) -> Plan | None:
+        Every candidate is first planned without recompute, which takes the least time that it can; its memory may say
+        that it must take more (`plan.bound_seconds`). Then those that may be fastest come first, until none is left
+        that could be among the best.
+
+        Raises:
+            ConfigurationError: nothing fits; the message describes the nearest plan.
+        """
+        counts = micro_batch_counts(self._planner) if "M" in self._free else []
+        layers = len(self._planner.builders)
+        sections = list(candidates(self._planner.settings.pipeline, self._free, devices, layers, counts))
+        quick = []
+        for number, section in enumerate(sections, start=1):
+            self._say(f"planned {number} of {len(sections)} pipelines")
+            if (plan := self.plan(section)) is not None:
+                quick.append((plan, section))
+        quick.sort(key=lambda pair: _least_seconds(pair[0]))
+        found: list[Plan] = []
+        for number, (plan, section) in enumerate(quick, start=1):
+            if len(found) > _RIVALS and _least_seconds(plan) > sorted(map(_order, found))[_RIVALS][0]:
+                break
+            self._say(f"fitted {number} of {len(quick)} pipelines to the memory")
+            fitting = plan if plan.fits else self.fitted(section)
+            if fitting is not None:
+                found.append(fitting)
+        if not found:
+            raise self.attempts.error()
+        best, *others = sorted(found, key=_order)
+        rivals = [self._rival(each, _why_slower(each, best)) for each in others[:_RIVALS]]
+        rivals += [self._rival(plan, DOES_NOT_FIT) for plan, _ in quick if not plan.fits][:1]
+        return replace(best, found=self._words(best), tried=self.attempts.count, rivals=rivals)
+
+    def least(self, devices: int) -> Plan | None:
+        """Returns a plan that fits ``devices`` with the smallest micro-batches; None without one."""
+        counts, layers = micro_batch_counts(self._planner), len(self._planner.builders)
+        sections = candidates(self._planner.settings.pipeline, self._free, devices, layers, counts[-1:])
+        lean = [section for section in sections if section.schedule == "1f1b"]
+        words: list[Any] = list(REMAT)
+        plans = (self.plan(replace(section, remat=remat)) for section, remat in product(lean, words))
+        return next((plan for plan in plans if plan is not None and plan.fits), None)
+
+    def fitted(self, section: PipelineConfig) -> Plan | None:
+        """Returns the plan of a pipeline that keeps as many graphs as fit; None where it does not fit at all."""
+        if "remat" not in self._free:
+            return None
+        lean = self.plan(replace(section, remat="except_last"))
+        if lean is None or not lean.fits:
+            least = self.plan(replace(section, remat="always"))
+            return least if least is not None and least.fits else None
+        room = [worker.limit - worker.total for worker in lean.workers_plan]
+        for _ in range(_CORRECTIONS):
+            made = self.plan(replace(section, keep=keep_what_fits(lean, room)))
+            if made is None:
+                break
+            if made.fits:
+                return min(made, lean, key=_order)
+            room = [
+                left - max(0.0, worker.total - worker.limit)
+                for left, worker in zip(room, made.workers_plan, strict=True)
+            ]
+        return lean
+
+    def plan(self, section: PipelineConfig) -> Plan | None:
         """Makes a plan; returns None where model or schedule refuse these values, as BatchNorm does a single number."""
         try:
-            plan = self._planner.plan(_changed(self._planner.settings.pipeline, **values))
+            plan = self._planner.plan(section)
         except ConfigurationError as error:
             self.attempts.refused(error)
             return None
         self.attempts.add(plan)
         return plan
 
-    def any_with_cells(self, K: int) -> Plan | None:
-        """Returns the plan with the smallest M, and for it the least recomputing, that fits with K cells."""
-        plans = (self.plan(K=K, M=M, remat=remat) for M, remat in product(self.micro_batch_counts, REMAT_BY_SPEED))
-        return next((plan for plan in plans if plan is not None and plan.fits), None)
+    def _rival(self, plan: Plan, why: str) -> Rival:
+        return Rival(self._words(plan), plan.step_seconds, plan.memory, why)
 
-    def with_cells(self, K: int) -> Plan | None:
-        """Returns the same, with a single plan tried where weights, gradients and optimizer state do not fit.
-
-        These depend on neither M nor remat.
-        """
-        plan = self.plan(K=K, M=1, remat="always")
-        return None if plan is None or plan.model_memory > plan.limit else self.any_with_cells(K)
-
-    def found(self, plan: Plan, *keys: str) -> Plan:
-        """Returns the plan, marked as the one found by a search for these keys of `pipeline`."""
-        values = {f"pipeline.{key}": getattr(plan, key) for key in keys}
-        return replace(plan, found=values, tried=self.attempts.count)
+    def _words(self, plan: Plan) -> dict[str, Any]:
+        """Returns the keys that a person could have typed for a plan, with their values."""
+        values = {key: getattr(plan, key) for key in FREE if key in self._free and key not in ("partition", "remat")}
+        if "remat" in self._free:
+            values |= {"remat": plan.remat} if plan.keep is None else {"keep": plan.keep}
+        if "partition" in self._free or "K" in self._free:
+            values["partition"] = [cell.layers for cell in plan.cells]
+        return {f"pipeline.{key}": value for key, value in values.items()}
 
 
-def smallest(planner: Planner) -> Plan:
-    """Returns the plan with the smallest K, for it the smallest M, for both the least recomputing that fits.
+def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
+    """Returns the fastest plan on the fewest devices on which anything fits, one replica.
 
     Raises:
-        ConfigurationError: nothing fits; the message describes the nearest plan.
+        ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
     """
-    search, too_few = _PipelineSearch(planner), 0
-    for K in cell_counts(planner):
-        plan = search.with_cells(K)
-        if plan is not None:
-            return search.found(_fewer_cells(search, too_few, plan), "K", "M", "remat")
-        too_few = K
-    nearest = search.attempts.nearest
-    if nearest is not None and nearest.model_memory > nearest.limit:
-        search.any_with_cells(nearest.K)  # only M=1 was tried, and the message is to name the nearest plan
-    raise search.attempts.error()
+    search = Search(planner, [key for key in FREE if key != "replicas"], say)
+    low, high = 0, 1  # devices: too few, and enough or not known
+    while search.least(high) is None:
+        if high == len(planner.builders):
+            raise search.attempts.error()
+        low, high = high, min(2 * high, len(planner.builders))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if search.least(middle) is not None else (middle, high)
+    return search.fastest(high)
 
 
-def _fewer_cells(search: _PipelineSearch, too_few: int, plan: Plan) -> Plan:
-    """Returns the plan with the fewest cells between ``too_few``, which do not fit, and those of ``plan``, which do."""
-    while (between := plan.K - too_few - 1) > 0:
-        step = -(-between // _AT_ONCE)
-        for K in range(too_few + step, plan.K, step):
-            smaller = search.with_cells(K)
-            if smaller is not None:
-                plan = smaller
-                break
-            too_few = K
-    return plan
+def _least_seconds(plan: Plan) -> float:
+    """Returns the least seconds of a pipeline, by its plan without recompute."""
+    return plan.step_seconds if plan.fits else max(plan.step_seconds, plan.bound_seconds or inf)
 
 
-def fastest(planner: Planner) -> Plan:
-    """Returns the plan with the most examples a second that fits, for the configured K; of equals the smallest.
-
-    Raises:
-        ConfigurationError: nothing fits.
-    """
-    search = _PipelineSearch(planner)
-    plans = [
-        search.plan(M=M, remat=remat, schedule=kind)
-        for kind, M, remat in product(KINDS, search.micro_batch_counts, REMAT_BY_SPEED)
-    ]
-    fitting = [plan for plan in plans if plan is not None and plan.fits]
-    if not fitting:
-        raise search.attempts.error()
-    best = min(fitting, key=lambda plan: (-plan.examples_per_second, plan.memory))
-    return search.found(best, "M", "remat", "schedule")
+def _order(plan: Plan) -> tuple[float, float]:
+    return plan.step_seconds, plan.memory
 
 
-def _changed(pipeline: PipelineConfig, **values: Any) -> PipelineConfig:
-    """Returns the section with other values; with another K, typed sizes of cells no longer hold."""
-    K = values.get("K", pipeline.K)
-    workers = pipeline.workers if pipeline.workers == "auto" else min(pipeline.workers, K)
-    partition = pipeline.partition if isinstance(pipeline.partition, str) or K == pipeline.K else "auto"
-    return replace(pipeline, **{"workers": workers, "partition": partition, **values})
+def _why_slower(plan: Plan, best: Plan) -> str:
+    """Returns what takes more of a plan's step than of the best one's."""
+    shares = {
+        "bubble": plan.bubble - best.bubble,
+        "recompute": plan.recomputed - best.recomputed,
+        "update": plan.update_seconds / plan.step_seconds - best.update_seconds / best.step_seconds,
+    }
+    why = max(shares, key=lambda name: shares[name])
+    return why if shares[why] > 0.005 else "slower operations"
