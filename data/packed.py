@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ..errors import ConfigurationError
+from .records import JSON, PARQUET, ParquetLines
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -32,7 +33,19 @@ def unpacked(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in PACKED else path
 
 
+def ending_of(path: Path) -> str:
+    """Returns the ending that says what is in the file."""
+    return unpacked(path).suffix.lower()
+
+
+def has_records(path: Path) -> bool:
+    """Returns whether each line is a record (`records.texts_in`)."""
+    return ending_of(path) in (*JSON, PARQUET)
+
+
 def _opened(path: Path) -> BinaryIO:
+    if path.suffix.lower() == PARQUET:
+        return io.BufferedReader(ParquetLines(path), 1 << 20)
     if path.suffix == ".zst":
         import zstandard
 

@@ -4,6 +4,7 @@
     Europarl.de-en.de + Europarl.de-en.en        OPUS, Moses: to train on, unless named dev, test or valid
     train.de + train.en                          pairs of files, in one folder or in one for each language
     de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
+    de-en/train.jsonl, train-00000-of-00001.parquet      records, see `records.texts_in`
 
 The language is the name beside the target language. dev may be called valid or validation. Each file may be
 compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
@@ -20,7 +21,8 @@ from typing import Annotated
 from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, unpacked, visible_files
+from ..packed import PACKED, ending_of, has_records, unpacked, visible_files
+from ..records import JSON, PARQUET
 
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
 """By language: files of the source side, globs or pairs of files."""
@@ -28,24 +30,26 @@ Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_len
 SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
-    "target); dev, valid or validation, and test likewise; NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in "
-    ".gz, .zst, .xz or .bz2. Files of other names are named by data.train={xx: [FILE]}"
+    "target), .jsonl or .parquet; dev, valid or validation, and test likewise; NAME.xx-en.xx beside NAME.xx-en.en "
+    "(OPUS); each may end in .gz, .zst, .xz or .bz2. Files of other names are named by data.train={xx: [FILE]}"
 )
 
 _LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"
 _PAIR = rf"{_LANGUAGE}-{_LANGUAGE}"
+_TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET)))
 _NAME = re.compile(
-    rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR}))?"
+    rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
     rf"|(?!.*(?:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
-    rf"\.(?P<ending>tsv|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
+    rf"\.(?P<ending>{'|'.join(_TABLES)}|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
 
 @dataclass(frozen=True)
 class PairFiles:
-    """Holds the files of a corpus: two, line by line, or one TSV file (`target` is None).
+    """Holds the files of a corpus: two, line by line, or one table (`target` is None).
 
     Attributes:
+        columns: of a table of records: the names of source and target in each.
         number: of the corpus among those of its language and split.
     """
 
@@ -53,6 +57,7 @@ class PairFiles:
     split: str
     source: Path
     target: Path | None
+    columns: tuple[str, str] | None = None
     number: int = 0
 
     @property
@@ -61,7 +66,11 @@ class PairFiles:
 
 
 def find_pairs(
-    root: str | None, languages: Sequence[str] | None, target: str, named: Mapping[str, Files] | None = None
+    root: str | None,
+    languages: Sequence[str] | None,
+    target: str,
+    named: Mapping[str, Files] | None = None,
+    columns: tuple[str, str] | None = None,
 ) -> list[PairFiles]:
     """Returns the corpora under `root`, language after language, train before dev before test.
 
@@ -69,6 +78,7 @@ def find_pairs(
         languages: the source languages wanted; None: all that are found.
         target: the language of the translations.
         named: by split, files that take the place of those that are found; their paths begin at `root`.
+        columns: of source and target in records; None: the languages.
 
     Raises:
         ConfigurationError: the folder, a file or a language is missing, or there is no text.
@@ -82,7 +92,8 @@ def find_pairs(
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
-        corpora.setdefault(pair.source, replace(pair, number=len(corpora)))
+        of_records = (columns or (pair.language, target)) if has_records(pair.source) and pair.target is None else None
+        corpora.setdefault(pair.source, replace(pair, columns=of_records, number=len(corpora)))
     trained = sorted({language for language, split in found if split == "train"})
     if not trained:
         some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
@@ -130,7 +141,7 @@ def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[Pair
                 yield PairFiles(language, split, source, other)
                 continue
             for source in _matching(folder, name, key):
-                is_table = unpacked(source).suffix == ".tsv"
+                is_table = ending_of(source).removeprefix(".") in _TABLES
                 yield PairFiles(language, split, source, None if is_table else _other(source, language, target, key))
 
 
@@ -169,7 +180,7 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> 
     for path in paths:
         if match := _NAME.match(path.name):
             corpus, ending = match["corpus"], match["ending"]
-            if corpus and not (ending == "tsv" or corpus.startswith(f"{ending}-") or corpus.endswith(f"-{ending}")):
+            if corpus and not (ending in _TABLES or corpus.startswith(f"{ending}-") or corpus.endswith(f"-{ending}")):
                 continue  # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides
             stem = path.with_name(path.name[: match.start("ending")] + "*")
             named = corpus or match["pair"] or ("" if path.parent == root else path.parent.name)
@@ -179,7 +190,7 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> 
             of_stem[ending] = path
     for (_, split, named), files in stems.items():
         for ending, path in files.items():
-            if ending == "tsv":
+            if ending in _TABLES:
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
                     yield PairFiles(language, split, path, None)

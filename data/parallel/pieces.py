@@ -19,6 +19,7 @@ from ..cache import made_json, save_array
 from ..defects import Defects
 from ..packed import checked_start
 from ..prepared import WORK
+from ..records import check_lines
 from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import LanguageSummary, Lengths, Sizes, Tokens, interleave, pair_ends, places_of, write_shard
@@ -129,7 +130,9 @@ def scan(draft: Draft, pair: PairFiles, wanted: int) -> list[int]:
 
 def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
     for path in pair.files:
-        checked_start(path)
+        start = checked_start(path)
+        if pair.columns is not None:
+            check_lines(path, start.decode(errors="replace"))
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.rows)):

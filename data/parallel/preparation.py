@@ -124,10 +124,9 @@ class Preparation:
                 self.report(f"parallel text: {key.replace('_', ' ')}", 0, 0)
                 sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
                 if not sentences:
-                    raise ConfigurationError(
-                        f"{self.text.named}: no pair of lines has text on both sides; the first file is "
-                        f"{self.pairs[0].source}"
-                    )
+                    _, found = readable(next(read_pieces(self.pairs[0], self.text.piece)), self.text.max_length)
+                    first = found.examples[0] if found.examples else f"the first file is {self.pairs[0].source}"
+                    raise ConfigurationError(f"{self.text.named}: no pair of lines has text on both sides; {first}")
                 with whole_file(model) as draft:
                     draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
 

@@ -30,6 +30,7 @@ class ParallelTextSource(PairSource):
     Args:
         root: the folder.
         train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
+        columns: of source and target in JSON lines and Parquet; None: the codes of the languages.
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
@@ -56,6 +57,7 @@ class ParallelTextSource(PairSource):
         train: Files | None = None,
         dev: Files | None = None,
         test: Files | None = None,
+        columns: Annotated[Sequence[str], Field(min_length=2, max_length=2)] | None = None,
         languages: Names | None = None,
         pair: str | None = None,
         target: str = "en",
@@ -89,6 +91,7 @@ class ParallelTextSource(PairSource):
         self._policy = check_policy(on_defect or {})
         self._cache_dir, self._workers = cache_dir, preparation_workers
         given = {"train": train, "dev": dev, "test": test}
+        self._columns = None if columns is None else (columns[0], columns[1])
         self._files = {split: files for split, files in given.items() if files is not None}
         sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
         drawn = (vocabulary_pairs, vocabulary_temperature)
@@ -99,7 +102,7 @@ class ParallelTextSource(PairSource):
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)
 
     def _open(self, report: Report) -> Store:
-        pairs = find_pairs(self.text.root, self.text.languages, self.text.target, self._files)
+        pairs = find_pairs(self.text.root, self.text.languages, self.text.target, self._files, self._columns)
         return open_parallel_store(self.text, pairs, self._policy, self._cache_dir, self._workers, report)
 
 
@@ -128,7 +131,9 @@ def open_parallel_store(
     def make(draft: Path) -> None:
         Preparation(Draft(text, draft), pairs, policy, worker_count(files, workers), report).run()
 
-    stats = [[pair.language, pair.split, *stat_of(file)] for pair in pairs for file in pair.files]
+    stats = [
+        [pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair in pairs for file in pair.files
+    ]
     name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
     store = Store(prepared_folder(cache_dir, name, make, report))
     for language, corpora in corpora_of(store.folder).items():

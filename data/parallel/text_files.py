@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..defects import KINDS, Defect, Defects
 from ..packed import BYTE_ORDER_MARK, decoded, reading
+from ..records import texts_in
 from .folders import PairFiles
 
 LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
@@ -20,7 +21,7 @@ class Piece(NamedTuple):
     Attributes:
         number: of the piece within its language.
         first: the first line's number, from 1.
-        rows: the columns of each line; two, unless a line of a TSV file is malformed.
+        rows: the columns of each line; two, unless a line of a TSV file is malformed; a record is one column.
     """
 
     files: PairFiles
@@ -45,7 +46,7 @@ def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = Non
     """
     numbers = count() if numbers is None else numbers
     rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
-    if files.target is None:
+    if files.target is None and files.columns is None:
         rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
     for first in count(1, size):
         piece = list(islice(rows, size))
@@ -77,6 +78,13 @@ def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
         if wrong:
             return defect_at(piece, place, wrong, side)
         texts.append(text.strip())
+    if piece.files.columns is not None:
+        try:
+            texts = [text.strip() for text in texts_in(texts[0], piece.files.columns, "data.columns")]
+        except ValueError as error:
+            return defect_at(piece, place, "malformed", 0, str(error))
+        if any("\0" in text for text in texts):
+            return defect_at(piece, place, "nul", 0)
     return (texts[0], texts[1]) if len(texts) == 2 else defect_at(piece, place, "malformed", 0)
 
 

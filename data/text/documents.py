@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from ..defects import KINDS, Defect, Defects
-from ..packed import BYTE_ORDER_MARK, decoded
+from ..packed import BYTE_ORDER_MARK, decoded, has_records
+from ..records import texts_in
 from . import files
-from .files import TextPiece, is_json
+from .files import TextPiece
 
 MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
 TEXT = "text"  # stands for the language in `Defect`
@@ -28,16 +28,16 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
     """Yields the documents of a piece.
 
     Args:
-        ends: what ends a document of plain text, see `Ends`. A line of JSON is a document.
-        key: of the text in a line of JSON.
+        ends: what ends a document of plain text, see `Ends`. A record is a document.
+        key: of the text in a record.
         defects: gets what cannot be used.
     """
-    if is_json(piece.file):
+    if has_records(piece.file):
         for number, line in _lines(piece, defects):
             if not line:
                 continue
             try:
-                text = _text_of(line, key)
+                (text,) = texts_in(line, [key], "data.json_key")
             except ValueError as error:
                 defects.add(_defect(piece, number, "malformed", str(error)))
                 continue
@@ -73,22 +73,6 @@ def _lines(piece: TextPiece, defects: Defects) -> Iterator[Document]:
             defects.add(_defect(piece, number, wrong))
         else:
             yield Document(number, text.rstrip())
-
-
-def _text_of(line: str, key: str) -> str:
-    """Returns the text in a line of JSON; a ValueError says what is wrong with the line."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError("is no JSON object")
-    text = content.get(key)
-    if not isinstance(text, str):
-        known = ", ".join(name for name, value in content.items() if isinstance(value, str))
-        raise ValueError(f"has no text under {key!r} (data.json_key), only under: {known or 'nothing'}")
-    text.encode()  # a UnicodeEncodeError is a ValueError: half of a surrogate pair, which JSON can write
-    return text
 
 
 def _defect(piece: TextPiece, line: int, kind: str, found: str | None = None) -> Defect:

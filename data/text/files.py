@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, checked_start, reading, unpacked, visible_files
+from ..packed import PACKED, checked_start, ending_of, has_records, reading, unpacked, visible_files
+from ..records import JSON, PARQUET, check_lines
 
-PLAIN, JSON = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json")
-KINDS = f"plain text ({', '.join(PLAIN)}) or JSON lines ({', '.join(JSON)}); each may end in {', '.join(PACKED)} too"
+PLAIN = (".txt", ".text", ".md")
+KINDS = (
+    f"plain text ({', '.join(PLAIN)}), JSON lines ({', '.join(JSON)}), each may end in {', '.join(PACKED)} too, or "
+    f"Parquet ({PARQUET})"
+)
 MOST_LINE = 2**23  # bytes; a longer line is dropped
 CHECKED = 2**20  # bytes at a file's beginning that are tried to be read as UTF-8
 MOST_UNREADABLE = 0.01  # share of characters there that are no UTF-8
@@ -43,7 +46,7 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         return [place]
     if not place.is_dir():
         raise ConfigurationError(f"{key}={root}: there is no such file or folder")
-    found = [path for path in visible_files(place) if ending(path) in (*PLAIN, *JSON)]
+    found = [path for path in visible_files(place) if ending_of(path) in PLAIN or has_records(path)]
     if not found:
         raise ConfigurationError(f"{key}={root} has no text. Expected files of {KINDS}")
     found.sort(key=lambda path: path.relative_to(place).as_posix())
@@ -51,15 +54,6 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         if unpacked(one) == unpacked(other):
             raise ConfigurationError(f"{one} and {other} are one text twice: keep one of the two")
     return found
-
-
-def ending(path: Path) -> str:
-    """Returns the ending that says what is in the file."""
-    return unpacked(path).suffix.lower()
-
-
-def is_json(path: Path) -> bool:
-    return ending(path) in JSON
 
 
 def check_text(path: Path) -> None:
@@ -70,12 +64,8 @@ def check_text(path: Path) -> None:
             f"{path} is no text in UTF-8: convert it, as iconv -f LATIN1 -t UTF-8 does if it is in Latin-1, or move it "
             "elsewhere if it is no text"
         )
-    if is_json(path) and (found := re.match(r"\ufeff?\s*(\[\s*\{|\{[^\S\n]*\n)", text)):
-        kind, each = ("array", ".[]") if found[1].startswith("[") else ("object over several lines", ".")
-        raise ConfigurationError(
-            f"{path} is one JSON {kind}, not JSON lines (an object a line): put what jq -c '{each}' makes of it in its "
-            "place"
-        )
+    if has_records(path):
+        check_lines(path, text)
 
 
 def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[TextPiece]:

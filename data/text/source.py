@@ -32,8 +32,8 @@ class TextFilesSource(WindowSource, PreparedSource):
 
     Args:
         root: a file or a folder, see `files.KINDS`.
-        document: what ends a document of plain text: "blank_line" or "line". A line of JSON is a document.
-        json_key: of the text in a line of JSON.
+        document: what ends a document of plain text: "blank_line" or "line". A record is a document.
+        json_key: of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each.
         evaluation_root: a file or folder that is held out, in place of a share of `root`.
         tokenizer: a tokenizer.json, or a run's vocabulary/source.model; None: SentencePiece is trained on the text.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,80 @@ def test_a_run_names_its_files_on_the_command_line_and_reports_each(tmp_path: Pa
         f"parallel text: 'de' is trained on {root}/Europarl.de-en.de (180 of 180 pairs), "
         f"{root}/WMT-News.de-en.de (120 of 120 pairs); corpora"
     ]
+
+
+# --- records
+
+
+FORMS = {
+    "translation": lambda pair: {"id": "1", "translation": {"de": pair.source, "en": pair.target}},
+    "languages": lambda pair: {"de": pair.source, "en": pair.target},
+    "named": lambda pair: {"german": pair.source, "english": pair.target},
+}
+
+
+def records(form: str, count: int, split: str = "train") -> list[dict[str, Any]]:
+    return [FORMS[form](pair) for pair in parallel_folder.pairs_of("de", count, split)]
+
+
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    return [json.dumps(row, ensure_ascii=False) for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_json_lines_hold_pairs_below_translation_or_in_two_columns(form: str, tmp_path: Path) -> None:
+    named = {"columns": ["german", "english"]} if form == "named" else {}
+    packed = {"translation": "", "languages": ".gz", "named": ".zst"}[form]
+    parallel_folder.write(tmp_path / "text" / "de-en" / f"train.jsonl{packed}", lines_of(records(form, 300)))
+    parallel_folder.write(tmp_path / "text" / "de-en" / "validation.json", lines_of(records(form, 20, "dev")))
+    made = source(tmp_path / "text", **named)
+    assert made.sizes == {"de": 300} and made.prepared_defects == {}
+    held_out = {(sample.source, sample.reference) for sample in made.held_out("dev")}
+    assert held_out == set(parallel_folder.pairs_of("de", 20, "dev"))
+    other = source(tmp_path / "text", target="de", languages=["en"], columns=["english", "german"]) if named else made
+    assert [*other.sizes] == (["en"] if named else ["de"])
+
+
+def test_a_line_that_is_no_record_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    lines = lines_of(records("translation", 300))
+    spoilt = {
+        6: '{"translation": {"de": "torn',
+        9: '{"translation": {"de": "ja"}}',
+        12: '{"de": "a\\u0000b", "en": "c"}',
+    }
+    for place, line in spoilt.items():
+        lines[place] = line
+    parallel_folder.write(tmp_path / "text" / "de.jsonl", lines)
+    named = {"train": {"de": "de.jsonl"}}
+    made = source(tmp_path / "text", **named)
+    assert made.sizes == {"de": 297}
+    assert places(made)[1:] == [("malformed", "de.jsonl", 7), ("malformed", "de.jsonl", 10), ("nul", "de.jsonl", 13)]
+    said = [one["found"] for one in defects(made)["defects"]]
+    assert said[1].startswith("is no JSON (") and said[2] == "has no text under 'en' (data.columns), only under: de"
+    wrong = refusal(tmp_path / "text", **named, columns=["src", "tgt"], on_defect={"malformed": "refuse"})
+    assert "de.jsonl, line 1: has no text under 'src' (data.columns), only under: de, en" in wrong
+    (tmp_path / "text" / "de.jsonl").write_text('[{"de": "a", "en": "b"}]')
+    assert "is one JSON array, not JSON lines" in refusal(tmp_path / "text", **named)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parquet_as_it_is_downloaded(form: str, tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows, folder = records(form, 300), tmp_path / "text" / "de-en"
+    folder.mkdir(parents=True)
+    rows[150] = dict.fromkeys(rows[150])
+    files = {"train-00000-of-00002": rows[:140], "train-00001-of-00002": rows[140:], "test-00000-of-00001": rows[:5]}
+    for name, of in files.items():
+        parquet.write_table(
+            pyarrow.Table.from_pylist([{**row, "vector": [0.5]} for row in of]), folder / f"{name}.parquet"
+        )
+    made = source(tmp_path / "text", **({"columns": ["german", "english"]} if form == "named" else {}))
+    assert [*defects(made)["corpora"]["de"].values()] == [[135, 140], [159, 160]]
+    assert ("malformed", "train-00001-of-00002.parquet", 11) in places(made)
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    parallel_folder.write(tmp_path / "text" / "de-en" / "train.parquet", ["PAR1"])
+    said = refusal(tmp_path / "text")
+    assert "train.parquet is read by the pyarrow library: pip install 'gpipe-cli[parquet]'" in said

@@ -96,6 +96,17 @@ def test_every_kind_of_file_gives_the_same_documents(kind: str, packed: str, tmp
     assert trained == [text for text in wanted if text in set(trained)]  # in their order
 
 
+def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    wanted = documents()
+    rows = [{"id": number, "text": text} for number, text in enumerate([*wanted[:50], None, *wanted[50:]])]
+    (tmp_path / "text").mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "text" / "train-00000-of-00001.parquet")
+    made = source(tmp_path / "text")
+    assert sorted(texts_of(made) + texts_of(made, "dev")) == sorted(wanted)
+    assert places(made) == [("malformed", "train-00000-of-00001.parquet", 51)]
+
+
 def test_a_share_is_held_out_by_content_or_a_file_is_named(tmp_path: Path) -> None:
     wanted = documents()
     write(tmp_path / "text" / "b" / "2.txt", "\n\n".join(wanted[60:]))
