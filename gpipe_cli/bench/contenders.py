@@ -43,7 +43,8 @@ def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: 
     cuts = {int(cells): sizes for cells, sizes in setting["cuts"].items()}
     link = None if setting["link"] is None else Link(**setting["link"])
     rank, K = context.rank, context.world_size
-    work = Workload(setting["seconds"], cuts, setting["M"], setting["remat"], rank, K, link)
+    lists = setting.get("lists", {})
+    work = Workload(setting["seconds"], cuts, setting["M"], setting["remat"], rank, K, link, lists)
     steps = {name: contender(name, work) for name in setting["contenders"]}
     running = {name: step for name, step in steps.items() if step is not None}
     spent: dict[str, list[float]] = {op.name.lower(): [] for op in COMPUTE}
@@ -69,11 +70,12 @@ def contender(name: str, work: Workload) -> Step | None:
     """Builds the step of one contender on this worker; None, on all workers, where it refuses the workload.
 
     Args:
-        name: a kind of schedule of the engine; "torch gpipe", "torch 1f1b" or "torch interleaved"; or
-            "plain": one device runs all layers, while the other workers wait.
+        name: a kind of schedule of the engine, or one of ``work.lists``; "torch gpipe", "torch 1f1b" or "torch
+            interleaved"; or "plain": one device runs all layers, while the other workers wait.
     """
     kind = name.removeprefix(TORCH)
     cells = 2 * work.K if kind.startswith("interleaved") else work.K
+    kind, cells, policy = work.lists.get(name, (kind, cells, work.remat))
     if cells not in work.cuts:
         return None
     if name.startswith(TORCH):
@@ -88,7 +90,7 @@ def contender(name: str, work: Workload) -> Step | None:
         if placement[cell] == work.rank
     ]
     micro_batches = split(mini_batch(), work.M)
-    return engine_step(mine, placement, work.rank, work.transport(placement), micro_batches, kind, work.remat)
+    return engine_step(mine, placement, work.rank, work.transport(placement), micro_batches, kind, policy)
 
 
 def mini_batch() -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -217,6 +217,7 @@ class Workload:
         seconds: of each layer's forward of one micro-batch.
         cuts: number of cells to the number of layers of each cell.
         link: None: messages as fast as this machine has them.
+        lists: contenders with numbers of their own, by name: kind of schedule, cells, and graphs that each cell keeps.
     """
 
     seconds: Sequence[float]
@@ -226,6 +227,7 @@ class Workload:
     rank: int
     K: int
     link: Link | None = None
+    lists: Mapping[str, tuple[str, int, Sequence[int]]] = field(default_factory=dict)
 
     def layers(self, cells: int, cell: int, divisible: bool = False) -> list[nn.Module]:
         """Makes the layers of one cell, where the model is cut into so many cells."""

@@ -80,7 +80,7 @@ def engine_step(
     transport: Transport | None,
     micro_batches: Sequence[MicroBatch],
     kind: str = "gpipe",
-    remat: str = "never",
+    remat: str | Sequence[int] = "never",
     loss: Loss = squared_loss,
     scale: float = 1.0,
     device: torch.device = CPU,
@@ -90,6 +90,7 @@ def engine_step(
 
     Args:
         placement: worker of every cell.
+        remat: a policy, as `kept_graphs` takes it.
         micro_batches: every worker passes the same shapes; only the first worker's values count.
         scale: factor of every loss: 1 / weight of the mini-batch.
     """

@@ -105,19 +105,23 @@ class Kept:
         inputs: cell -> micro-batches whose boundary input is kept, from forward to the end of backward (its
             second half, where it has two).
         graphs: cell -> micro-batches whose graph is kept, from forward (or recompute) to there.
-        together: graphs of all its cells at the same time.
+        together: graphs of all its cells at the same time, each by its size.
     """
 
     inputs: dict[int, int]
     graphs: dict[int, int]
-    together: int
+    together: float
 
 
-def most_kept(instructions: Sequence[Instruction]) -> Kept:
-    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M))."""
+def most_kept(instructions: Sequence[Instruction], sizes: Sequence[float] | None = None) -> Kept:
+    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M)).
+
+    Args:
+        sizes: of each cell's graph, in any unit; None: 1 for each.
+    """
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     inputs, graphs = (Counter({i.cell: 0 for i in instructions}) for _ in range(2))
-    most_inputs, most_graphs, together = dict(inputs), dict(graphs), 0
+    most_inputs, most_graphs, together = dict(inputs), dict(graphs), 0.0
     for i in instructions:
         change = _CHANGE.get(i.op, 0)
         forgets_its_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
@@ -125,7 +129,7 @@ def most_kept(instructions: Sequence[Instruction]) -> Kept:
         graphs[i.cell] += 0 if forgets_its_graph else 1 if i.op is Op.RECOMPUTE else change
         most_inputs[i.cell] = max(most_inputs[i.cell], inputs[i.cell])
         most_graphs[i.cell] = max(most_graphs[i.cell], graphs[i.cell])
-        together = max(together, graphs.total())
+        together = max(together, sum(n * (sizes[cell] if sizes else 1) for cell, n in graphs.items()))
     return Kept(most_inputs, most_graphs, together)
 
 

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.kept_graphs import choices
+
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
+    "kept_graphs": "--workers 2 --M 4 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
@@ -52,6 +55,12 @@ def test_every_benchmark_is_tried() -> None:
         if re.search(r"def main\(\)", p.read_text())
     }
     assert scripts == set(SMALL)
+
+
+def test_kept_graphs_fit_in_memory_and_shorten_the_step() -> None:
+    always, keep = choices([1.0, 1.5, 0.5, 1.0] * 4, W=4, M=8, memory=10.0)
+    assert always.graphs < keep.graphs <= 10
+    assert keep.limit < always.limit
 
 
 @pytest.mark.slow(2)

@@ -248,6 +248,11 @@ class TestMostKept:
         kept = most_kept(scheduled("1f1b", range(4), 100, "never")[worker])
         assert (kept.inputs, kept.graphs) == ({worker: 4 - worker}, {worker: 4 - worker})
 
+    def test_graphs_of_several_cells_add_up_by_their_sizes(self) -> None:
+        instructions = scheduled("gpipe", (0, 0), 3, "never")[0]
+        assert most_kept(instructions).together == 6
+        assert most_kept(instructions, (2.0, 0.5)).together == 7.5
+
 
 def test_plans_are_made_without_torch() -> None:
     code = (
