@@ -44,12 +44,15 @@ class Defect:
         return f"{self.file}, line {self.line}: {self.found}" if self.line else f"{self.file}: {self.found}"
 
 
-def check_policy(on_defect: str | Mapping[str, str], kinds: Collection[str] = tuple(KINDS)) -> dict[str, str]:
+def check_policy(
+    on_defect: str | Mapping[str, str], kinds: Collection[str] = tuple(KINDS), strict: bool = False
+) -> dict[str, str]:
     """Returns "drop", "keep" or "refuse" for each kind of defect, from the key `data.on_defect`.
 
     Args:
         on_defect: one word for all kinds, or a word for each; `DEFAULTS` holds the others.
         kinds: those that a text of this sort can have.
+        strict: what would be dropped is refused, the key `data.strict`.
 
     Raises:
         ConfigurationError: a kind or word is unknown.
@@ -62,7 +65,7 @@ def check_policy(on_defect: str | Mapping[str, str], kinds: Collection[str] = tu
         words = ("drop", "keep", "refuse") if kind in KEEPABLE else ("drop", "refuse")
         if word not in words:
             raise ConfigurationError(f"data.on_defect.{kind}={word}: use {' or '.join(words)}")
-    return policy
+    return {kind: "refuse" if strict and word == "drop" else word for kind, word in policy.items()}
 
 
 class Defects:
@@ -95,7 +98,7 @@ class Defects:
         for of in self.examples:
             if policy[of.kind] == "refuse":
                 raise ConfigurationError(
-                    f"{of}. Mend the file, or use data.on_defect.{of.kind}=drop to go on without it"
+                    f"{of}. Mend the file, or go on without it: data.on_defect.{of.kind}=drop, not data.strict"
                 )
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +137,7 @@ def corpora_of(store: Path) -> dict[str, dict[str, list[int]]]:
 
 
 def defect_notice(store: Path, policy: Mapping[str, str], used: str) -> str | None:
-    """Returns a warning of what was left out when a store was made; None: nothing was.
+    """Returns a warning of what was left out when a store was made, with an example of each kind; None: nothing was.
 
     Args:
         used: what was not, in words; {lines} becomes the number of lines.
@@ -143,10 +146,13 @@ def defect_notice(store: Path, policy: Mapping[str, str], used: str) -> str | No
         ConfigurationError: it was made with defects dropped that are to be refused now.
     """
     content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
-    Defects.from_json(content).refuse(policy)
+    defects = Defects.from_json(content)
+    defects.refuse(policy)
     found = in_words(defects_of(store), policy)
+    first = {one.kind: str(one) for one in reversed(defects.examples) if policy[one.kind] == "drop"}
+    such_as = f"; such as {'; '.join(first[kind] for kind in sorted(first))}" if first else ""
     used = used.format(lines=f"{content['lines']:,}")
-    return f"{used}: {found}; which ones: {store / DEFECTS}" if found else None
+    return f"{used}: {found}{such_as}; which ones: {store / DEFECTS}" if found else None
 
 
 def in_words(counts: Mapping[str, int], policy: Mapping[str, str]) -> str:

@@ -42,6 +42,7 @@ class ParallelTextSource(PairSource):
         max_length: pairs with more tokens on a side, with its end token, are left out.
         on_defect: drop, keep or refuse, one word for all kinds of defect or a word for each (`defects.KINDS`); None:
             `defects.DEFAULTS`.
+        strict: refuse the first defect that would be dropped.
         preparation_workers: processes that prepare the text; None: one per core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
         corpus_seed: decides the order of the pairs on the disk.
@@ -70,6 +71,7 @@ class ParallelTextSource(PairSource):
         smaller_vocabulary: bool = False,
         max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
         on_defect: str | Mapping[str, str] | None = None,
+        strict: bool = False,
         preparation_workers: Count | None = None,
         batch_size: Examples | None = None,
         batch_tokens: Examples | None = 4_000,
@@ -88,7 +90,7 @@ class ParallelTextSource(PairSource):
                 f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
                 f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
             )
-        self._policy = check_policy(on_defect or {})
+        self._policy = check_policy(on_defect or {}, strict=strict)
         self._cache_dir, self._workers = cache_dir, preparation_workers
         given = {"train": train, "dev": dev, "test": test}
         self._columns = None if columns is None else (columns[0], columns[1])

@@ -43,6 +43,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         character_coverage: share of the text's characters that get pieces of their own.
         vocabulary_samples: texts of at most 1,000 characters that the vocabulary is trained on.
         on_defect: drop or refuse, one word for all kinds of defect or a word for each (`defects.OF_TEXT`).
+        strict: refuse the first defect that would be dropped.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
         corpus_seed: of the draw of held-out documents.
@@ -69,6 +70,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.9995,
         vocabulary_samples: Count = 20_000,
         on_defect: str | Mapping[str, str] | None = None,
+        strict: bool = False,
         preparation_workers: Count | None = None,
         sequence_length: Count = 1024,
         batch_size: Examples = 32,
@@ -81,7 +83,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
         self.pad_id, self._vocabulary = pad_id, vocabulary
         self._root, self._evaluation_root = root, evaluation_root
-        self._policy = check_policy(on_defect or {}, OF_TEXT)
+        self._policy = check_policy(on_defect or {}, OF_TEXT, strict)
         self._workers, self._cache_dir = preparation_workers, cache_dir
         if tokenizer is not None:
             ids = len(read_vocabulary(Path(tokenizer).expanduser(), end_token))

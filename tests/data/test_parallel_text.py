@@ -142,6 +142,7 @@ def test_a_bad_line_is_dropped_counted_and_named(kind: str, root: Path) -> None:
     assert len(whole - sources_read(made)) == 1 and not sources_read(made) - whole
     said = refusal(root, on_defect={kind: "refuse"})  # by a store that is there, too
     assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and f"data.on_defect.{kind}=drop" in said
+    assert refusal(root, strict=True) == said
 
 
 def test_files_of_different_lengths_are_refused_with_both_numbers(root: Path) -> None:
@@ -178,6 +179,7 @@ def test_a_language_without_a_dev_set_is_trained_on_and_named(tmp_path: Path) ->
 
 def test_a_policy_names_its_kinds_and_words() -> None:
     assert set(check_policy("refuse")) == set(KINDS)
+    assert check_policy({}, strict=True) == {**dict.fromkeys(KINDS, "refuse"), "copied": "keep"}
     with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
         check_policy({"tooo_long": "drop"})
     with pytest.raises(ConfigurationError, match=r"data\.on_defect\.empty=keep: use drop or refuse"):
@@ -247,7 +249,8 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         summary, events = train_inline(tmp_path / run, *words, "task.generation=null")
         assert summary["data_defects"] == {"empty": 1, "copied": 1}
         said = [event["text"] for event in events if event["kind"] == "warning"]
-        counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; which ones: "
+        counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; such as "
+        counts += f"{root}/train.de, line 7: source is empty; which ones: "
         assert [text.startswith(counts) and text.endswith("defects.json") for text in said] == [True]
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
 

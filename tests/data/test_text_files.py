@@ -206,6 +206,7 @@ def test_a_bad_line_is_dropped_counted_and_named_or_refused(
     assert len(texts_of(made)) + len(texts_of(made, "dev")) == 240
     said = refusal(root, document="line", on_defect={kind: "refuse"})
     assert f"{file}, line 121: " in said and f"data.on_defect.{kind}=drop" in said
+    assert refusal(root, document="line", strict=True) == said
 
 
 @pytest.mark.parametrize(
