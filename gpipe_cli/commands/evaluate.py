@@ -29,7 +29,8 @@ gpipe-eval: evaluates a checkpoint as its run did after the last step, and compa
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
-output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>
+output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
+                  source, reference and output of each sentence, with tabs between
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
 compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
                   each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME

@@ -1,4 +1,4 @@
-"""Translates held-out sentences in an evaluation: returns their scores and a few translations to show."""
+"""Translates held-out sentences in an evaluation: returns their scores and the translations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ class Generator:
     reports: bool
 
     def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
-        """Returns (scores, samples) on rank 0, nothing elsewhere; ``final``: with the effort of the last evaluation."""
+        """Returns (scores, translations) on rank 0, nothing elsewhere.
+
+        Args:
+            final: with the effort of the last evaluation.
+        """
         settings = self.settings
         wanted, beam = settings.per_language, settings.beam_during_run
         if final:
@@ -43,11 +47,14 @@ class Generator:
         if self.source is None or not self.reports or not sentences:  # a corpus may have no dev set
             return {}, []
         texts = [self.source.decode(hypothesis.tokens) for hypothesis in found]
-        pairs = list(zip(sentences, texts, strict=True))
-        shown = min(len(pairs), self.samples)
-        spread = [pairs[number * len(pairs) // shown] for number in range(shown)]
-        samples = [Sample(sentence.language, sentence.source, sentence.reference, text) for sentence, text in spread]
-        return self._scores(self.source, texts, sentences), samples
+        pairs = zip(sentences, texts, strict=True)
+        translations = [Sample(of.language, of.source, of.reference, text) for of, text in pairs]
+        return self._scores(self.source, texts, sentences), translations
+
+    def shown(self, translations: Sequence[Sample]) -> list[Sample]:
+        """Returns translations to show, from all languages."""
+        shown = min(len(translations), self.samples)
+        return [translations[number * len(translations) // shown] for number in range(shown)]
 
     def _scores(self, source: Source, texts: Sequence[str], sentences: Sequence[HeldOutSample]) -> dict[str, float]:
         """Returns the task's scores of all sentences and of each language, with averages over languages."""

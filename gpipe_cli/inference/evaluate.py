@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..metrics.image_pictures import draw_classification
 from ..metrics.language_pictures import ModelScores, draw_languages
-from ..metrics.records import Evaluation
+from ..metrics.records import Evaluation, Sample
 from ..metrics.translation_scores import languages_of
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 from ..trainer.evaluator import evaluation_fields
@@ -42,6 +43,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
+    write_translations(result.translations, context.run_dir / "translations")
     draw(result, str(made["name"]), context.run_dir)
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -62,6 +64,17 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "sizes": dict(result.sizes),
         "scripts": {} if assembly.source is None else dict(assembly.source.scripts),
     }
+
+
+def write_translations(translations: Sequence[Sample], folder: Path) -> None:
+    """Writes LANGUAGE.txt: source, reference and output of each sentence, with tabs between, one sentence a line."""
+    lines: dict[str, list[str]] = {}
+    for of in translations:
+        texts = (" ".join(text.split()) for text in (of.source, of.reference, of.output))
+        lines.setdefault(of.language, []).append("\t".join(texts) + "\n")
+    for language, of_language in lines.items():
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / f"{language}.txt", "".join(of_language))
 
 
 def draw(result: Evaluation, name: str, folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..distributed.batch_plan import BatchPlan
@@ -82,6 +82,7 @@ class Evaluation:
         sizes: training pairs of each language, on rank 0, if texts of several languages were scored.
         signature: of sacreBLEU: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
+        translations: all of them, language after language, on rank 0.
     """
 
     numbers: dict[str, float]
@@ -91,3 +92,4 @@ class Evaluation:
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
     effort: Mapping[str, int | None] = field(default_factory=dict)
+    translations: Sequence[Sample] = ()

@@ -62,15 +62,15 @@ class Evaluator:
     def _evaluate(self, final: bool) -> Evaluation:
         numbers = self._score()
         loss = next(iter(numbers.values()), None)
-        samples: list[Sample] = []
-        signature = None
+        samples, translations, signature = list[Sample](), list[Sample](), None
         if self.generator is not None:
-            scores, samples = self.generator.evaluate(final)
+            scores, translations = self.generator.evaluate(final)
+            samples = self.generator.shown(translations)
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
         predictions = self.keeper.finish() if self.keeper is not None else None
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
-        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final))
+        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final), translations)
 
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set; nothing where it is empty."""

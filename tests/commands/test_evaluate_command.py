@@ -12,6 +12,7 @@ import pytest
 from inline_run import train_inline
 
 from gpipe_cli.commands.evaluate import main
+from gpipe_cli.tasks.translation import TranslationTask
 
 INLINE = ("launch.inline=true", "pipeline.workers=1", "trainer.samples=0")
 TRANSLATION = ("debug=tiny", "trainer.steps=2", "trainer.evaluate_every=null", "task.generation.beam=2")
@@ -49,6 +50,18 @@ def test_the_report_and_its_picture_stand_in_the_run(run: tuple[Path, dict[str, 
     assert main([f"checkpoint={folder}", *INLINE, "split=test", "task.generation.per_language_at_end=1"]) == 0
     made = folder / "evaluations" / "step_00000002_test"
     assert {"evaluation.json", "languages.png"} <= {path.name for path in made.iterdir()}
+
+
+def test_the_translations_that_were_scored_stand_beside_the_scores(run: tuple[Path, dict[str, float]]) -> None:
+    folder, found = run
+    evaluated(folder)
+    files = {path.stem: path for path in (folder / "again" / "translations").iterdir()}
+    assert {f"bleu/{code}" for code in files} == {name for name in found if name.startswith("bleu/")}
+    for code, path in files.items():
+        rows = [line.split("\t") for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n")]
+        assert {len(row) for row in rows} == {3}
+        bleu = TranslationTask().score([row[2] for row in rows], [row[1] for row in rows])["bleu"]
+        assert bleu == pytest.approx(found[f"bleu/{code}"])
 
 
 def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
