@@ -80,11 +80,14 @@ def cells_table(plan: Plan) -> str:
 def _facts(plan: Plan) -> list[str]:
     fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
+    largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
+    kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
     return [
         f"memory      {size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
-        f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)})",
-        f"slowest     cell is {percent(plan.slowest_over_mean)} above the mean",
+        f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
+        + (f": {kinds})" if kinds else ")"),
+        f"busiest     device computes {percent(plan.busiest_over_mean)} longer than the mean",
         f"sent        {size_text(plan.sent_bytes)} between devices in a step",
         f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
         f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",

@@ -113,7 +113,7 @@ class Plan:
         examples: number of examples in a mini-batch.
         micro_batch: shapes of the inputs of a micro-batch.
         parameters: number of parameters of the whole model.
-        slowest_over_mean: how much longer the slowest cell takes than the mean, as a share.
+        busiest_over_mean: how much longer the busiest worker computes than the mean, as a share.
         sent_bytes: bytes between workers in one step of one replica.
         bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
         bubble: bubble of the simulated schedule, waits for messages included.
@@ -144,7 +144,7 @@ class Plan:
     parameters: int
     cells: list[CellPlan]
     workers_plan: list[WorkerPlan]
-    slowest_over_mean: float
+    busiest_over_mean: float
     sent_bytes: int
     bubble_formula: float | None
     bubble: float

@@ -169,7 +169,6 @@ class Planner:
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
         update = self._update_seconds(cells, model, placement, pipeline, ties)
         bound, any_cut = self._bounds(measured, cells, times, model, workers, placement, pipeline)
-        busy = [cell.forward_seconds + cell.backward_seconds for cell in rows]
         crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
         return Plan(
             K=pipeline.K,
@@ -185,7 +184,7 @@ class Planner:
             parameters=sum(cell.parameters for cell in cells),
             cells=rows,
             workers_plan=workers,
-            slowest_over_mean=max(busy) / (sum(busy) / len(busy)) - 1,
+            busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
             sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings)
             + sum(size for _, _, size in ties),
             bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
