@@ -42,8 +42,7 @@ def _files(settings: Settings) -> Iterator[str]:
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
         return
     places = [(key, Path(str(data[key]))) for key in ("root", "evaluation_root", "tokenizer") if data.get(key)]
-    inside = data["folders"] if isinstance(data.get("folders"), list) else []
-    for key, place in [*places, *(("root", Path(str(data["root"]), str(name))) for name in inside)]:
+    for key, place in places:
         if not place.expanduser().exists():
             yield f"data.{key}={data[key]}: there is no {place}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-from composed import composed
+from composed import checked, composed
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.typed_section import RULES
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -80,6 +81,14 @@ def test_the_classes_of_an_image_folder_are_its_folders(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     images = composed("model=amoebanet", "data=image_folder", f"data.root={tmp_path}")
     assert images["data"]["classes"] == images["model"]["classes"] == 3
+
+
+def test_of_a_folder_of_data_only_the_root_is_looked_for_before_workers_start(tmp_path: Path) -> None:
+    """What lies below it, the source knows."""
+    words = ["model=amoebanet", "data=imagenet", "debug=tiny"]
+    checked(*words, f"data.root={tmp_path}", checks=TRAINING)
+    with pytest.raises(ConfigurationError, match=f"there is no {tmp_path}/none"):
+        checked(*words, f"data.root={tmp_path}/none", checks=TRAINING)
 
 
 def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
