@@ -78,7 +78,7 @@ def _lock(file: int, name: str, report: Report) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        report(f"text: waiting for another process that prepares {name}", 0, 0)
+        report(f"data: waiting for another process that prepares {name}", 0, 0)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError:  # a file system without locks, where two preparations at once would disturb each other
-        report(f"text: the file system of {name} has no locks: prepare one run at a time", 0, 0)
+        report(f"data: the file system of {name} has no locks: prepare one run at a time", 0, 0)

@@ -14,6 +14,8 @@ from ..source import Report
 from . import imagenet
 from .files import ImageArray, ImageFiles, Images
 from .folders import read_folder
+from .tars import NEEDS as SHARDS
+from .tars import read_tars, tars_of
 
 
 class ImageDataset(NamedTuple):
@@ -36,7 +38,7 @@ CIFAR = ({"train": True}, {"train": False})
 TRAIN, TRAINVAL = ({"split": "train"}, {"split": "test"}), ({"split": "trainval"}, {"split": "test"})
 DATASETS = {
     "image_folder": ImageDataset(
-        "a folder for each of data.folders, in each of them a folder of images for each class"
+        "a folder for each of data.folders, in each of them a folder of images for each class; or, for each, " + SHARDS
     ),
     "imagenet": ImageDataset(imagenet.NEEDS),
     "cifar10": ImageDataset(
@@ -92,10 +94,15 @@ def open_images(
             return _from_torchvision(known, place, download, report)
         if dataset == "imagenet":
             return imagenet.open_imagenet(place, folders, report)
-        train = read_folder(place / folders[0], report)
-        return train, read_folder(place / folders[1], report, train.class_names)
+        tars = tars_of(place, folders)
+        train = _read_split(place / folders[0], tars[0], report)
+        return train, _read_split(place / folders[1], tars[1], report, train.class_names)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}. {help_for(dataset)}") from error
+
+
+def _read_split(split: Path, tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> Images:
+    return read_tars(tars, report, known) if tars else read_folder(split, report, known)
 
 
 def help_for(dataset: str) -> str:

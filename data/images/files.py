@@ -82,21 +82,26 @@ class ImageFiles(Images):
         return fingerprint_of(b"".join(names), ends.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
-        path = self._path(os.fsdecode(self._names[index]))
         try:
-            return decode(path)
+            return decode(self._file(index))
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise BrokenImageError(str(path), f"{type(error).__name__}: {error}") from error
+            raise BrokenImageError(str(self._path(index)), f"{type(error).__name__}: {error}") from error
 
-    def _path(self, name: str) -> Path:
-        return self._root / name
+    def _name(self, index: int) -> str:
+        return os.fsdecode(self._names[index])
+
+    def _path(self, index: int) -> Path:
+        return self._root / self._name(index)
+
+    def _file(self, index: int) -> Path | BinaryIO:
+        return self._path(index)
 
 
 class FlatImageFiles(ImageFiles):
     """Reads image files that lie together in one folder, but have names as if each lay in the folder of its class."""
 
-    def _path(self, name: str) -> Path:
-        return self._root / name.partition("/")[2]
+    def _path(self, index: int) -> Path:
+        return self._root / self._name(index).partition("/")[2]
 
 
 class ImageArray(Images):

@@ -1,4 +1,4 @@
-"""Finds ImageNet (ILSVRC 2012) as it is downloaded and unpacked: Kaggle's tree, and a flat val with its label file."""
+"""Finds ImageNet (ILSVRC 2012) as it is downloaded: its tars, Kaggle's tree, and a flat val with its label file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from ...errors import ConfigurationError
 from ..source import Report
 from .files import FlatImageFiles, ImageFiles
 from .folders import images_in, is_flat, read_folder, some_of, warn_of
+from .tars import NEEDS as SHARDS
+from .tars import read_tars, tars_of
 
 KAGGLE_TREE = "ILSVRC/Data/CLS-LOC"  # holds train and val in Kaggle's archive
 KAGGLE_LABELS = "LOC_val_solution.csv"
@@ -18,8 +20,9 @@ DEVKIT_LABELS = "ILSVRC2012_validation_ground_truth.txt"
 DEVKIT_CLASSES = ("map_clsloc.txt", "meta.mat")  # a wnid for each number: of later devkits; of 2012, needs scipy
 LABEL_FILES = (KAGGLE_LABELS, DEVKIT_LABELS, f"{DEVKIT}/{DEVKIT_LABELS}")
 NEEDS = (
-    f"train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders in each, or both in {KAGGLE_TREE}/. val may also be "
-    f"flat (val/ILSVRC2012_val_*.JPEG), with labels in one of {', '.join(LABEL_FILES)}. Where from: "
+    f"train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders in each, or both in {KAGGLE_TREE}/, or "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. For that tar, or if val is flat (val/ILSVRC2012_val_*.JPEG), "
+    f"it must also hold the labels, one of {', '.join(LABEL_FILES)}. Or {SHARDS}. Where from: "
     "https://image-net.org/download-images (an account is needed)"
 )
 
@@ -32,36 +35,40 @@ class Label(NamedTuple):
 
 
 def open_imagenet(root: Path, folders: Sequence[str], report: Report) -> tuple[ImageFiles, ImageFiles]:
-    """Returns the training and the evaluation images: the same examples in the same order from every layout.
+    """Returns the training and the evaluation images: the same examples in the same order from every layout but shards.
 
     Raises:
         ConfigurationError: something is missing or does not fit; the message names it.
     """
     tree = root / KAGGLE_TREE
     base = root if (root / folders[0]).is_dir() or not tree.is_dir() else tree
-    train = read_folder(base / folders[0], report)
-    val = base / folders[1]
-    if is_flat(val):
-        return train, _read_flat(val, root, train.class_names)
-    return train, read_folder(val, report, train.class_names)
-
-
-def _read_flat(val: Path, root: Path, classes: Sequence[str]) -> FlatImageFiles:
-    """Returns the images of a folder without class folders, in the order that they would have in class folders."""
-    file, labels = _read_labels(root, val)
+    (train_tars, val_tars), val = tars_of(base, folders), base / folders[1]
+    train: ImageFiles = read_tars(train_tars, report) if train_tars else read_folder(base / folders[0], report)
+    classes = train.class_names
+    if val_tars:
+        return train, read_tars(val_tars, report, classes, lambda names: _wnids_of(names, val_tars[0], root, classes))
+    if not is_flat(val):
+        return train, read_folder(val, report, classes)
     names, others = images_in(val)
     warn_of(val, others)
+    wnids = _wnids_of(names, val, root, classes)
+    listed = sorted(f"{wnid}/{name}" for wnid, name in zip(wnids, names, strict=True))
+    number = {wnid: label for label, wnid in enumerate(classes)}
+    return train, FlatImageFiles(val, listed, [number[name.partition("/")[0]] for name in listed], classes, len(others))
+
+
+def _wnids_of(names: Sequence[str], val: Path, root: Path, classes: Sequence[str]) -> list[str]:
+    """Returns the class of each image of a folder or tar that does not tell it, from the label file."""
+    file, labels = _read_labels(root, val)
     if missing := [name for name in names if Path(name).stem not in labels]:
         raise ConfigurationError(f"{file} has no line for images of {val}: {some_of(missing)}")
-    number = {wnid: label for label, wnid in enumerate(classes)}
-    of_images = {name: labels[Path(name).stem] for name in names}
-    if strange := [label for label in of_images.values() if label.wnid not in number]:
+    of_images, known = [labels[Path(name).stem] for name in names], set(classes)
+    if strange := [label for label in of_images if label.wnid not in known]:
         first = min(strange, key=lambda label: label.line)
         raise ConfigurationError(
-            f"{file}, line {first.line}: class '{first.wnid}' has no training folder ({len(strange)} such lines)"
+            f"{file}, line {first.line}: class '{first.wnid}' has no training images ({len(strange)} such lines)"
         )
-    listed = sorted(f"{label.wnid}/{name}" for name, label in of_images.items())
-    return FlatImageFiles(val, listed, [number[name.partition("/")[0]] for name in listed], classes, len(others))
+    return [label.wnid for label in of_images]
 
 
 def _read_labels(root: Path, val: Path) -> tuple[Path, Mapping[str, Label]]:
@@ -69,7 +76,7 @@ def _read_labels(root: Path, val: Path) -> tuple[Path, Mapping[str, Label]]:
     file = next((root / name for name in LABEL_FILES if (root / name).is_file()), None)
     if file is None:
         raise ConfigurationError(
-            f"{val} has no class folders: data.root={root} must have its labels, one of {', '.join(LABEL_FILES)}"
+            f"{val} does not tell its classes: data.root={root} must have its labels, one of {', '.join(LABEL_FILES)}"
         )
     lines = enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
     rows = _rows_of_kaggle(file, lines) if file.name == KAGGLE_LABELS else _rows_of_devkit(file, lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_images
 import torch
+from image_tars import write_tar
 from torch import Tensor
 
 from gpipe_cli.data.images.source import ImageSource
@@ -87,8 +89,30 @@ def flat_with_devkit_of_2012(root: Path) -> None:
     savemat(root / DEVKIT / "meta.mat", {"synsets": np.array(rows, dtype=kinds)[:, None]}, do_compression=True)
 
 
+def official_tars(root: Path) -> None:
+    """Writes a tar with one tar for each class, a flat one, and what else lies beside them."""
+    class_folders(root / "unpacked")
+    (root / "class_tars").mkdir()
+    for wnid in reversed(WNIDS):  # in any order
+        write_tar(root / "class_tars" / f"{wnid}.tar", sorted((root / "unpacked/train" / wnid).iterdir(), reverse=True))
+    write_tar(root / "ILSVRC2012_img_train.tar", sorted((root / "class_tars").iterdir(), reverse=True))
+    write_tar(root / "ILSVRC2012_img_val.tar", sorted((root / "unpacked/val").glob("*/*"), reverse=True))
+    write_tar(root / "ILSVRC2012_img_train_t3.tar", [])
+    write_devkit(root / DEVKIT)
+    shutil.rmtree(root / "unpacked")
+    shutil.rmtree(root / "class_tars")
+
+
+def train_in_folders_and_val_in_a_tar(root: Path) -> None:
+    official_tars(root)
+    write_images(root)
+    shutil.rmtree(root / "val")
+    write_lines(root / KAGGLE, kaggle_lines())
+
+
 LAYOUTS: list[Callable[[Path], None]] = [
     kaggle, flat_with_kaggle_labels, flat_with_devkit, flat_with_the_devkit_s_files, flat_with_devkit_of_2012,
+    official_tars, train_in_folders_and_val_in_a_tar,
 ]  # fmt: skip
 
 
@@ -146,7 +170,7 @@ def replaced(place: int, line: str) -> Callable[[list[str]], list[str]]:
             kaggle,
             KAGGLE,
             replaced(1, f"{name(6)},n09999999 1 2 3 4"),
-            "line 2: class 'n09999999' has no training folder",
+            "line 2: class 'n09999999' has no training images",
         ),
         (kaggle, KAGGLE, replaced(3, f"{name(4)}"), f"line 4: '{name(4)}' is not an image, a comma and its class"),
         (kaggle, KAGGLE, replaced(3, f"{name(5)},{WNIDS[0]} 1"), f"line 4: {name(5)} is also in line 3"),
@@ -167,7 +191,7 @@ def test_a_defect_of_a_label_file_is_named_with_its_line(
         (
             kaggle,
             KAGGLE,
-            f"val has no class folders: data.root={{root}} must have its labels, one of {KAGGLE}, {TRUTH}",
+            f"val does not tell its classes: data.root={{root}} must have its labels, one of {KAGGLE}, {TRUTH}",
         ),
         (flat_with_devkit, f"{DEVKIT}/map_clsloc.txt", "meta.mat, which says what its numbers mean, is not beside it"),
     ],
