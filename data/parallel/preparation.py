@@ -146,19 +146,21 @@ class Preparation:
         shards = max(1, -(-of_language // self.text.sizes.shard))
 
         def encoded() -> dict[str, Any]:
-            defects, pieces, read = Defects(), 0, list[str]()
+            defects, pieces, done, read = Defects(), 0, self._done, list[tuple[str, int]]()
             corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
 
             def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
                 numbers = count()
                 for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
-                    read.append(str(piece.files.source))
+                    read.append((str(piece.files.source), len(piece.rows)))
                     yield draft.piece(code, piece.number), partial(encode, draft, piece, shards)
 
             for pieces, found in enumerate(run_all(made_json, jobs()), start=1):
-                self.report("parallel text: token ids", min(total, self._done + pieces * self.text.piece), total)
+                file, rows = read[pieces - 1]
+                done += rows
+                self.report("parallel text: token ids", done, total)
                 defects.update(Defects.from_json(found), self.policy)
-                corpora[read[pieces - 1]][0] += found["bounds"][-1]
+                corpora[file][0] += found["bounds"][-1]
             merges = [
                 (draft.result(code, shard), partial(merge, draft, code, shard, pieces)) for shard in range(shards)
             ]

@@ -11,9 +11,12 @@ import numpy as np
 import parallel_folder
 import pytest
 from inline_run import train_inline
+from preparation_jobs import prepare
+from run_files import bytes_of
 from text_sources import defects, places, prepared, refusal_of
 
 from gpipe_cli.data.parallel.source import ParallelTextSource
+from gpipe_cli.data.source import no_report
 
 SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
 
@@ -77,6 +80,12 @@ def test_several_corpora_make_the_store_of_one_text_in_their_order(tmp_path: Pat
         rows = np.split(ids, np.cumsum(lengths)[:-1])
         sentences.append(sorted(store.target_vocabulary.decode(row.tolist()) for row in rows))
     assert sentences[0] == sentences[1]
+
+
+def test_the_number_of_processes_changes_no_byte_of_several_corpora(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    one, two = (prepare(root, tmp_path / f"{workers}", workers, no_report).folder for workers in (1, 2))
+    assert bytes_of(one) == bytes_of(two) and len(list((one / "train").glob("de-*.tokens.npy"))) == 5
 
 
 # --- named
