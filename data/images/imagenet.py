@@ -21,8 +21,8 @@ DEVKIT_CLASSES = ("map_clsloc.txt", "meta.mat")  # a wnid for each number: of la
 LABEL_FILES = (KAGGLE_LABELS, DEVKIT_LABELS, f"{DEVKIT}/{DEVKIT_LABELS}")
 NEEDS = (
     f"train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders in each, or both in {KAGGLE_TREE}/, or "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. For the latter, or if val is flat (val/ILSVRC2012_val_*.JPEG), "
-    f"it must hold their labels, one of {', '.join(LABEL_FILES)}. Or {SHARDS}. Where from: "
+    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. For the latter, or a flat val (val/ILSVRC2012_val_*.JPEG), "
+    f"it must hold the labels, one of {', '.join(LABEL_FILES)}. Or {SHARDS}. Where from: "
     "https://image-net.org/download-images (an account is needed)"
 )
 
