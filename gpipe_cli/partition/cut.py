@@ -69,6 +69,7 @@ def cut_model(
     example: MicroBatch,
     profile: Callable[[], list[LayerCost]] | None = None,
     say: Callable[[str], None] = lambda line: None,
+    fitted: Callable[[Sequence[LayerCost], Ties], Cut] | None = None,
 ) -> Cut:
     """Computes costs, partition and placement.
 
@@ -76,6 +77,7 @@ def cut_model(
         example: a micro-batch; only its shapes matter.
         profile: returns the costs for `pipeline.cost=profile`; None: that is refused.
         say: receives one line about layers that were counted on random values, and one about places without a cut.
+        fitted: makes the cut of known costs; None: whatever the memory of the workers.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
@@ -94,7 +96,8 @@ def cut_model(
         raise ConfigurationError(str(error)) from error
     for line in notes_on_values(costs):
         say(line)
-    return cut_by_costs(builders, costs, config, workers, find_ties(builders))
+    ties = find_ties(builders)
+    return cut_by_costs(builders, costs, config, workers, ties) if fitted is None else fitted(costs, ties)
 
 
 def _timed(

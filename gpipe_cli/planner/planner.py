@@ -17,7 +17,7 @@ from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.optimizer_bytes import optimizer_state_bytes
 from ..optim.sharding import shares
-from ..partition.cut import Cut, cut_by_costs
+from ..partition.cut import Cut
 from ..partition.layer_times import LayerTimes
 from ..partition.tie_search import Ties, find_ties
 from ..schedule.instruction import Instruction, ScheduleError
@@ -25,14 +25,13 @@ from ..schedule.schedule import kept_graphs, schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers
-from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts
 from .measure.measurement import Measurement, Measurements
 from .measure.this_device import measure_device
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, WorkerPlan, cell_plans, worker_plans
-from .room import bytes_of_workers
+from .room import bytes_of_workers, cut_that_fits, held_bytes, limits_of_workers
 from .tie_bytes import tie_messages, trained_parameters
 from .timing import TimeModel, cell_times, durations
 
@@ -86,13 +85,6 @@ class Planner:
         layers = self._measurements.of(self.settings.pipeline.replicas).layers
         return any(layer.batchnorm for layer in layers)
 
-    @property
-    def limit(self) -> float:
-        """Returns the bytes that a device may hold."""
-        typed = self.settings.pipeline.memory
-        own = None if typed is None else parse_bytes(typed, "pipeline.memory")
-        return self.options.fit or self.options.memory or own or self.device.memory
-
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """Returns the plan for `settings`, or for another section `pipeline`.
 
@@ -112,35 +104,27 @@ class Planner:
 
     def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
-        workers, limits = pipeline.worker_count, self.limits(pipeline)
-        cut = cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties)
-        if pipeline.partition != "auto" or workers == 1:
-            return cut
-        lists = _lists(pipeline, cut)
-        bytes_ = bytes_of_workers(measured, lists, pipeline.M, partial(self._held, pipeline.replicas))
-        used = [0.0] * workers
-        for layers, worker in zip(cut.layers, cut.placement, strict=True):
-            used[worker] += bytes_(worker, layers.start, layers.stop)
-        if sum(used) > sum(limits) or all(most <= limit for most, limit in zip(used, limits, strict=True)):
-            return cut  # another would not fit, or need not
-        return cut_by_costs(self.builders, measured.costs, pipeline, workers, self._ties, bytes_, limits)
+        bytes_of = partial(
+            bytes_of_workers,
+            pipeline=pipeline,
+            layers=measured.layers,
+            loss=measured.loss,
+            inputs=measured.inputs,
+            target_bytes=measured.target_bytes,
+            held=partial(self._held, replace(self.settings, pipeline=pipeline)),
+        )
+        return cut_that_fits(self.builders, measured.costs, self._ties, pipeline, self.limits(pipeline), bytes_of)
 
-    def _held(self, replicas: int, layer: LayerFacts) -> float:
+    def _held(self, settings: Settings, layer: LayerFacts) -> float:
         """Returns the bytes that a layer keeps between steps."""
         if self.options.bytes_per_parameter is not None:
             return layer.parameter_count * self.options.bytes_per_parameter
-        shapes = [shape for _, shape in layer.parameters]
-        trained = [shape for name, shape in layer.parameters if name not in layer.frozen]
-        held = sum(shape.bytes for shape in (*shapes, *trained)) + layer.buffer_bytes
-        if self.settings.trainer.average is not None:
-            held += sum(shape.bytes for shape in shapes) + layer.averaged_buffer_bytes
-        shards = replicas if self.settings.pipeline.shard_optimizer else 1
-        return held + sum(map(self._state_bytes, trained)) / shards
+        return held_bytes(settings, self._state_bytes, layer)
 
     def limits(self, pipeline: PipelineConfig) -> list[float]:
         """Returns the bytes that each worker's device may hold."""
-        described = [each.get("memory") for each in pipeline.devices or [{}] * pipeline.worker_count]
-        return [self.limit if each is None else parse_bytes(each, "pipeline.devices.memory") for each in described]
+        plan = self.options.fit or self.options.memory
+        return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), self.device.memory)
 
     def _assemble(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,8 @@ from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import Cell
 from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
 from ..pipeline.engine import TASK
+from ..planner.measure.this_device import workers_on_a_gpu
+from ..planner.room import cut_for_run
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
 from .data_source import open_source
@@ -205,7 +208,9 @@ def describe_and_cut(
         assert source is not None and read is not None
         example = read.micro_batches[0]
         profile = partial(profiled_costs, builders, example, settings, world.device, say)
-        cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say)
+        memory = memory_of_worker(settings, world)
+        fitted = None if memory is None else partial(cut_for_run, builders, settings, example, memory)
+        cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say, fitted)
         smallest = min(len(inputs[0]) for inputs, _ in read.micro_batches)
         tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
         return [asdict(FirstBatch(BatchShape.of(example), smallest, tokens)), asdict(cut)]
@@ -213,6 +218,16 @@ def describe_and_cut(
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
     return FirstBatch(shape, first["smallest"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
+
+
+def memory_of_worker(settings: Settings, world: World) -> float | None:
+    """Returns the bytes that a worker's device has; None where the cut need not look: on CPUs without a typed limit."""
+    pipeline = settings.pipeline
+    if world.device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(world.device)[0]
+        return free / workers_on_a_gpu(pipeline)
+    typed = pipeline.memory is not None or any("memory" in device for device in pipeline.devices or ())
+    return inf if typed else None
 
 
 def lay_out_model(world: World, cells: Sequence[Cell]) -> CellLayout:
