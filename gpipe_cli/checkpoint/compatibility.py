@@ -49,6 +49,7 @@ MAY_DIFFER = (
     "data.broken_images_limit",
     "data.cache_dir",
     "data.evaluation_*",
+    "data.strict",
     "checkpoint",
     "logging",
     "launch",
@@ -56,8 +57,8 @@ MAY_DIFFER = (
 # Values that give the same bits: these schedules add up the gradients of the micro-batches from the first to the last,
 # gpipe from the last to the first (`tests/golden`).
 SAME_BITS = {"pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"}}
-# The place of the data, where the checkpoint has their fingerprint, which is compared (`require_same_data`).
-COMPARED_BY_CONTENT = ("data.root",)
+# Where the data lie: free where the checkpoint has their fingerprint, which is compared (`require_same_data`).
+COMPARED_BY_CONTENT = ("data.root", "data.train", "data.dev", "data.test", "data.columns")
 NOT_SET = "(not set)"
 DATA = "data"  # in checkpoint.allow_changes
 MAKERS = ("babel", "sentencepiece")  # other releases make other data
