@@ -31,7 +31,8 @@ class ParquetLines(io.RawIOBase):
             raise ConfigurationError(f"{path} is read by the pyarrow library: {INSTALL}") from error
         file = parquet.ParquetFile(path)
         texts = [column.name for column in file.schema_arrow if "string" in str(column.type)]  # structures of texts too
-        rows = (row for batch in file.iter_batches(ROWS, columns=texts) for row in batch.to_pylist())
+        batches = file.iter_batches(ROWS, columns=texts, use_threads=False)  # there is a process for each core
+        rows = (row for batch in batches for row in batch.to_pylist())
         self._lines = (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
         self._rest = b""
 

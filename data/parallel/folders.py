@@ -93,7 +93,9 @@ def find_pairs(
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
         of_records = (columns or (pair.language, target)) if has_records(pair.source) and pair.target is None else None
-        corpora.setdefault(pair.source, replace(pair, columns=of_records, number=len(corpora)))
+        same = corpora.setdefault(unpacked(pair.source), replace(pair, columns=of_records, number=len(corpora)))
+        if same.source != pair.source:
+            raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
     if not trained:
         some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])

@@ -135,6 +135,13 @@ def test_what_is_named_and_not_there_is_refused(train: dict[str, Any], said: str
     assert said in refusal(opus_downloads(tmp_path / "text"), train=train)
 
 
+def test_a_text_is_not_read_packed_and_unpacked(tmp_path: Path) -> None:
+    root = opus_downloads(tmp_path / "text")
+    for side in ("de", "en"):
+        parallel_folder.write(root / f"Europarl.de-en.{side}.gz", ["a"])
+    assert "are one text twice" in refusal(root, train={"de": "Europarl.de-en.de*"})
+
+
 def test_dev_text_of_a_language_without_training_text_is_refused(tmp_path: Path) -> None:
     root = opus_downloads(tmp_path / "text")
     corpus(root / "dev.fr-en", 0, 5, ("fr", "en"))
@@ -219,7 +226,8 @@ def test_parquet_as_it_is_downloaded(form: str, tmp_path: Path) -> None:
         parquet.write_table(
             pyarrow.Table.from_pylist([{**row, "vector": [0.5]} for row in of]), folder / f"{name}.parquet"
         )
-    made = source(tmp_path / "text", **({"columns": ["german", "english"]} if form == "named" else {}))
+    named = {"columns": ["german", "english"]} if form == "named" else {}
+    made = source(tmp_path / "text", **named, preparation_workers=2)
     assert [*defects(made)["corpora"]["de"].values()] == [[135, 140], [159, 160]]
     assert ("malformed", "train-00001-of-00002.parquet", 11) in places(made)
 

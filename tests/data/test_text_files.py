@@ -102,7 +102,7 @@ def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: P
     rows = [{"id": number, "text": text} for number, text in enumerate([*wanted[:50], None, *wanted[50:]])]
     (tmp_path / "text").mkdir()
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "text" / "train-00000-of-00001.parquet")
-    made = source(tmp_path / "text")
+    made = source(tmp_path / "text", preparation_workers=2)
     assert sorted(texts_of(made) + texts_of(made, "dev")) == sorted(wanted)
     assert places(made) == [("malformed", "train-00000-of-00001.parquet", 51)]
 
