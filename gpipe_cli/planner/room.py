@@ -18,6 +18,7 @@ from ..partition.cost import LayerCost
 from ..partition.cut import Cut, cut_by_costs
 from ..partition.fake_layers import CostError, TensorShape
 from ..partition.tie_search import Ties
+from ..schedule.instruction import Op
 from ..schedule.schedule import kept_graphs, most_kept, schedule
 from .cells import cell_sizes
 from .devices import parse_bytes
@@ -72,7 +73,8 @@ def bytes_of_workers(
         held: bytes of a layer's weights, gradients, optimizer state and averages.
     """
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
-    kept = [most_kept(each) for each in schedule(pipeline.schedule, cut.placement, pipeline.M, keep)]
+    lists = schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
+    kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     waiting = [max(each.inputs.values()) for each in kept]
     graphs = [max(each.graphs.values()) for each in kept]
     sums = [0.0, *accumulate(map(held, layers))]
@@ -83,7 +85,11 @@ def bytes_of_workers(
         own = [*layers[start:stop], *([loss] if is_last and loss is not None else [])]
         size = cell_sizes(own, layers[start - 1].boundary if start else inputs, target_bytes, is_last)
         graph = size.graph + size.outputs
-        working = (graphs - 1) * graph + max(size.forward, graph + size.backward)
+        backward, left = graph + size.backward, graph
+        if halves and size.put_off:
+            backward = max(graph + size.input_half, size.put_off + size.weight_half)
+            left = max(graph, size.put_off)
+        working = (graphs - 1) * left + max(size.forward, backward)
         return size.gathered + working + (waiting if start else pipeline.M) * size.message
 
     def bytes_(worker: int, start: int, stop: int) -> float:

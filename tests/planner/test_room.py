@@ -15,7 +15,14 @@ from gpipe_cli.partition.tie_search import find_ties
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.room import cut_for_run
 
-WORDS = ("model=transformer_lm_small", "pipeline.K=2", "pipeline.workers=2", "pipeline.cost=flops", "plan.device=a10")
+WORDS = (
+    "model=transformer_lm_small",
+    "pipeline.K=2",
+    "pipeline.workers=2",
+    "pipeline.cost=flops",
+    "plan.device=a10",
+    "plan.kernels=cpu",
+)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
