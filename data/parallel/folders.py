@@ -39,7 +39,7 @@ _PAIR = rf"{_LANGUAGE}-{_LANGUAGE}"
 _TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET)))
 _NAME = re.compile(
     rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
-    rf"|(?!.*(?:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
+    rf"|(?!.*(?i:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
     rf"\.(?P<ending>{'|'.join(_TABLES)}|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 

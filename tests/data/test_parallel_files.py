@@ -56,8 +56,8 @@ def test_corpora_of_opus_are_found_by_themselves_and_are_one_training_set(tmp_pa
     assert defects(made)["corpora"] == {
         "de": {f"{root}/Europarl.de-en.de": [180, 180], f"{root}/WMT-News.de-en.de": [120, 120]}
     }
-    parallel_folder.write(root / "newstest2019.de-en.de", ["never trained on"])
-    parallel_folder.write(root / "newstest2019.de-en.en", ["never trained on"])
+    parallel_folder.write(root / "News-Test.de-en.de", ["never trained on"])
+    parallel_folder.write(root / "News-Test.de-en.en", ["never trained on"])
     assert source(root).sizes == {"de": 300}
 
 
