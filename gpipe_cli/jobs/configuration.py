@@ -117,6 +117,8 @@ def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str]
     lines = []
     workers, line = choose_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     values["pipeline"] = {**values["pipeline"], "workers": workers}
+    if settings.pipeline.workers != "auto" and "replicas" in settings.pipeline.auto:  # nothing is left to choose
+        values["pipeline"]["replicas"] = (torchrun.world_size() or workers) // workers
     if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):
         lines.append("launch.restarts and launch.stall_seconds do nothing here: torchrun watches the workers")
     return Prepared(values, Settings.from_config(values), [line, *lines])

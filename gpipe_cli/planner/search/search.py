@@ -43,8 +43,10 @@ def find_plan(settings: Settings, options: Options, say: Say = lambda line: None
         return smallest(planner, say)
     if options.best:
         return Search(planner, FREE, say).fastest(_devices(planner))
-    if auto := planner.settings.pipeline.auto:
-        return Search(planner, [*auto, "workers"], say).fastest(_devices(planner))
+    pipeline = planner.settings.pipeline
+    if pipeline.auto:
+        free = [*pipeline.auto, *(["workers"] if pipeline.workers == "auto" else [])]
+        return Search(planner, free, say).fastest(_devices(planner))
     return planner.plan()
 
 
@@ -167,7 +169,7 @@ class Search:
         values = {key: getattr(plan, key) for key in FREE if key in self._free and key not in ("partition", "remat")}
         if "remat" in self._free:
             values |= {"remat": plan.remat} if plan.keep is None else {"keep": plan.keep}
-        if "partition" in self._free or "K" in self._free:
+        if {"partition", "K"} & {*self._free} or plan.keep is not None:  # counts are those of this cut's cells
             values["partition"] = [cell.layers for cell in plan.cells]
         return {f"pipeline.{key}": value for key, value in values.items()}
 
