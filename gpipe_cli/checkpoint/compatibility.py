@@ -30,6 +30,7 @@ MAY_DIFFER = (
     "pipeline.cost",
     "pipeline.remat",
     "pipeline.keep",
+    "pipeline.memory",
     "pipeline.backend",
     "pipeline.shard_optimizer",
     "pipeline.device",

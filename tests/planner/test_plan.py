@@ -125,9 +125,10 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
     from gpipe_cli.planner.measure import measurement
 
     def table(builders: Any, *arguments: Any) -> ModelProfile:
-        layers = [LayerCost(builder.name, 0, None, None, 6.0) for builder in builders]
+        times = LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+        layers = [LayerCost(builder.name, 0, None, None, 6.0, measured=times) for builder in builders]
         loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
-        return ModelProfile(layers, [LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0) for _ in builders], loss)
+        return ModelProfile(layers, loss)
 
     monkeypatch.setattr(measurement, "profile_layers", table)
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
