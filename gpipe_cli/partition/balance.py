@@ -39,7 +39,6 @@ def balance(totals: Sequence[Totals], least: Sequence[int], bytes_: Bytes | None
     Raises:
         NothingFits: with every cut some worker has more bytes than room.
     """
-
     furthest = [_furthest(worker, len(totals[0]), bytes_, room) for worker in range(len(totals))]
     high = max(float(each[-1]) for each in totals)
     ends = _ends_within(high, totals, least, furthest)

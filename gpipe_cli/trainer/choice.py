@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..config import Settings
+from ..config import BEFORE_CHOICE, Settings
 from ..errors import ConfigurationError
 from ..launch.context import Context
 
@@ -36,7 +36,8 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         context.store.wait([key], PATIENCE)
         chosen = json.loads(context.store.get(key))
-    return {**config, "pipeline": {**config["pipeline"], **chosen}}
+    starts = {name: BEFORE_CHOICE[name] for name in settings.pipeline.auto}  # `keep` may have been chosen for `remat`
+    return {**config, "pipeline": {**config["pipeline"], **starts, **chosen}}
 
 
 def _choose(settings: Settings, devices: int) -> dict[str, Any]:
