@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.chosen import answers, gaps
 from benchmarks.kept_graphs import choices
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
+    "chosen": "runs --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "kept_graphs": "--workers 2 --M 4 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
@@ -61,6 +63,13 @@ def test_kept_graphs_fit_in_memory_and_shorten_the_step() -> None:
     always, keep = choices([1.0, 1.5, 0.5, 1.0] * 4, W=4, M=8, memory=10.0)
     assert always.graphs < keep.graphs <= 10
     assert keep.limit < always.limit
+
+
+def test_no_chosen_pipeline_is_faster_than_its_bound_or_larger_than_memory() -> None:
+    plans = list(answers(cases=3, seed=0))
+    assert all(plan.fits and plan.bound_of_any_cut_seconds is not None for plan in plans)
+    assert all(plan.bound_of_any_cut_seconds <= plan.bound_seconds <= plan.step_seconds for plan in plans)
+    assert sum(row["cases"] for row in gaps(plans)) == 3
 
 
 @pytest.mark.slow(2)
