@@ -37,11 +37,8 @@ from gpipe_cli.planner.search.search import Search
 
 FREE = ("K", "schedule", "partition", "remat", "workers")
 BOUNDS = {"cut": "bound_seconds", "any cut": "bound_of_any_cut_seconds"}
-GAPS = {
-    "answer": "",
-    "cases": "d",
-    **{f"{bound}, {of}": ".1f" for bound in BOUNDS for of in ("median", "90th", "worst")},
-}
+FIGURES = ("median", "90th", "worst")
+GAPS = {"answer": "", "cases": "d"} | {f"{bound}, {figure}": ".1f" for bound in BOUNDS for figure in FIGURES}
 REAL = {"amoebanet": MODELS["amoebanet"], "transformer": (), "resnet18": MODELS["traced"]}
 STEPS = {"model": "", "chosen": "", "its step, s": ".3f", "defaults": ".3f", "best typed": "", "its step": ".3f"}
 STEPS |= {"chosen / best typed": ".3f"}
@@ -67,12 +64,13 @@ class Zeros(Source):
         return iter(())
 
 
-def drawn(draw: random.Random) -> Planner:
-    """Returns a planner of a random model on a random device."""
+def drawn(draw: random.Random, free: bool) -> Planner:
+    """Returns a planner of a random model on a random device, with ``free`` messages or such that take time."""
     widths = [round(2 ** draw.uniform(5, 10)) for _ in range(draw.randint(7, 21))]
     M, flops = draw.randint(4, 16), 10 ** draw.uniform(11, 13)
     rates = {"flops": flops, "bandwidth": flops / draw.uniform(5, 50), "link": flops / draw.uniform(20, 200)}
-    figures = ", ".join(f"{name}: {rate:.4g}" for name, rate in {**rates, "memory": 1e15}.items())
+    rates |= {"memory": 1e15} | ({"link": 1e18, "latency": 0} if free else {})
+    figures = ", ".join(f"{name}: {rate:.4g}" for name, rate in rates.items())
     words = ["model._target_=benchmarks.chosen.linears", f"model.widths={widths}", f"plan.device={{{figures}}}"]
     words += [f"pipeline.M={M}", f"data.batch_size={M * round(2 ** draw.uniform(8, 13))}"]
     words += ["data._target_=benchmarks.chosen.Zeros", f"data.inputs={widths[0]}", f"data.outputs={widths[-1]}"]
@@ -80,11 +78,11 @@ def drawn(draw: random.Random) -> Planner:
     return Planner(request.settings, request.options)
 
 
-def answers(cases: int, seed: int) -> Iterator[Plan]:
+def answers(cases: int, free: bool = False, seed: int = 0) -> Iterator[Plan]:
     """Yields what searches find: each in memory between the least that fits and what all graphs need."""
     for case in range(cases):
         draw = random.Random(f"{seed} {case}")
-        planner, devices = drawn(draw), draw.randint(2, 4)
+        planner, devices = drawn(draw, free), draw.randint(2, 4)
         tried = list(candidates(planner.settings.pipeline, FREE, devices, len(planner.builders), ()))
         whole = [planner.plan(section).memory for section in tried]
         least = min(*whole, *(planner.plan(replace(section, remat="always")).memory for section in tried))
@@ -99,18 +97,16 @@ def gaps(plans: Sequence[Plan]) -> Iterator[Row]:
         for bound, field in BOUNDS.items():
             found = [100 * (p.step_seconds / getattr(p, field) - 1) for p in plans if (p.recomputed > 0) == forced]
             if len(found) > 1:
-                row |= {f"{bound}, median": median(found), f"{bound}, worst": max(found)}
-                row[f"{bound}, 90th"] = quantiles(found, n=10, method="inclusive")[-1]
+                shown = median(found), quantiles(found, n=10, method="inclusive")[-1], max(found)
+                row |= {f"{bound}, {figure}": value for figure, value in zip(FIGURES, shown, strict=True)}
         yield row
 
 
 def typed(number: int, seed: int) -> list[tuple[str, ...]]:
     """Returns the words of so many pipelines that a person might type for two workers."""
     kinds = [(K, kind) for K in (2, 4) for kind in ("gpipe", "1f1b", "zero_bubble")] + [(4, "interleaved_1f1b")]
-    grid = [
-        (f"pipeline.K={K}", f"pipeline.schedule={kind}", f"pipeline.remat={remat}")
-        for (K, kind), remat in product(kinds, ("always", "except_last", "never"))
-    ]
+    keys = product(kinds, ("always", "except_last", "never"))
+    grid = [(f"pipeline.K={K}", f"pipeline.schedule={kind}", f"pipeline.remat={word}") for (K, kind), word in keys]
     return random.Random(seed).sample(grid, min(number, len(grid)))
 
 
@@ -140,16 +136,17 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("part", choices=["gaps", "runs"])
     options.add_argument("--cases", type=int, default=100, help="of gaps (default: 100)")
+    options.add_argument("--free", action="store_true", help="messages of gaps take no time, as in the bounds")
     options.add_argument("--typed", type=int, default=8, help="pipelines typed by hand, of 21 (default: 8)")
     options.add_argument("--steps", type=int, default=15, help="timed steps of each run (default: 15)")
     options.add_argument("--rounds", type=int, default=2, help="of runs (default: 2)")
     options.add_argument("--models", nargs="+", choices=REAL, default=list(REAL), help="of runs; default: all")
-    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     given = options.parse_args()
     if given.quick:
         given.cases, given.typed, given.steps, given.rounds, given.models = 4, 1, 2, 1, given.models[:1]
     if given.part == "gaps":
-        report(GAPS, gaps(list(answers(given.cases, given.seed))), given.output)
+        report(GAPS, gaps(list(answers(given.cases, given.free, given.seed))), given.output)
     else:
         pipelines = typed(given.typed, given.seed)
         report(STEPS, (runs(model, pipelines, given.steps, given.rounds) for model in given.models), given.output)
