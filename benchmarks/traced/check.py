@@ -22,10 +22,12 @@ from gpipe_cli.models.traced import compare
 from gpipe_cli.models.traced.compare import (
     GRADIENT,
     ROUNDING,
+    SMALL,
     Values,
     decide,
     differences,
     example_of,
+    judge,
     maker_of,
     run_module,
     values_of,
@@ -130,8 +132,8 @@ class _Comparing:
             ArithmeticError: float64 is asked about outputs and buffers that differ, where there is no cancellation; it
                 would part tensors that share memory.
         """
-        gaps = differences(*self._narrow) if self._narrow else []
-        if any(gap.share > ROUNDING and not gap.kind.startswith(GRADIENT) for gap in gaps):
+        found = judge(differences(*self._narrow), ROUNDING, SMALL) if self._narrow else []
+        if any(quantity.beyond and not quantity.name.startswith(GRADIENT) for quantity in found):
             raise ArithmeticError
         torch.manual_seed(0)
         given = [widened(self._subject.inputs(EXAMPLES), float_type) for _ in range(M)]
@@ -144,7 +146,7 @@ class _Comparing:
             self.seconds = time.process_time() - began
         cases = [(K, remat) for K, remat in self._cases if len(self.builders) >= K]
         runs = [_Cut(self.builders, K, remat, micro_batches, float_type).values() for K, remat in cases]
-        between = [gap.relative for run in runs[1:] for gap in differences(run, runs[0])]
+        between = [quantity.relative for run in runs[1:] for quantity in judge(differences(run, runs[0]), 0.0)]
         self.cuts_differ = max([self.cuts_differ, *between])
         own = run_module(traced_from, micro_batches, lambda outputs, _: _loss(outputs) / (M * EXAMPLES), float_type)
         self._narrow = self._narrow or (runs[0], own)

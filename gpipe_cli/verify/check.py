@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
-from ..gap import measure
+from ..difference import NO_LAYER, Key, Quantity, measure
 from . import compare as c
-from .compare import Found, Gaps, Quantity, VerifiedRun
+from .compare import Found, Gaps, VerifiedRun
 from .plain import Load, MiniBatch, PlainModel, PlainStep
 from .record import (
     AGAIN,
@@ -31,7 +31,6 @@ from .record import (
     USED,
     WEIGHTS,
     Fingerprint,
-    Key,
     Point,
     RecordedStep,
     Seen,
@@ -41,7 +40,7 @@ from .reference import Update, average, learning_rate, noise_seed, update
 from .spill import Spill
 
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
-MINI_BATCH, ALL_PARAMETERS = (c.NO_LAYER, "mini-batch"), (c.NO_LAYER, "all parameters")
+MINI_BATCH, ALL_PARAMETERS = (NO_LAYER, "mini-batch"), (NO_LAYER, "all parameters")
 
 
 @dataclass
@@ -140,7 +139,7 @@ class Checker:
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep, mini_batch: MiniBatch) -> list[Quantity]:
         seen, right, run, tolerance = ours.seen, plain.seen, self.run, self.tolerance
-        names = [(c.NO_LAYER, name) for name in self.model.task.statistics]
+        names = [(NO_LAYER, name) for name in self.model.task.statistics]
         sums = [] if plain.statistics is None else plain.statistics.tolist()
         statistics = dict(zip(names, ours.statistics, strict=False)), dict(zip(names, sums, strict=False))
         used = [
@@ -243,7 +242,7 @@ def _again(seen: Seen, kind: str) -> list[tuple[Point, Fingerprint | None, Finge
 
 
 def _by_place(losses: Mapping[tuple[int, int], float]) -> dict[Key, float]:
-    return {(c.NO_LAYER, f"replica {r}, micro-batch {m}"): loss for (r, m), loss in losses.items()}
+    return {(NO_LAYER, f"replica {r}, micro-batch {m}"): loss for (r, m), loss in losses.items()}
 
 
 def _held(spill: Spill, moment: str, layer: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..data.source import Batch, Source
+from ..difference import NO_LAYER
 from ..trainer.batches import evaluation_batches
 from ..trainer.loop import Trainer
 from . import compare as c
@@ -57,7 +58,7 @@ def check_evaluation(checker: Checker, numbers: Mapping[str, float], seen: Seen,
 
     right, plain = checker.model.evaluate(micro_batches, load, step - 1)
     outputs = beside(seen.get(OUTPUT, {}), plain.get(OUTPUT, {}))
-    mine, theirs = ({(c.NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
+    mine, theirs = ({(NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
     return by_name(
         [
             c.traces(c.EVALUATED, outputs, checker.run, checker.tolerance),

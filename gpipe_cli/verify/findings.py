@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ..difference import NO_LAYER, Difference, Key
 from . import compare as c
-from .compare import Difference, Found, VerifiedRun
-from .record import Key
+from .compare import Found, VerifiedRun
 
 ORDER = (
     *(c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.OUTPUTS, c.GIVEN_AGAIN, c.AGAIN, c.LOSSES, c.LOSS),
@@ -35,7 +35,7 @@ def findings(steps: Mapping[int, Found], run: VerifiedRun, batchnorms: Collectio
     name = min((name for name, q in now.items() if q.beyond and name != c.PASSED_BACK), key=ORDER.index)
     quantity, from_loss = now[name], name == c.GRADIENTS
     first = max(quantity.beyond, key=lambda d: d.layer) if from_loss else quantity.beyond[0]
-    place = "" if first.layer == c.NO_LAYER else f" in {run.place(first.layer)}"
+    place = "" if first.layer == NO_LAYER else f" in {run.place(first.layer)}"
     found = (
         f"step {number}, {name}: {len(quantity.beyond)} of {quantity.compared} differ, "
         f"first{' from the loss back' if from_loss else ''}{place} "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
+from ..difference import Key, norm_of_all
 from ..factory.build import boundary_type_of, build_autocast, build_model
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
@@ -27,12 +28,10 @@ from ..models.traced.compare import averaged_over_a_mini_batch
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
-from .compare import total
 from .record import (
     MODE,
     OUTPUT,
     Fingerprint,
-    Key,
     Place,
     Point,
     Recorder,
@@ -103,7 +102,7 @@ class PlainStep:
 
     @property
     def gradient_norm(self) -> float:
-        return total(self.norms[key] for key in sorted(self.norms))
+        return norm_of_all(self.norms[key] for key in sorted(self.norms))
 
 
 Take = Callable[[int, dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell, its gradients, its buffers after the step

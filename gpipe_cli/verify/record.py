@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._mode_utils import no_dispatch
 
+from ..difference import Gap, Key
 from ..micro_batch import Tensors
 
 M = TypeVar("M", bound=nn.Module)
-Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 Place = tuple[int, int]  # (replica, micro-batch)
 Call = tuple[int, int, int]  # (replica, micro-batch, layer)
 Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
@@ -55,6 +55,11 @@ class Fingerprint(NamedTuple):
         if (self.size, self.dtype) != (other.size, other.dtype):
             return math.inf
         return max(number_gap(self.norm, other.norm), number_gap(self.projection, other.projection))
+
+    def gap(self, right: Fingerprint) -> Gap:
+        """Returns how far this fingerprint is from the one that it should equal."""
+        ours, plain = (norm if math.isfinite(norm) else 0.0 for norm in (self.norm, right.norm))
+        return Gap(number_gap(self.norm, right.norm), self.distance(right), ours, plain, plain, 0.0)
 
 
 class Point(NamedTuple):

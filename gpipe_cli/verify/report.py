@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from ..config import Settings
+from ..difference import Quantity, may_be_rounding
 from ..factory.module_itself import ModuleReport
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown
 from . import compare as c
-from .compare import Found, Quantity, agrees
+from .compare import Found, agrees
 from .settings import ceiling_of
 
 EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.GIVEN_AGAIN, c.AGAIN, c.CLIPPED, c.RATES}
 EXACT |= {c.REPLICAS}
 COUNTED = {c.PASSED_BACK, c.STATISTICS, c.METRICS}  # where rounding decides between two values that are far apart
+CEILINGS = {**dict.fromkeys(EXACT, 0.0), **dict.fromkeys(COUNTED, math.inf)}
+RELATIVE = attrgetter("relative")
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,13 @@ class VerifyReport:
     @property
     def may_be_rounding(self) -> bool:
         """Returns whether only quantities differ that rounding can change, and that far, so that float64 can decide."""
-        settings, ceiling = self.settings, ceiling_of(self.settings)
-        if self.agrees or settings.checkpoint.init_from is not None:
+        if self.agrees or self.settings.checkpoint.init_from is not None:
             return False
-        found = [quantity for quantity in self._quantities() if quantity.beyond]
-        return all(q.name not in EXACT and (q.name in COUNTED or _relative(q) <= ceiling) for q in found)
+        return may_be_rounding(self._quantities(), CEILINGS, ceiling_of(self.settings))
 
     def decided_by(self, wide: VerifyReport) -> VerifyReport:
         """Returns the report of the same run in float64, which says what differed here."""
-        worst = max((q for q in self._quantities() if q.beyond), key=_relative)
+        worst = max((q for q in self._quantities() if q.beyond), key=RELATIVE)
         where = "" if worst.worst is None else f", {worst.worst.where}: {worst.worst.relative:.1e}"
         types = self.settings.precision
         narrow = types.autocast or types.boundaries or "float32"
@@ -75,7 +78,7 @@ class VerifyReport:
             return f"DIFFERENT: the traced layers do not compute what the module itself does ({run})"
         if not self.agrees:
             return f"DIFFERENT: the pipelined run is not the plain one ({run})"
-        worst = max((q for q in self._quantities() if q.worst and not q.beyond), key=_relative, default=None)
+        worst = max((q for q in self._quantities() if q.worst and not q.beyond), key=RELATIVE, default=None)
         if worst is None or worst.worst is None or worst.verdict == "bit for bit":
             return f"OK, bit for bit: the pipelined run is the plain one ({run})"
         most = worst.worst
@@ -132,10 +135,6 @@ class VerifyReport:
             "loss": self.loss,
         }
         return dict(json_safe(plain))
-
-
-def _relative(quantity: Quantity) -> float:
-    return quantity.worst.relative if quantity.worst else 0.0
 
 
 def _quantity(quantity: Quantity) -> dict[str, Any]:

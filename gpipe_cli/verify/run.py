@@ -21,6 +21,7 @@ from ..checkpoint.choose import latest
 from ..checkpoint.files import checkpoints_directory
 from ..config import Settings
 from ..data.source import Source
+from ..difference import Quantity
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_task
@@ -37,7 +38,7 @@ from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
 from .check import Checker, by_name
-from .compare import Found, Quantity, VerifiedRun
+from .compare import Found, VerifiedRun
 from .evaluation import check_evaluation, evaluate
 from .findings import findings
 from .module import compare_module

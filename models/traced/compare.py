@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
 from ...errors import place_in_users_code
-from ...gap import measure
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
 from .layer import LayerMaker
@@ -33,9 +33,9 @@ from .module import Called, TracedFrom
 from .recording import seeded
 from .trace import Example
 
-ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding
-CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says, unless the tensor is small
-SMALL = 1e-3  # times the largest norm of its kind: smaller tensors are measured by this for `CEILING`
+ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
+CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says
+SMALL = 1e-3  # share of all of its kind by which a smaller tensor is measured for the ceiling
 NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for rounding
 COPIES = 6  # of the parameters that a comparison holds at the most: weights and gradients of both sides
 
@@ -44,11 +44,13 @@ Run = Callable[[], Iterable[Tensor]]
 Named = Callable[[], Mapping[str, Tensor]]
 Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
 Values = dict[Place, Tensor]
+Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind
 
 OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
 AFTER_UPDATE = " after an update"
 ONCE = (TRAINED, OUTPUT, GRADIENT, BUFFER, EVALUATED)
 KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
+CEILINGS = {GRADIENT: CEILING_OF_GRADIENTS, GRADIENT + AFTER_UPDATE: CEILING_OF_GRADIENTS}
 
 
 class ModuleFailed(Exception):
@@ -56,41 +58,30 @@ class ModuleFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Deviation:
-    """Describes how far one tensor of the layers is from the module's own.
-
-    Attributes:
-        kind, name: what it is, as a gradient, and of what, as a parameter.
-        relative: norm of the difference as a share of the module's own norm; 0: the same bits; inf: see ``said``.
-        share: the same, but a small tensor is measured by the largest of its kind.
-        said: how they differ where that is no number.
-    """
-
-    kind: str
-    name: str
-    relative: float
-    share: float = 0.0
-    said: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} of {self.name}: {self.said or f'relative difference {self.relative:.1e}'}"
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Holds the comparison of the layers with the module itself.
 
     Attributes:
-        compared: number of tensors.
-        worst: the largest difference; None where nothing was compared.
-        differing: what differs by more than rounding, in the order of `KINDS`.
+        found: what was compared, in the order of `KINDS`.
         decided: what float32 found, where float64 has decided that it is rounding.
     """
 
-    compared: int
-    worst: Deviation | None
-    differing: list[Deviation]
+    found: Sequence[Quantity]
     decided: str = ""
+
+    @property
+    def compared(self) -> int:
+        return sum(quantity.compared for quantity in self.found)
+
+    @property
+    def worst(self) -> Difference | None:
+        """Returns the largest difference; None where nothing was compared."""
+        return max(self.found, key=lambda quantity: quantity.relative).worst if self.found else None
+
+    @property
+    def differing(self) -> list[Difference]:
+        """Returns what differs by more than rounding."""
+        return [difference for quantity in self.found for difference in quantity.beyond]
 
     @property
     def agrees(self) -> bool:
@@ -134,14 +125,13 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
         run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given. Where
             it fails in float64, as the code of some modules holds types, float32 decides.
     """
-    found = _judged(differences(*run(torch.float32)), ROUNDING)
-    if found.agrees or any(
-        gap.share > (CEILING_OF_GRADIENTS if gap.kind.startswith(GRADIENT) else CEILING) for gap in found.differing
-    ):
+    gaps = differences(*run(torch.float32))
+    found = Comparison(judge(gaps, ROUNDING))
+    if found.agrees or not may_be_rounding(judge(gaps, ROUNDING, SMALL), CEILINGS, CEILING):
         return found
     with suppress(Exception):
-        decided = _judged(differences(*run(torch.float64), NOTHING), ROUNDING**2)
-        return replace(decided, decided=str(found.worst)) if decided.agrees else found
+        decided = Comparison(judge(differences(*run(torch.float64)), ROUNDING**2, NOTHING), str(found.worst))
+        return decided if decided.agrees else found
     return found
 
 
@@ -154,12 +144,6 @@ def maker_of(builder: LayerBuilder) -> LayerMaker:
     if not isinstance(builder.build, LayerMaker):
         raise TypeError(f"layer {builder.name} is not of a traced module")
     return builder.build
-
-
-def _judged(gaps: Sequence[Deviation], limit: float) -> Comparison:
-    worst = max(gaps, key=lambda gap: gap.relative, default=None)
-    beyond = [gap for gap in gaps if gap.relative > limit]
-    return Comparison(len(gaps), worst, sorted(beyond, key=lambda gap: KINDS.index(gap.kind)))
 
 
 # -- one side ----------------------------------------------------------------------------------------------------------
@@ -370,49 +354,35 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor], least: float = 0.0) -> list[Deviation]:
-    """Compares what `values_of` has returned for both sides; a buffer that no layer holds has not changed there.
-
-    Args:
-        least: of the largest norm of its kind: a smaller tensor counts as so large.
-    """
-    largest: dict[str, float] = {}
-    for (kind, _), value in own.items():
-        largest[kind] = max(largest.get(kind, 0.0), measure(value, value).size)
-    found = (
-        _deviation(place, layers.get(place), own.get(place), largest.get(place[0], 0.0), least)
-        for place in dict.fromkeys([*own, *layers])
-    )
-    return [deviation for deviation in found if deviation is not None]
+def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
+    """Judges what `differences` has returned, kind by kind; see `judge_tensors`."""
+    return [judge_tensors(kind, gaps[kind], tolerance, small) for kind in KINDS if kind in gaps]
 
 
-def _deviation(place: Place, ours: Tensor | None, own: Tensor | None, largest: float, least: float) -> Deviation | None:
-    kind, name = place
-    said = _said(kind.removesuffix(AFTER_UPDATE), ours, own)
-    if said is None:
-        return None
-    if said:
-        return Deviation(kind, name, math.inf, math.inf, said)
-    if ours is None or own is None:
-        return Deviation(kind, name, 0.0)
-    gap = measure(ours, own)
-    if math.isinf(gap.distance):
-        return Deviation(kind, name, math.inf, math.inf, "not finite on one side only")
-    relative, share = (gap.distance / max(gap.size, small * largest, 1e-30) for small in (least, SMALL))
-    return Deviation(kind, name, relative, share)
+def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor]) -> Gaps:
+    """Measures what `values_of` has returned for both sides; a buffer that no layer holds has not changed there."""
+    gaps: Gaps = {}
+    for kind, name in dict.fromkeys([*own, *layers]):
+        gap = _gap(kind.removesuffix(AFTER_UPDATE), layers.get((kind, name)), own.get((kind, name)))
+        if gap is not None:
+            gaps.setdefault(kind, []).append(((NO_LAYER, f"{kind} of {name}"), gap))
+    return gaps
 
 
-def _said(kind: str, ours: Tensor | None, own: Tensor | None) -> str | None:
-    """Returns how two values differ where that is no number; "" where it is, None where they are not compared."""
+def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
+    """Returns how far two values are apart, in words where that is no number; None where they are not compared."""
     if ours is None or own is None:
         present = own if ours is None else ours
         if present is None or kind in (TRAINED, BUFFER):  # constants of a layer, tables made at first use
             return None
         where = "traced layers" if ours is None else "module itself"
-        return f"none in the {where}" if bool(present.any()) else ""
+        return replace(MISSING, said=f"none in the {where}") if bool(present.any()) else measure(present, present)
     if kind == TRAINED and bool(ours != own):
-        return f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
-    if ours.shape != own.shape or ours.dtype != own.dtype:
+        said = f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
+    elif ours.shape != own.shape or ours.dtype != own.dtype:
         shown = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (ours, own)]
-        return f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
-    return ""
+        said = f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
+    else:
+        gap = measure(ours, own)
+        return replace(gap, said="not finite on one side only") if math.isinf(gap.distance) else gap
+    return replace(MISSING, said=said)

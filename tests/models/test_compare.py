@@ -115,7 +115,7 @@ def test_what_differs_from_the_module_itself_is_named(
     traced: type[nn.Module], own: type[nn.Module], kind: str, name: str
 ) -> None:
     found = compared(traced, points, own)
-    assert (found.differing[0].kind, found.differing[0].name) == (kind, name), found
+    assert found.differing[0].where == f"{kind} of {name}", found
 
 
 @pytest.mark.parametrize("module", [own_module.mobile_net, own_module.Noisy])

@@ -15,8 +15,9 @@ import torch
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
+from gpipe_cli.difference import Difference, Quantity
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, Difference, Quantity, agrees
+from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, agrees
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,182 @@
+"""Measures how far tensors are from those that they should equal, and judges which of them differ.
+
+Both gpipe-verify and the comparison of traced modules judge so: tensors are measured one at a time (`Gap`), and judged
+when all of their kind have been measured. A difference is divided by the norm of the right side's tensor, but at least
+by a small share of the norm of all tensors of the kind (a gradient that is nothing but rounding may differ by all of
+itself). Up to the tolerance it is rounding, above a ceiling it is none, and float64 decides what is in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
+TINY = 1e-30  # a difference from what is zero is divided by this
+NO_LAYER = -1  # for quantities of the whole model
+
+Key = tuple[int, str]  # (index of the layer, full name of the tensor)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Holds what there is to know of two tensors in order to compare them.
+
+    Attributes:
+        absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
+        distance: norm of the difference; infinite where `absolute` is.
+        ours, plain: norms of the two; of their changes, where the step began with values.
+        size: norm of the plain one itself.
+        epsilon: relative precision of its type.
+        said: how the two differ, where that is no number.
+    """
+
+    absolute: float
+    distance: float
+    ours: float
+    plain: float
+    size: float
+    epsilon: float
+    said: str = ""
+
+
+MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0)
+
+
+def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = None) -> Gap:
+    """Compares two tensors; elements that are finite on neither side agree.
+
+    Args:
+        before: the value before the step; the norms are then those of the changes.
+    """
+    if ours is None or plain is None or ours.shape != plain.shape:
+        return MISSING
+    x, y = _in_float64(ours), _in_float64(plain)
+    finite = torch.isfinite(x)
+    if not torch.equal(finite, torch.isfinite(y)):
+        return MISSING
+    x, y = torch.where(finite, x, 0.0), torch.where(finite, y, 0.0)
+    size, epsilon = _norm(y), torch.finfo(plain.dtype).eps if plain.is_floating_point() else 0.0
+    gap = x - y
+    if before is not None:
+        old = torch.where(finite, _in_float64(before), 0.0)
+        x, y = x - old, y - old
+    largest = float(gap.abs().max()) if gap.numel() else 0.0
+    return Gap(largest, _norm(gap), _norm(x), _norm(y), size, epsilon)
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().double().cpu()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Holds the difference of one tensor, fingerprint or number between the two sides.
+
+    Attributes:
+        layer: its layer, `NO_LAYER` for the whole model.
+        where: its name, for the report.
+        absolute: largest difference of two elements (of fingerprints: of the two norms).
+        relative: norm of the difference divided by the norm that the quantity is measured by; inf where one side has
+            nothing.
+        said: how they differ, where that is no number.
+    """
+
+    layer: int
+    where: str
+    absolute: float
+    relative: float
+    said: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.said or f'relative difference {self.relative:.1e}'}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Holds the differences of one kind, such as all gradients.
+
+    Attributes:
+        name: for the report.
+        compared: their number.
+        worst: the largest relative difference; None where there are none.
+        beyond: the differences beyond the tolerance, in the order in which they were found.
+    """
+
+    name: str
+    compared: int
+    worst: Difference | None
+    beyond: list[Difference] = field(default_factory=list)
+
+    @property
+    def relative(self) -> float:
+        """Returns the largest relative difference."""
+        return self.worst.relative if self.worst else 0.0
+
+    @property
+    def verdict(self) -> str:
+        if self.beyond:
+            return f"DIFFERS ({len(self.beyond)} of {self.compared})"
+        if self.worst is None:
+            return "none"
+        return "bit for bit" if self.worst.absolute == 0 and self.worst.relative == 0 else "OK"
+
+
+def judge(name: str, found: Sequence[Difference], tolerance: float) -> Quantity:
+    """Returns a quantity in which every difference above ``tolerance`` counts as an error."""
+    worst = max(found, key=lambda d: (d.relative, d.absolute), default=None)
+    return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
+
+
+def judge_tensors(
+    name: str,
+    gaps: Sequence[tuple[Key, Gap]],
+    tolerance: float,
+    small: float = SMALL_SHARE,
+    changes: bool = False,
+    kind: Callable[[Key], object] = lambda key: key[1].partition(":")[2],
+) -> Quantity:
+    """Judges measured tensors, each beside those of its kind.
+
+    Args:
+        small: share of the norm of all of a kind, by which smaller tensors are measured.
+        changes: the gaps are those of changes, which rounding of the whole value may disturb.
+        kind: of a key; what is behind a colon, as exp_avg in "weight:exp_avg".
+    """
+    norms: dict[object, list[float]] = {}
+    for key, gap in gaps:
+        norms.setdefault(kind(key), []).append(gap.plain)
+    least = {one: small * norm_of_all(of_one) for one, of_one in norms.items()}
+    found = []
+    for key, gap in gaps:
+        rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
+        relative = gap.distance / max(gap.plain, least[kind(key)], rounding, TINY)
+        found.append(Difference(*key, gap.absolute, relative, gap.said))
+    return judge(name, found, tolerance)
+
+
+def norm_of_all(norms: Iterable[float]) -> float:
+    """Returns the norm of all tensors together, of the norm of each; what is not finite is left out."""
+    return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))
+
+
+def may_be_rounding(found: Iterable[Quantity], ceilings: Mapping[str, float], ceiling: float) -> bool:
+    """Returns whether no difference beyond the tolerance is too large for rounding, so that float64 can decide.
+
+    Args:
+        ceilings: largest relative difference that may be rounding, of quantities by name.
+        ceiling: that of all others.
+    """
+    return all(not quantity.beyond or quantity.relative <= ceilings.get(quantity.name, ceiling) for quantity in found)
