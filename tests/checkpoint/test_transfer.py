@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_tools import saved
 from inline_run import train_inline
 from run_files import rows
-from safetensors.torch import load_file
 from tiny_images import CLASSES, image_folder
 from torch import Tensor
 
-from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
+from gpipe_cli.checkpoint.files import CheckpointError, step_directory
 
 TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
 
@@ -25,7 +25,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trains the run to begin with: two steps on ten classes, with averaged weights."""
     run_dir = tmp_path_factory.mktemp("digits") / "run"
     train_inline(run_dir, *TINY, "trainer.steps=2", "trainer.average=0.9")
-    return step_directory(run_dir, 2)
+    return run_dir
 
 
 @pytest.fixture
@@ -38,24 +38,17 @@ def birds(tmp_path: Path) -> list[str]:
 def begin(run_dir: Path, origin: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Trains with learning rate 0, so that the weights stay those that the run began with."""
     still = ["trainer.steps=1", "optimizer.lr=0", "model.batchnorm_decay=0.999999"]
-    return train_inline(run_dir, *TINY, *still, f"checkpoint.init_from={origin}", *words)
+    return train_inline(run_dir, *TINY, *still, f"checkpoint.init_from={step_directory(origin, 2)}", *words)
 
 
-def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    info = read_manifest(checkpoint)
-    return {
-        f"{layer}/{name}": value for layer in info.layers for name, value in load_file(info.layer_path(layer)).items()
-    }
-
-
-def weights(checkpoint: Path, kind: str = "weight") -> dict[str, Tensor]:
-    return {name.replace(f"{kind}:", ""): value for name, value in tensors(checkpoint).items() if f"/{kind}:" in name}
+def weights(run_dir: Path, step: int, kind: str = "weight") -> dict[str, Tensor]:
+    return {name.replace(f"{kind}:", ""): value for name, value in saved(run_dir, step).items() if f"/{kind}:" in name}
 
 
 @pytest.mark.slow
 def test_all_but_the_classifier_comes_from_the_other_run(digits: Path, birds: list[str], tmp_path: Path) -> None:
     summary, events = begin(tmp_path / "run", digits, *birds, "checkpoint.init_except=[head]", "pipeline.K=3")
-    before, after = weights(digits, "average"), weights(step_directory(tmp_path / "run", 1))
+    before, after = weights(digits, 2, "average"), weights(tmp_path / "run", 1)
     assert after["head/classifier.weight"].shape[0] == CLASSES
     assert [name for name in after if not name.startswith("head") and not torch.equal(after[name], before[name])] == []
     assert any("begun anew: head" in event.get("text", "") for event in events)
@@ -66,7 +59,7 @@ def test_buffers_come_along_and_the_weights_themselves_when_averages_are_not_wan
     digits: Path, birds: list[str], tmp_path: Path
 ) -> None:
     begin(tmp_path / "run", digits, *birds, "checkpoint.init_except=[head]", "checkpoint.init_average=false")
-    before, after = tensors(digits), tensors(step_directory(tmp_path / "run", 1))
+    before, after = saved(digits, 2), saved(tmp_path / "run", 1)
     for name in after:
         if name.startswith("stack_3") and "/weight:" in name:
             assert torch.equal(after[name], before[name]), name

@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 from plain_amoebanet import PlainAmoebaNet
-from schedule_rules import scheduled
-from small_models import CPU, build_all, seen_after
+from small_models import build_all, engine_of, seen_after, train_step
 from torch.nn import functional as F
 
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
-from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput
-from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.cell import BuiltLayer
 from gpipe_cli.tasks.classification import ClassificationTask
 
 CLASSES, STEPS = 5, 2
@@ -35,13 +31,11 @@ class Case:
     genotype: str = "D"
     image_size: int = 79
     auxiliary: bool = True
-    noise: bool = False
     examples: int = 7
 
     def layers(self) -> list[BuiltLayer]:
-        noise = {"dropout": 0.5, "drop_path_keep": 0.4} if self.noise else {}
         model = {"genotype": self.genotype, "image_size": self.image_size, "auxiliary_head": self.auxiliary}
-        return build_all(amoebanet(**(SMALL | model | noise)))
+        return build_all(amoebanet(**(SMALL | model)))
 
     def parts(self, step: int) -> list[MicroBatch]:
         generator = torch.Generator().manual_seed(step)
@@ -53,18 +47,12 @@ class Case:
 
 def run_engine(case: Case) -> list[dict[str, Any]]:
     """Returns the losses of each step and, by name, the gradients and buffers; trains by gradient descent."""
-    placement = (0,) * case.K
     layers = case.layers()
-    numbers = cell_layers([len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
-    noise = NoiseSource(1, 0, CPU)
-    cells = [Cell(k, [layers[i] for i in numbers[k]], noise) for k in range(case.K)]
-    engine = Engine(cells, placement, None, ClassificationTask(0.1).loss, 1, CPU)
-    instructions = scheduled("gpipe", placement, case.M, case.remat)[0]
-    seen = []
+    engine = engine_of(layers, [len(part) for part in torch.arange(len(layers)).tensor_split(case.K)])
+    engine.loss = ClassificationTask(0.1).loss
+    cells, seen = list(engine.cells.values()), []
     for step in range(STEPS):
-        parts = case.parts(step)
-        plan = StepInput(step, STEPS, tuple(len(inputs[0]) for inputs, _ in parts), 1 / case.examples)
-        record = engine.train_step(instructions, plan, parts)
+        record = train_step(engine, "gpipe", case.remat, case.parts(step), step, case.examples)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         seen.append(seen_after(cells, record))
         descend([parameter for cell in cells for _, parameter in cell.parameters()])

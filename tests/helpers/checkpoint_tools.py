@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
+from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer, restore_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 
@@ -74,6 +75,18 @@ def save(
 def restore(info: CheckpointInfo, layers: Layers, optimizer: Optimizer | None) -> None:
     for name, layer in layers.items():
         restore_layer(name, layer, optimizer, load_layer(info, name))
+
+
+def saved(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Returns all tensors of a checkpoint, by layer and name."""
+    info = read_manifest(step_directory(run_dir, step))
+    return {f"{layer}/{name}": t for layer in info.layers for name, t in load_file(info.layer_path(layer)).items()}
+
+
+def changed(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of tensors with other bits."""
+    assert one.keys() == other.keys()
+    return [name for name in one if bits(one[name]) != bits(other[name])]
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:

@@ -138,11 +138,22 @@ def engine_of(
 
 
 def train_step(
-    engine: Engine, kind: str, remat: str, batch: Sequence[MicroBatch], step: int = 0, **others: Any
+    engine: Engine,
+    kind: str,
+    remat: str,
+    batch: Sequence[MicroBatch],
+    step: int = 0,
+    weight: float | None = None,
+    **others: Any,
 ) -> StepRecord:
-    """Runs one training step of an engine that has all cells; ``others``: of `Engine.train_step`."""
+    """Runs one training step of an engine that has all cells.
+
+    Args:
+        weight: by which the loss is divided; of the tokens if not given.
+        others: of `Engine.train_step`.
+    """
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
-    step_input = StepInput(step, step + 1, signatures, 1 / weight_of(batch))
+    step_input = StepInput(step, step + 1, signatures, 1 / (weight or weight_of(batch)))
     return engine.train_step(scheduled(kind, engine.placement, len(batch), remat)[0], step_input, batch, **others)
 
 

@@ -150,12 +150,6 @@ def test_the_package_list_is_the_tree() -> None:
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
 
 
-def test_no_folder_has_more_files_than_a_reader_can_survey() -> None:
-    folders = {path.parent for path in MODULES.values()} | {path.parent for path in (ROOT / "benchmarks").rglob("*.py")}
-    sizes = {folder: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
-    assert not {folder for folder, size in sizes.items() if size > 16}
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds the wheel; returns its path."""

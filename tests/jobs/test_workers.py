@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from composed import checked
+from composed import checked, composed
 
 from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig
@@ -14,26 +14,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import workers as devices
 from gpipe_cli.jobs.workers import choose_workers
 
-PIPELINE = PipelineConfig(
-    K=16,
-    M=4,
-    remat="never",
-    keep=None,
-    schedule="gpipe",
-    partition="auto",
-    devices=None,
-    memory=None,
-    cost="flops",
-    workers="auto",
-    replicas=1,
-    threads=1,
-    backend="auto",
-    device="auto",
-    sync_batchnorm=False,
-    compile=False,
-    shard_optimizer=False,
-    auto=[],
-)
+PIPELINE = PipelineConfig(**{**composed()["pipeline"], "K": 16, "cost": "flops", "threads": 1}, auto=[])
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_tools import saved
 from inline_run import train_inline
 from run_files import losses, rows
 from safetensors.torch import load_file
 from small_models import CPU
-from torch import Tensor, nn
+from torch import nn
 
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.commands import export
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
@@ -66,13 +66,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("average") / "run"
     train_inline(run_dir, *TINY, "pipeline.K=1", "checkpoint.keep=9")
     return run_dir
-
-
-def saved(run_dir: Path, step: int) -> dict[str, Tensor]:
-    info = read_manifest(step_directory(run_dir, step))
-    return {
-        f"{layer}/{name}": value for layer in info.layers for name, value in load_file(info.layer_path(layer)).items()
-    }
 
 
 def test_checkpoints_hold_the_averages_of_weights_and_statistics(whole: Path) -> None:

@@ -6,17 +6,14 @@ from functools import partial
 
 import pytest
 import torch
-from schedule_rules import scheduled
+from small_models import build_all, engine_of, train_step
 from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, finish_batchnorm
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Engine, StepInput
-from gpipe_cli.pipeline.randomness import NoiseSource
 
-CPU = torch.device("cpu")
 EXAMPLES = torch.randn(11, 6, generator=torch.Generator().manual_seed(3)) * 2 + 1
 LAYERS = [
     LayerBuilder("norm", partial(nn.BatchNorm1d, 6, momentum=0.3)),
@@ -32,17 +29,14 @@ def squares(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]
 @pytest.mark.parametrize("remat", ["always", "except_last", "never"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, remat: str, K: int) -> None:
-    built = [BuiltLayer(i, b.name, build_layer(b, i, 1, CPU)) for i, b in enumerate(LAYERS)]
-    noise = NoiseSource(1, 0, CPU)
-    cells = [Cell(0, built, noise)] if K == 1 else [Cell(k, [layer], noise) for k, layer in enumerate(built)]
-    for cell in cells:
+    engine = engine_of(build_all(LAYERS), [2] if K == 1 else [1, 1])
+    engine.loss = squares
+    for cell in engine.cells.values():
         cell.train(True)
-    engine = Engine(cells, (0,) * K, None, squares, 1, CPU)
-    micro_batches = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
-    step_input = StepInput(0, 1, tuple(len(inputs[0]) for inputs, _ in micro_batches), 1 / 11)
-    engine.train_step(scheduled("gpipe", (0,) * K, M, remat)[0], step_input, micro_batches)
-    finish_batchnorm([norm for cell in cells for norm in cell.batchnorms], None)
-    (norm,) = cells[0].batchnorms
+    batch: list[MicroBatch] = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]
+    train_step(engine, "gpipe", remat, batch, weight=len(EXAMPLES))
+    (norm,) = engine.cells[0].batchnorms
+    finish_batchnorm([norm], None)
     torch.testing.assert_close(norm.running_mean, 0.3 * EXAMPLES.mean(0), rtol=1e-5, atol=1e-6)
     population = (EXAMPLES - EXAMPLES.mean(0)).square().mean(0)
     torch.testing.assert_close(norm.running_var, 0.7 + 0.3 * population, rtol=1e-5, atol=1e-6)

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from schedule_rules import scheduled
-from small_models import build_all, engine_of, mini_batch, small_model, token_loss, weight_of
+from small_models import build_all, engine_of, mini_batch, small_model, token_loss, train_step
 from torch import Tensor, nn
 
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import BuiltLayer
-from gpipe_cli.pipeline.engine import Engine, StepInput
+from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.pipeline.finite import BACKWARD, DATA, FORWARD, LOSS, FiniteWatch, Origin, not_finite
 from gpipe_cli.pipeline.messages.grouping import as_tensors, replace_tensors
 from gpipe_cli.position import Position
@@ -63,19 +62,13 @@ def faulty(index: int, way: int, micro_batch: int) -> Callable[[Engine], None]:
     return plant
 
 
-def first_bad(
-    engine: Engine, kind: str, remat: str, micro_batches: list[MicroBatch], weight: float | None = None
-) -> Origin | None:
+def first_bad(engine: Engine, kind: str, remat: str, micro_batches: list[MicroBatch]) -> Origin | None:
     """Runs a step without watching and then again; the second must not change the first one's gradients."""
-    K = len(engine.cells)
-    instructions = scheduled(kind, (0,) * K, M, remat)[0]
-    signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
-    step_input = StepInput(0, 1, signatures, 1 / (weight or weight_of(micro_batches)))
     weights = [parameter for cell in engine.cells.values() for _, parameter in cell.parameters()]
     runs = []
     found = FiniteWatch(0, engine.where)
     for watch in (None, found):
-        engine.train_step(instructions, step_input, micro_batches, watch=watch)
+        train_step(engine, kind, remat, micro_batches, watch=watch)
         runs.append([parameter.grad for parameter in weights])
         for parameter in weights:
             parameter.grad = None

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from run_files import rows
-from safetensors.torch import load_file
 
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.checkpoint.files import step_directory
 
 COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
 COMMON = [
@@ -70,14 +69,7 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 
 def same_bits(one: Path, other: Path, step: int = 20) -> bool:
     """Returns whether the last checkpoints agree bit for bit: weights, buffers, optimizer state of every layer."""
-    a, b = (read_manifest(step_directory(run_dir, step)) for run_dir in (one, other))
-    return list(a.layers) == list(b.layers) and all(
-        _bits(load_file(a.layer_path(name))) == _bits(load_file(b.layer_path(name))) for name in a.layers
-    )
-
-
-def _bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: tensor.flatten().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    return not changed(saved(one, step), saved(other, step))
 
 
 @pytest.fixture(scope="module")

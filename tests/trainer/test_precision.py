@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_plan import planned
 from run_files import losses, rows
-from safetensors.torch import load_file
 
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import allow_tf32
 from gpipe_cli.metrics.records import Progress
@@ -34,18 +34,7 @@ BOUNDARIES = ("precision=bf16", "precision.boundaries=bfloat16")
 def trained(run_dir: Path, *words: str, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of a run and all tensors of its last checkpoint."""
     train_inline(run_dir, *TINY, f"trainer.steps={steps}", *words)
-    manifest = read_manifest(step_directory(run_dir, steps))
-    tensors = {
-        f"{name}/{key}": value
-        for name in manifest.layers
-        for key, value in load_file(manifest.layer_path(name)).items()
-    }
-    return losses(run_dir), tensors
-
-
-def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return losses(run_dir), saved(run_dir, steps)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
+from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_model import WORDS, Ending
 from run_files import rows
-from safetensors.torch import load_file
 
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
@@ -76,11 +75,8 @@ def test_a_run_goes_on_with_another_schedule_of_the_same_bits(tmp_path: Path) ->
     train_inline(tmp_path / "whole", *common, kinds[0])
     resumed = step_directory(tmp_path / "whole", 2)
     train_inline(tmp_path / "other", *common, kinds[1], f"checkpoint.resume={resumed}")
-    whole, other = (read_manifest(step_directory(tmp_path / name, 4)) for name in ("whole", "other"))
-    require_compatible(read_manifest(resumed), other.state.configuration)
-    for layer in whole.layers:
-        one, same = (load_file(checkpoint.layer_path(layer)) for checkpoint in (whole, other))
-        assert one.keys() == same.keys() and all(torch.equal(one[name], same[name]) for name in one), layer
+    require_compatible(read_manifest(resumed), read_manifest(step_directory(tmp_path / "other", 4)).state.configuration)
+    assert not changed(saved(tmp_path / "whole", 4), saved(tmp_path / "other", 4))
 
 
 def test_a_run_that_would_write_over_another_is_refused_before_it_does(tmp_path: Path) -> None:
