@@ -16,7 +16,6 @@ import pytest
 from run_files import bytes_of
 from small_disk import small_disk
 
-from gpipe_cli.commands.train import main
 from gpipe_cli.terminal.runs import read_run
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -166,38 +165,6 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
     assert run(tmp_path, *words, f"seed={cli_jobs.REFUSES}").returncode == 2
     assert read_run(tmp_path / "here").status == "done"
     assert bytes_of(tmp_path / "here" / ".hydra") == hydra
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["pipeline.k=4"], "there is no key pipeline.k; did you mean pipeline.K?"),
-        (["modle=transformer"], "there is no key modle; did you mean model?"),
-        (["optimizer=adm"], "there is no optimizer=adm; did you mean optimizer=adam"),
-        (["pipeline.K=1,2"], "pipeline.K=1,2 is a sweep: give one value"),
-        (
-            ["pipeline.K=0", "trainer.steps=x"],
-            "gpipe-train: pipeline.K=0: should be greater than or equal to 1\ntr",
-        ),
-        (["data.batch_size=???"], "data.batch_size needs a value: type data.batch_size=…"),
-        (["--pipeline.K=4"], "keys have no dashes, type pipeline.K=4"),
-    ],
-)
-def test_a_refusal_is_one_sentence_and_leaves_nothing_behind(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    try:
-        code: object = main(words)
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr().err
-    assert message in said and code == 2
-    assert "Traceback" not in said and "HYDRA_FULL_ERROR" not in said
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.reliability.wrong_configurations import CASES, SHELLS, faults, run
 
 OUTSIDE = [*CASES][::7] + [case for case in CASES if case.startswith("gone")]
-INSIDE = [case for case in CASES if case.partition(" ")[0] not in SHELLS and case not in OUTSIDE][1::3]
+INSIDE = [case for case in CASES if case.partition(" ")[0] not in SHELLS and case not in OUTSIDE]
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
@@ -32,13 +32,13 @@ def test_the_answer_names_the_mistake(
         code = end.code
     written = capsys.readouterr()
     assert faults(case, code, written.out + written.err) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["name='${os.environ}'"], "name: Interpolation key 'os.environ' not found"),
-        (["=3"], "=3: write key=value"),
         (["hydra.run.dir="], "hydra.run.dir= is empty: name a folder, or leave it out"),
         (["data._target_=my_module.Images"], "model.source_vocabulary: Interpolation key 'data.vocabulary' not found"),
     ],
