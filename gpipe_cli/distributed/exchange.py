@@ -4,22 +4,21 @@ Each slot is written by one worker and is 0 on the others. Adding zeros is exact
 whatever K. Every decision taken from the sum (skip the update, stop, clip by this factor) is therefore the same on all
 workers without another message.
 
-The sum goes through rank 0 by point-to-point messages: gloo's all-reduce of 500 numbers takes 66 ms with 16 workers on
-two cores, this 6 ms, or 10 ms by gloo (`benchmarks/messages.py`).
+The sum goes up a tree of all workers and down again (`tree.py`; docs/cluster.md has its seconds by workers).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..config import MESSAGE_TAGS
-
-SHARE, ANSWER = MESSAGE_TAGS, MESSAGE_TAGS + 1  # beyond those of the pipeline's transport
+from .tree import TIMEOUT_OF_GROUP, Tree
 
 
 class StopRequested(Exception):
@@ -40,36 +39,19 @@ class Exchange:
     """
 
     def __init__(self, fields: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        self._tree = Tree(group, MESSAGE_TAGS)  # beyond the tags of the pipeline's transport
         self._sizes = list(fields.values())
         self._vector = torch.zeros(sum(self._sizes), dtype=torch.float64)
         self.own: dict[str, Tensor] = dict(zip(fields, torch.split(self._vector, self._sizes), strict=True))
         self.total: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.own.items()}
         self.ended_at = time.perf_counter()
 
-    def run(self) -> None:
+    def run(self, timeout: timedelta = TIMEOUT_OF_GROUP) -> None:
         """Sums ``own`` of all workers into ``total`` and sets ``own`` to 0; every worker calls it at the same time."""
-        total = self._vector.clone()
-        if self._group is not None:
-            self._sum_through_rank_0(total, self._group)
+        total = self._tree.add_up(self._vector, timeout)
         self.total = dict(zip(self.own, torch.split(total, self._sizes), strict=True))
         self._vector.zero_()
         self.ended_at = time.perf_counter()
-
-    def _sum_through_rank_0(self, total: Tensor, group: dist.ProcessGroup) -> None:
-        others = range(1, group.size())
-        if group.rank() != 0:
-            answer = dist.irecv(total, 0, group=group, tag=ANSWER)
-            _wait(dist.isend(self._vector, 0, group=group, tag=SHARE))
-            _wait(answer)
-            return
-        received = [torch.empty_like(total) for _ in others]
-        works = [dist.irecv(share, r, group=group, tag=SHARE) for r, share in zip(others, received, strict=True)]
-        for work, share in zip(works, received, strict=True):
-            _wait(work)
-            total += share
-        for work in [dist.isend(total, r, group=group, tag=ANSWER) for r in others]:
-            _wait(work)
 
 
 def run_unless_stopped(exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
@@ -90,8 +72,3 @@ def run_unless_stopped(exchange: Exchange, stop_requested: Callable[[], bool]) -
 def never() -> bool:
     """Returns False: the default of `stop_requested`."""
     return False
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
-    work.wait()

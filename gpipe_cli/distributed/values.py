@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from ..config import MESSAGE_TAGS
+from .tree import Tree
+
+VALUES = MESSAGE_TAGS + 1  # message tag, beyond that of the exchange
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
@@ -19,21 +22,26 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     Raises:
         ValueError: what arrives is no JSON.
     """
-    content = _to_bytes(value)
-    if group is None:
-        return [_from_bytes(content)]
-    sizes = torch.empty(group.size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(content)]), group=group)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: len(content)] = content
-    everyone = torch.empty(group.size() * len(padded), dtype=torch.uint8)
-    dist.all_gather_into_tensor(everyone, padded, group=group)
-    return [_from_bytes(row[:size]) for row, size in zip(everyone.view(group.size(), -1), sizes.tolist(), strict=True)]
+    tree = Tree(group, VALUES)
+    return _list_of(tree.spread(tree.gather(_to_bytes(value))))
 
 
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns on rank 0 what `all_gather_json` does; an empty list elsewhere."""
+    tree = Tree(group, VALUES)
+    everyone = tree.gather(_to_bytes(value))
+    return _list_of(everyone) if tree.parent is None else []
 
 
-def _from_bytes(content: Tensor) -> Any:
-    return json.loads(content.numpy().tobytes())
+def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's ``value`` on all workers; arguments and errors as of `all_gather_json`."""
+    return json.loads(Tree(group, VALUES).spread(_to_bytes(value)))
+
+
+def _to_bytes(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _list_of(content: bytes) -> list[Any]:
+    values: list[Any] = json.loads(b"[%b]" % content)
+    return values

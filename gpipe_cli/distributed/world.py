@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..gpus import count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 from ..launch.mailboxes import LOCAL
-from .values import all_gather_json
+from .values import all_gather_json, broadcast_json, gather_json
 
 CPU = "cpu"  # the identity of a device that is not a GPU
 RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
@@ -72,15 +72,20 @@ class World:
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Calls ``make`` on rank 0 and returns its result on every rank, as JSON keeps it."""
-        return self.all_gather(make() if self.rank == 0 else None)[0]
+        return broadcast_json(make() if self.rank == 0 else None, self.all_ranks)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Returns every rank's ``value``, in rank order, on every rank, as JSON keeps it."""
         return all_gather_json(value, self.all_ranks)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Returns every rank's ``value``, in rank order, on rank 0, and an empty list elsewhere, as JSON keeps it."""
+        return gather_json(value, self.all_ranks)
+
     def gather_from_workers(self, values: Iterable[Any]) -> list[Any]:
         """Returns the values of all workers of replica 0, one worker's after another's, on every rank, as JSON."""
-        return [value for own in self.all_gather(list(values))[: self.workers] for value in own]
+        own = list(values) if self.replica == 0 else []
+        return [value for values in self.all_gather(own) for value in values]
 
 
 def join_world(context: Context, workers: int, replicas: int, device: str, backend: str) -> World:

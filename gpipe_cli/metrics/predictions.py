@@ -73,8 +73,8 @@ class PredictionKeeper:
         """Gathers the predictions of all workers on rank 0 and resets; returns None elsewhere and without data."""
         mine = torch.cat(self._rows).tolist() if self._rows else None
         kept, self._rows, self._images = self._images.kept, [], EvenSample(IMAGES)
-        seen = [np.array(rows, dtype=np.float32) for rows in self._world.all_gather(mine) if rows is not None]
-        if self._world.rank != 0 or not seen:
+        seen = [np.array(rows, dtype=np.float32) for rows in self._world.gather(mine) if rows is not None]
+        if not seen:
             return None
         rows = np.concatenate(seen)
         labels, predicted = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)

@@ -49,7 +49,7 @@ class Recording:
 
 
 def record_everyone(pipeline: Pipeline, met_at: float) -> list[Recording]:
-    """Returns the last step of every rank, in rank order, on every rank; every worker calls it at the same time.
+    """Returns the last step of every rank, in rank order, on rank 0, else nothing; every worker calls it together.
 
     Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
     which ends at about the same moment on all workers, ended at the same time as on rank 0.
@@ -59,14 +59,13 @@ def record_everyone(pipeline: Pipeline, met_at: float) -> list[Recording]:
     """
     meter = pipeline.engine.meter
     meter.read_phases()
-    everyone = pipeline.world.all_gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
+    everyone = pipeline.world.gather((machine_id(), met_at, Recording(meter.spans, meter.phases).as_json()))
     return on_one_clock([(machine, met, Recording.from_json(rows)) for machine, met, rows in everyone])
 
 
 def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:
     """Returns the recordings on rank 0's clock; given per rank: machine id, end of the exchange, recording."""
-    machine, met_at, _ = ranks[0]
-    return [step if place == machine else step.shifted(met_at - met) for place, met, step in ranks]
+    return [step if place == ranks[0][0] else step.shifted(ranks[0][1] - met) for place, met, step in ranks]
 
 
 def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int]) -> Timeline:

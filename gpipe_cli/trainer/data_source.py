@@ -8,18 +8,15 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ..config import MESSAGE_TAGS, Settings
+from ..config import Settings
 from ..data.source import Report, Source, no_report
+from ..distributed.exchange import Exchange
 from ..distributed.world import World
 from ..errors import PlainError
 from ..factory.build import build_source
 from ..metrics.journal import Notices
 
 PREPARATION_TIMEOUT = timedelta(days=365)
-ARRIVED, CONTINUE = MESSAGE_TAGS + 2, MESSAGE_TAGS + 3  # message tags, beyond those of the exchange
 
 
 def open_source(
@@ -81,18 +78,10 @@ def prepare_in_turn(source: Source | None, world: World, report: Report) -> None
 def wait_for_all(world: World) -> None:
     """Returns when every worker has called it, even hours later: a large corpus takes longer than a message may.
 
-    Uses point-to-point messages through rank 0, because gloo's collectives take only the group's timeout
-    (`GROUP_TIMEOUT_SECONDS`). A worker that dies is still noticed at once, by its closed connections.
+    Uses point-to-point messages, because gloo's collectives take only the group's timeout (`GROUP_TIMEOUT_SECONDS`).
+    A worker that dies is still noticed at once, by its closed connections.
     """
-    if world.all_ranks is None:
-        return
-    first, second = (dist.irecv, dist.isend) if world.rank == 0 else (dist.isend, dist.irecv)
-    others = range(1, world.size) if world.rank == 0 else [0]
-    for pass_on, tag in ((first, ARRIVED), (second, CONTINUE)):
-        works = [pass_on(torch.zeros(1), other, group=world.all_ranks, tag=tag) for other in others]
-        for work in works:
-            assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
-            work.wait(PREPARATION_TIMEOUT)
+    Exchange({"here": 1}, world.all_ranks).run(PREPARATION_TIMEOUT)
 
 
 class _ToConsole(logging.Handler):

@@ -193,8 +193,6 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
     """Sends a pickle that runs code from the culprit, where the other rank expects a value."""
     import pickle
 
-    import torch
-
     from gpipe_cli.distributed import values
     from gpipe_cli.distributed.world import join_world
 
@@ -203,9 +201,8 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
             return Path.touch, (context.run_dir / "code has run",)
 
     if context.rank == CULPRIT:
-        evil = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
-        values._to_bytes = lambda value: evil
-        values._from_bytes = lambda content: None
+        values._to_bytes = lambda value: pickle.dumps(Evil())
+        values._list_of = lambda content: []
     join_world(context, 2, 1, "cpu", "auto").all_gather("a value")
     time.sleep(120)
 

@@ -10,6 +10,7 @@ from functools import cache
 from nccl_rules import Call, Rules
 from schedule_rules import scheduled
 
+from gpipe_cli.distributed.tree import family
 from gpipe_cli.pipeline.messages.process_group import routes
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
@@ -163,15 +164,14 @@ class Run:
         return tuple(range(rank % self.workers, self.workers * self.replicas, self.workers))
 
     def _exchange(self, name: str, rank: int) -> Iterator[Call]:
-        """Yields an exchange through rank 0, from host to host."""
-        size = self.workers * self.replicas
-        if rank:
-            yield Call("tell", (name, "to rank 0", rank), (0,))
-            yield Call("hear", (name, "from rank 0"), (0,))
-            return
-        for other in range(1, size):
-            yield Call("hear", (name, "to rank 0", other), (other,))
-        yield Call("tell", (name, "from rank 0"), tuple(range(1, size)))
+        """Yields an exchange over the tree of all ranks, from host to host."""
+        parent, children = family(rank, self.workers * self.replicas)
+        for child in children:
+            yield Call("hear", (name, "up from", child), (child,))
+        if parent is not None:
+            yield Call("tell", (name, "up from", rank), (parent,))
+            yield Call("hear", (name, "down from", parent), (parent,))
+        yield Call("tell", (name, "down from", rank), tuple(children))
 
 
 def _as_rank(calls: Iterable[Call], phase: str, first: int) -> Iterator[Call]:

@@ -20,7 +20,7 @@ from gpipe_cli.tasks.classification import ClassificationTask
 
 def keeper(rank: int = 0, others: tuple[Any, ...] = (), names: tuple[str, ...] = ()) -> PredictionKeeper:
     """Makes the keeper of one rank; ``others``: what the other ranks contribute."""
-    world = SimpleNamespace(rank=rank, all_gather=lambda mine: [mine, *others])
+    world = SimpleNamespace(rank=rank, gather=lambda mine: [] if rank else [mine, *others])
     return PredictionKeeper(cast(World, world), ClassificationTask(), SimpleNamespace(class_names=names))
 
 
