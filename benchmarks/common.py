@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.bench import workers
-from gpipe_cli.bench.tables.table import markdown
+from gpipe_cli.bench.tables.table import cells
 from gpipe_cli.bench.workers import machine, machine_line
+from gpipe_cli.terminal.document import Grid
 
 WARM_UP = 2  # rounds that do not count
 ROOT = Path(__file__).parents[1]
@@ -41,10 +42,10 @@ def report(
         notes: makes the notes from all rows.
     """
     kept = []
-    print(f"\n{machine_line()}\n\n{markdown(columns, [])}", flush=True)
+    print(f"\n{machine_line()}\n\n{Grid(list(columns), []).markdown()}", flush=True)
     for row in rows:
         kept.append(row)
-        print(markdown(columns, [row]).splitlines()[-1], flush=True)
+        print(Grid(list(columns), [cells(columns, row)]).markdown().splitlines()[-1], flush=True)
     said = notes(kept)
     print("\n".join(["", *said]))
     if output is not None:

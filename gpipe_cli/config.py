@@ -224,11 +224,13 @@ class LoggingConfig:
         every: steps between console lines (without a progress bar) and between TensorBoard scalars.
         tensorboard: writes TensorBoard files.
         console: "auto": a progress bar in a terminal, lines elsewhere; "plain": always lines.
+        trackers: "wandb", "mlflow", or sections with a `_target_` (metrics/trackers.py).
     """
 
     every: Count
     tensorboard: bool
     console: Literal["auto", "plain"]
+    trackers: list[Literal["wandb", "mlflow"] | dict[str, Any]]
 
 
 @dataclass(frozen=True)

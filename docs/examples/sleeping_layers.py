@@ -4,7 +4,7 @@
         pipeline.K=4 pipeline.workers=4 pipeline.M=8 "pipeline.partition=[3,2,2,3]" pipeline.remat=always \
         trainer.steps=5 hydra.run.dir=runs/step
 
-The measured step is drawn into runs/step/pictures/step.png: the picture at the top of the README.
+The measured step is drawn into runs/step/pictures/step.svg: the picture at the top of the README.
 """
 
 from __future__ import annotations

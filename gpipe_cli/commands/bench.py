@@ -30,7 +30,7 @@ gpipe-bench: measures one of the paper's tables here and sets the paper's figure
     gpipe-bench table=4                   where a training step goes
     gpipe-bench table=1                   the largest models that fit
 
-Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .json, .png, .svg. The keys:
+Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .html, .json, .svg. The keys:
 
 """
 MAKERS = {
@@ -85,9 +85,7 @@ def run(options: BenchOptions) -> int:
         to_stderr(f"gpipe-bench: {error}")
         return FAILED
     seconds = time.monotonic() - began
-    show(f"\n{table.title}\n\n{table.text()}\n")
-    for note in table.notes:
-        show(f"* {note}")
+    show(f"\n{table.title}\n\n{table.document().text()}")
     about = {
         "title": table.title,
         "options": dataclasses.asdict(options),

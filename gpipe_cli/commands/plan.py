@@ -1,7 +1,7 @@
 """Implements ``gpipe-plan``: computes the memory and the step time of a run, without running it.
 
-The configuration is gpipe-train's, with one more section, `plan`. It writes nothing but, under `plan.device=this`,
-the profile that a run would write.
+The configuration is gpipe-train's, with one more section, `plan`. It writes nothing but `plan.page` and, under
+`plan.device=this`, the profile that a run would write.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpipe_cli.disk import writing
 from gpipe_cli.errors import Problems
 from gpipe_cli.terminal.command import run_command, show
 from gpipe_cli.terminal.words import OF_PLANS, read_words
@@ -40,6 +42,7 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
     plan.format=json        one JSON object on standard output
+    plan.page=FILE.html     writes the plan as a page, too
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
 """
@@ -97,13 +100,14 @@ def _help_text() -> str:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
-    plan = request.plan()
-    if request.options.format == "json":
-        show(json.dumps(plan.to_json()))
-    else:
-        from gpipe_cli.commands.plan_report import describe, found_lines
+    from gpipe_cli.commands.plan_report import document
 
-        show("\n\n".join([*found_lines(plan), describe(plan)]))
+    plan = request.plan()
+    report = document(plan)
+    show(json.dumps(plan.to_json()) if request.options.format == "json" else report.text())
+    if request.options.page is not None:
+        with writing(page := Path(request.options.page).expanduser()):
+            report.save(page)
     return 0
 
 

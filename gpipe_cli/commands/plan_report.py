@@ -1,4 +1,4 @@
-"""Formats plans as text and tables for a terminal."""
+"""Makes the report of a plan, for a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.jobs.workers import plural
-from gpipe_cli.schedule.picture import draw_text, legend
+from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
-from gpipe_cli.terminal.text import number, percent, text_table
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.text import number, percent, seconds_text, size_text
 from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:
@@ -18,19 +19,27 @@ WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
 
 
-def found_lines(plan: Plan) -> list[str]:
+def document(plan: Plan) -> Document:
+    """Returns the report of one plan: what a search has found, cells, memory, time, schedule, notes."""
+    where = f"{plan.K} cells on {plural(plan.workers, 'device')}, {plan.schedule}"
+    notes = Lines([f"note: {note}" for note in plan.notes])
+    return Document(
+        f"gpipe-plan: {where}",
+        [*_found(plan), Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), *_picture(plan), notes],
+    )
+
+
+def _found(plan: Plan) -> list[Block]:
     """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
     if not plan.found:
         return []
-    lines = [f"found after {plan.tried} plans: {words_of(plan.found)}"]
-    if plan.rivals:
-        rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
-        for rival in plan.rivals:
-            more = rival.step_seconds / plan.step_seconds - 1
-            slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
-            rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
-        lines += ["", text_table(["step", "memory", "", "pipeline"], rows)]
-    return ["\n".join(lines)]
+    rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
+    for rival in plan.rivals:
+        more = rival.step_seconds / plan.step_seconds - 1
+        slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
+        rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
+    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"])
+    return [said, *([Grid(["step", "memory", "", "pipeline"], rows)] if plan.rivals else [])]
 
 
 def _in_short(keys: Mapping[str, Any]) -> str:
@@ -44,11 +53,6 @@ def words_of(keys: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in keys.items())
 
 
-def describe(plan: Plan) -> str:
-    """Returns the report of one plan: cells, memory, time, schedule, notes."""
-    return "\n".join([*_head(plan), "", cells_table(plan), "", *_facts(plan), *_picture(plan), *_notes(plan)])
-
-
 def _head(plan: Plan) -> list[str]:
     replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
     return [
@@ -59,7 +63,7 @@ def _head(plan: Plan) -> list[str]:
     ]
 
 
-def cells_table(plan: Plan) -> str:
+def _cells(plan: Plan) -> Grid:
     """Returns a table with one row per cell and the bytes of each kind."""
     average = any(cell.average for cell in plan.cells)
     columns = ["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time"]
@@ -74,24 +78,27 @@ def cells_table(plan: Plan) -> str:
                 *(size_text(size) for size in (*sizes, cell.inputs, cell.working, cell.total)),
             ]
         )
-    return text_table(columns, rows)
+    return Grid(columns, rows)
 
 
-def _facts(plan: Plan) -> list[str]:
+def _facts(plan: Plan) -> list[tuple[str, object]]:
     fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
     return [
-        f"memory      {size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
-        f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
-        + (f": {kinds})" if kinds else ")"),
-        f"busiest     device computes {percent(plan.busiest_over_mean)} longer than the mean",
-        f"sent        {size_text(plan.sent_bytes)} between devices in a step",
-        f"bubble      {percent(plan.bubble)} simulated{_by_formula(plan)}",
-        f"step        {seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s",
-        f"bound       {_bound(plan)}",
+        (
+            "memory",
+            f"{size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
+            f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
+            + (f": {kinds})" if kinds else ")"),
+        ),
+        ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
+        ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
+        ("bubble", f"{percent(plan.bubble)} simulated{_by_formula(plan)}"),
+        ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
+        ("bound", _bound(plan)),
     ]
 
 
@@ -111,29 +118,10 @@ def _by_formula(plan: Plan) -> str:
     return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
 
 
-def _picture(plan: Plan) -> list[str]:
-    """Returns the schedule drawn with one column per instruction, if it fits a terminal."""
-    timeline = simulate(plan.lists, plan.timeline.placement, unit_durations)
-    text = draw_text(timeline)
+def _picture(plan: Plan) -> list[Block]:
+    """Returns the simulated step, and for a terminal that it fits the schedule with one column per instruction."""
+    text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
     lines = text.splitlines()
-    if len(lines) > MOST_ROWS or max(map(len, lines)) > WIDEST_PICTURE:
-        return []
-    return ["", text, legend(timeline)]
-
-
-def _notes(plan: Plan) -> list[str]:
-    return [f"note: {note}" for note in plan.notes]
-
-
-def size_text(size: float) -> str:
-    """Returns bytes in units of a thousand: 12.3 GB."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
-        size /= 1000
-    raise AssertionError
-
-
-def seconds_text(seconds: float) -> str:
-    """Returns seconds as 12.3 ms or 4.56 s."""
-    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
+    fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
+    drawing = draw_panels([Panel(plan.timeline, f"{plan.schedule}, a planned step")], "s")
+    return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.bench.tables.table import Curve, Table
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
-from gpipe_cli.terminal.run_table import GRID, RunTable, compare
+from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
 from gpipe_cli.terminal.words import read_words
 
@@ -21,7 +21,7 @@ gpipe-report: one table and one plot of several runs of gpipe-train.
     gpipe-report sweeps/NAME
 
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
-output=DIR   report.md, .json, .png and .svg go there; default: bench
+output=DIR   report.md, .html, .json and .svg go there; default: bench
 
 Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
 K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
@@ -43,36 +43,23 @@ def _run(words: Sequence[str]) -> int:
         to_stderr(f"gpipe-report: {problem}")
     if not runs:
         return FAILED
-    found = compare(runs)
-    title = f"{len(runs)} runs of gpipe-train"
-    facts = {"rows": found.facts}
-    table = Table("report", title, dict.fromkeys(found.columns, ""), found.rows, found.notes, facts, _curves(found))
-    show(table.text() + "\n")
-    for note in table.notes:
-        show(f"* {note}")
     folder = Path(line.own.get("output", "bench"))
+    found = compare(runs)
+    document, drawing = found.document(folder), found.drawing()
+    show(document.text())
+    paths = [folder / f"report.{end}" for end in ("md", "html", "json", *(["svg"] if drawing is not None else []))]
     try:
-        written = table.write(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        document.save(paths[0])
+        document.save(paths[1])
+        facts = {"notes": found.notes, "rows": found.facts}
+        paths[2].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        if drawing is not None:
+            drawing.save(paths[3])
     except OSError as error:
         raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
-    show(f"\nwritten: {', '.join(str(path) for path in written)}")
+    show(f"\nwritten: {', '.join(str(path) for path in paths)}")
     return 0
-
-
-def _curves(found: RunTable) -> list[Curve]:
-    """Returns measured and ideal throughput over K, a panel for each M and setting that differs."""
-    panels: dict[str, list[tuple[float, float, float]]] = {}
-    for run in found.facts:
-        if run["normalised"] is not None:
-            others = [str(value) for key, value in run["settings"].items() if key not in GRID]
-            point = (float(run["K"]), run["normalised"], run["ideal"])
-            panels.setdefault(", ".join([f"M={run['M']}", *others]), []).append(point)
-    curves = []
-    for panel, points in panels.items():
-        ideals = {K: ideal for K, _, ideal in sorted(points)}
-        curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", list(ideals.items())))
-        curves.append(Curve(panel, "measured", "ours", [(K, speed) for K, speed, _ in sorted(points)]))
-    return curves
 
 
 if __name__ == "__main__":

@@ -164,6 +164,25 @@ def allow_tf32(precision: PrecisionConfig, device: torch.device) -> None:
         torch.backends.cudnn.allow_tf32 = precision.tf32
 
 
+TRACKERS = {name: f"gpipe_cli.metrics.trackers.{own}" for name, own in (("wandb", "WandB"), ("mlflow", "MLflow"))}
+
+
+def build_trackers(entries: Sequence[str | Mapping[str, Any]]) -> list[Any]:
+    """Makes the trackers of `logging.trackers`: "wandb", "mlflow", or a section with a ``_target_``.
+
+    Raises:
+        ConfigurationError: one could not be made.
+    """
+    made = []
+    for entry in entries:
+        section = {"_target_": TRACKERS[entry]} if isinstance(entry, str) else entry
+        try:
+            made.append(instantiate(section, _convert_="all"))
+        except Exception as error:
+            raise ConfigurationError(explain("logging.trackers", section, error)) from error
+    return made
+
+
 def refuse_wrong_values(settings: Settings) -> None:
     """Checks the values of all sections with a `_target_` of ours against its signature, before anything is made.
 

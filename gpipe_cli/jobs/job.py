@@ -27,6 +27,7 @@ from gpipe_cli.disk import explain as explain_disk
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
+from gpipe_cli.jobs.page import ask_planner, write_page
 from gpipe_cli.jobs.record import RunRecord, sole_writer, where_it_is
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch.join import join, joined, restart_count
@@ -96,8 +97,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 record.begin()
                 if program.conclude is not None:
                     return program.conclude(result, run_dir, console), math.nan
-            if not is_sweep:
-                console.say(where_it_is(run_dir))
+            _write_last_page(run_dir, result, is_sweep, console)
         except ConfigurationError as error:
             console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
@@ -106,6 +106,17 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             return FAILED, math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
+
+
+def _write_last_page(run_dir: Path, summary: Mapping[str, Any], is_sweep: bool, console: Console) -> None:
+    """Writes the page of a finished run, and again when the planner has searched for a faster pipeline."""
+    if not torchrun.is_first():
+        return
+    write_page(run_dir, console.warn)
+    if not is_sweep:
+        console.say(where_it_is(run_dir))
+        if summary["stopped_by"] != "request" and ask_planner(run_dir, summary["wall_seconds"]):
+            write_page(run_dir, console.warn)
 
 
 def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
@@ -181,6 +192,8 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
+        elif event.get("kind") == "drawn":
+            write_page(run_dir, console.warn, running=True)
         elif event.get("kind") == "chosen":
             record.choose(event["keys"])
             console.say("chosen: " + " ".join(f"{key}={typed(value)}" for key, value in event["keys"].items()))

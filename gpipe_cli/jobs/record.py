@@ -140,5 +140,5 @@ def require_writable(key: str, folder: str | Path) -> None:
 def where_it_is(folder: Path) -> str:
     """Returns the lines that name a run's or a sweep's directory and the command that opens it."""
     shown = relative_paths(str(folder))
-    pictures = f"\npictures: {shown}/pictures" if (folder / "pictures").is_dir() else ""
-    return f"run directory: {shown}{pictures}\nto look at it: tensorboard --logdir {shown}"
+    page = f"\nat one look: {shown}/report.html" if (folder / "report.html").is_file() else ""
+    return f"run directory: {shown}{page}\nto look at it: tensorboard --logdir {shown}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,11 @@ from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.limits import TRAINING
+from gpipe_cli.jobs.page import PAGE
 from gpipe_cli.jobs.record import require_writable, where_it_is
 from gpipe_cli.terminal.command import FAILED, REFUSED
 from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
-from gpipe_cli.terminal.text import text_table
 
 REFUSALS = (ConfigurationError, DiskError, OmegaConfBaseException)
 
@@ -89,12 +90,14 @@ def end(sweep: Sweep) -> int:
         return REFUSED
     runs = find_runs([sweep.directory])[0]
     table = compare(runs)
-    cells = [[row.get(title) for title in table.columns] for row in table.rows]
+    document = table.document(sweep.directory)
     content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
     (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
     missing = (sweep.jobs or 0) - len(runs)
     more = f"\n{missing} more were not started" if missing > 0 else ""
-    text = f"\n{text_table(table.columns, cells)}{more}\n\n{where_it_is(sweep.directory)}"
+    with suppress(OSError):
+        document.save(sweep.directory / PAGE)
+    text = f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}"
     print(visible(text), file=OutputStream(sys.stdout), flush=True)
     return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED
 

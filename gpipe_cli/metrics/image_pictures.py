@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..schedule.picture import new_figure
+from .figure import new_figure
 
 if TYPE_CHECKING:
     from .predictions import Predictions

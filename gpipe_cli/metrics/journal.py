@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
 from ..distributed.pipeline import Pipeline
-from ..schedule.picture import save_picture
 from ..schedule.simulate import Timeline
 from ..tasks.base import Task
 from .board import Board
@@ -19,9 +19,10 @@ from .breakdown import Breakdown, mean_breakdown, predicted_bubble
 from .image_pictures import draw_classification
 from .language_pictures import ModelScores, draw_languages
 from .metrics_file import MetricsFile, json_safe
-from .pictures import draw_breakdown, draw_loss, draw_traced_step
+from .pictures import draw_breakdown, draw_loss, draw_step
 from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, measured_timeline, trace, write_trace
+from .trackers import Tracking
 from .translation_scores import languages_of
 
 
@@ -53,7 +54,7 @@ class Notices:
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
-    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None) -> None: ...
+    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None, final: bool) -> None: ...
     def summary(self, values: Mapping[str, Any]) -> None: ...
     def close(self) -> None: ...
 
@@ -64,10 +65,19 @@ class Journal(Notices):
     Args:
         run_dir: of the run.
         emit: as in `Notices`.
+        trackers: as `trackers.py` describes them.
     """
 
-    def __init__(self, run_dir: Path, emit: Callable[[dict[str, Any]], None], settings: Settings, task: Task) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        emit: Callable[[dict[str, Any]], None],
+        settings: Settings,
+        task: Task,
+        trackers: Sequence[Any] = (),
+    ) -> None:
         super().__init__(emit, True)
+        self._settings, self._trackers, self._tracking = settings, trackers, list[Tracking]()
         self._run_dir, self._pictures, self._tensorboard = run_dir, run_dir / "pictures", run_dir / "tensorboard"
         self._logging, self._steps, self._task = settings.logging, settings.trainer.steps, task
         self._board: Board | None = None
@@ -95,6 +105,12 @@ class Journal(Notices):
         if self._logging.tensorboard:
             with self._tried(self._tensorboard):
                 self._board = Board(self._tensorboard, resumed_step)
+        self._tracking = [Tracking(tracker, self.warn) for tracker in self._trackers]
+        self._track("start", json_safe(asdict(self._settings)), self._run_dir)
+
+    def _track(self, method: str, *arguments: object) -> None:
+        for tracking in self._tracking:
+            tracking.call(method, *arguments)
 
     @contextmanager
     def _tried(self, path: Path) -> Iterator[None]:
@@ -143,6 +159,9 @@ class Journal(Notices):
         there = {name: value for name, value in rare.items() if value is not None}
         self._record(self._metrics, {**row, **there, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
+        if due:
+            numbers = {name: value for name, value in row.items() if name != "step"}
+            self._track("log", progress.step, {f"train/{name}": value for name, value in numbers.items()})
         if self._board is not None and due:
             with self._tried(self._tensorboard):
                 self._board.step(progress.step, row, report, shares)
@@ -167,7 +186,9 @@ class Journal(Notices):
         counted = {"epochs": dict(epochs)} if epochs else {}
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **signature, **result.effort, **counted}
-        self._record(self._evaluations_file, row)
+        samples = {"samples": [vars(sample) for sample in result.samples]} if result.samples else {}
+        self._record(self._evaluations_file, {**row, **samples})
+        self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if result.samples:
             self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -175,6 +196,8 @@ class Journal(Notices):
         with self._tried(self._pictures):
             if progress.step > 0:  # the untrained model's are noise
                 drawn = self._draw_evaluation(progress.step, result)
+        for path in drawn:
+            self._track("picture", path.stem, path)
         if self._board is not None:
             with self._tried(self._tensorboard):
                 self._board.evaluation(progress.step, result, drawn)
@@ -190,43 +213,50 @@ class Journal(Notices):
         return drawn
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
-        """Writes one step of all ranks to trace/, and keeps its timeline to be drawn at the end."""
+        """Writes one step of all ranks to trace/, and keeps its timeline to be drawn with the next pictures."""
         cells = [
             f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"])
             for row in self._pipeline.cut.table
         ]
         path, placement = self._run_dir / "trace" / f"step_{step:06d}.trace.json", self._pipeline.placement
-        # Drawn when the run ends: drawing takes a second, for which the other workers would wait.
         self._traced[step] = measured_timeline(recordings, placement)
         with self._tried(path):
             write_trace(path, trace(step, recordings, placement, cells))
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
 
-    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None) -> None:
+    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None, final: bool) -> None:
         """Draws the last step (replica 0) as measured, the loss, and where a step goes, into pictures/.
 
-        A failure is a warning only: the run has done its work.
+        A failure is a warning only. `drawn` is emitted, so that the command writes the page anew.
+
+        Args:
+            final: says on the console where a step goes, and gives the pictures to trackers.
         """
         try:
             with self._tried(self._pictures):
                 self._draw(recordings, breakdown)
         except Exception as error:
             self.warn(f"{self._pictures} is not complete ({type(error).__name__}: {error})")
-        if breakdown is not None:
+        if final and breakdown is not None:
             self.message(f"where a step goes: {breakdown}")
+        for path in sorted(self._pictures.glob("*.svg")) if final else ():
+            self._track("picture", path.stem, path)
+        if not final:
+            self._emit({"kind": "drawn"})
 
     def _draw(self, recordings: Sequence[Recording], breakdown: Breakdown | None) -> None:
         folder, pipeline = self._pictures, self._pipeline
         folder.mkdir(exist_ok=True)
         for step, timeline in self._traced.items():
-            name = f"step_{step:06d}"
-            draw_traced_step(step, timeline, pipeline, [folder / f"{name}.png", folder / f"{name}.svg"])
+            drawing = draw_step(f"{pipeline.kind}, step {step} as measured", timeline, pipeline)
+            drawing.save(folder / f"step_{step:06d}.svg")
+        self._traced.clear()
         measured = measured_timeline(recordings, pipeline.placement)
         if any(measured.spans):
-            save_picture(measured, folder / "step.png", f"{pipeline.kind}, a measured step", "ms")
-            draw_loss(self._run_dir, folder / "loss.png")
+            draw_step(f"{pipeline.kind}, a measured step", measured, pipeline).save(folder / "step.svg")
+            draw_loss(self._run_dir).save(folder / "loss.svg")
         if breakdown is not None:
-            draw_breakdown({"measured": breakdown.shares()}, folder / "breakdown.png", "Where a step goes")
+            draw_breakdown({"measured": breakdown.shares()}).save(folder / "breakdown.svg")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Writes summary.json atomically.
@@ -237,6 +267,7 @@ class Journal(Notices):
         path = self._run_dir / "summary.json"
         with writing(path):
             write_whole(path, json.dumps(json_safe(values), indent=2) + "\n")
+        self._summary = json_safe(values)
 
     def close(self) -> None:
         """Prints first → last evaluation and closes the files."""
@@ -250,3 +281,5 @@ class Journal(Notices):
                 self._board.close()
         self._metrics.close()
         self._evaluations_file.close()
+        for tracking in self._tracking:
+            tracking.finish(self._summary)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ..schedule.picture import new_figure
+from .figure import new_figure
 from .translation_scores import LEVELS, resource_levels
 
 if TYPE_CHECKING:

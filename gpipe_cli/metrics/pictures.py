@@ -9,78 +9,71 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..disk import json_lines
-from ..schedule.picture import Panel, new_figure, save_panels
+from ..schedule.picture import Panel, draw_panels
 from ..schedule.simulate import Timeline
+from ..svg import Curve, Drawing, plot
 from .breakdown import mean_durations, simulate_with
 
 if TYPE_CHECKING:
     from ..distributed.pipeline import Pipeline
 
 # As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
-_COLOURS = ("#2f6db3", "#a9cdee", "#d9dce1", "#b9412f", "#8a8f99", "#4d9a6a")
-MOST_POINTS = 10_000  # of a curve; a picture has fewer pixels
+_COLOURS = (
+    ("blue", "white"),
+    ("pale", "ink"),
+    ("light", "ink"),
+    ("red", "white"),
+    ("grey", "white"),
+    ("leaf", "white"),
+)
+MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 
 
-def draw_traced_step(step: int, measured: Timeline, pipeline: Pipeline, paths: Sequence[Path]) -> None:
+def draw_step(title: str, measured: Timeline, pipeline: Pipeline) -> Drawing:
     """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds."""
     lists = pipeline.training_lists(measured.micro_batches)
     simulated = simulate_with(lists, pipeline.placement, mean_durations(measured))
-    panels = [
-        Panel(measured, f"{pipeline.kind}, step {step} as measured"),
-        Panel(simulated, "the schedule with the same durations"),
-    ]
-    for path in paths:
-        save_panels(panels, path, "ms")
+    return draw_panels([Panel(measured, title), Panel(simulated, "planned with the same durations")], "ms")
 
 
-def draw_loss(run_dir: Path, path: Path) -> None:
+def draw_loss(run_dir: Path) -> Drawing:
     """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
     known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
     trained = [(step, loss) for step, loss in known if loss is not None]
-    steps, losses = [step for step, _ in trained], [loss for _, loss in trained]
     evaluations = list(_rows(run_dir / "evaluations.jsonl"))
-    figure = new_figure(7, 4)
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color="#a9cdee", linewidth=0.8)
-    axes.plot(steps, _smooth(losses), color="#2f6db3", label="training")
     numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
     metric = next(numbers, None)  # the task's first metric is the loss
     points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
-    if points:
-        axes.plot(*zip(*points, strict=True), "o-", color="#d9822b", label=f"evaluation ({metric})")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    smoothed = zip((step for step, _ in trained), _smooth([loss for _, loss in trained]), strict=True)
+    curves = [
+        Curve("", "training, each step", "raw", trained),
+        Curve("", "training, smoothed", "smooth", list(smoothed)),
+        *([Curve("", f"evaluation ({metric})", "paper", points)] * bool(points)),
+    ]
+    return plot(curves, ("step", "loss"), "Loss over the steps", from_zero=False)
 
 
-def draw_breakdown(columns: Mapping[str, Mapping[str, float]], path: Path, title: str = "") -> None:
-    """Draws a horizontal bar for each column, such as {"measured": …}; the file's suffix chooses the format."""
-    figure = new_figure(9, 1.5 + 0.55 * len(columns))
-    axes = figure.add_subplot()
-    names = list(next(iter(columns.values())))
-    for row, shares in enumerate(columns.values()):
-        left = 0.0
-        for name, colour in zip(names, _COLOURS, strict=True):
-            width = 100 * shares[name]
-            label = name.replace("_", " ") if row == 0 else None
-            axes.barh(row, width, left=left, color=colour, edgecolor="white", label=label)
-            if width >= 3.5:
-                ink = "white" if colour in ("#2f6db3", "#b9412f", "#8a8f99", "#4d9a6a") else "#2b2f36"
-                axes.text(left + width / 2, row, f"{width:.1f}", ha="center", va="center", fontsize=9, color=ink)
+def draw_breakdown(columns: Mapping[str, Mapping[str, float]], title: str = "Where a step goes") -> Drawing:
+    """Draws a horizontal bar for each column, such as {"measured": …}: shares of the workers' time in percent."""
+    names = [name.replace("_", " ") for name in next(iter(columns.values()))]
+    margin = 16 + 6.6 * max(map(len, columns))
+    scale = (700 - margin - 12) / 100
+    said = (
+        f"{title}, {column}: " + ", ".join(f"{k} {v:.1%}" for k, v in row.items()) for column, row in columns.items()
+    )
+    drawing = Drawing(700, 78 + 34 * len(columns), "; ".join(said).replace("_", " "))
+    drawing.text(8, 14, f"{title}, % of the workers' time", size=13, bold=True)
+    for row, (column, shares) in enumerate(columns.items()):
+        left, y = margin, 30.0 + 34 * row
+        drawing.text(margin - 8, y + 13, column, "end")
+        for share, (colour, ink) in zip(shares.values(), _COLOURS, strict=True):
+            width = 100 * share * scale
+            drawing.bars([(left, y, max(0.0, width - 0.7), 26)], colour)
+            if width >= 28:
+                drawing.text(left + width / 2, y + 13, f"{100 * share:.1f}", "middle", 11, ink)
             left += width
-    axes.set_yticks(range(len(columns)), list(columns))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the workers' time")
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    if title:
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    figure.legend(loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
+    drawing.legend(list(zip(names, (colour for colour, _ in _COLOURS), strict=True)), 44.0 + 34 * len(columns))
+    return drawing
 
 
 def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:

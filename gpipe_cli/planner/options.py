@@ -24,6 +24,7 @@ class _Typed:
     devices: Count | None
     grow: str | None
     format: Literal["text", "json"]
+    page: str | None
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Options(_Typed):
     @classmethod
     def of_this_machine(cls, most_workers: int) -> Options:
         """Returns the options of a search for the present machine, with at most so many workers of a replica."""
-        own = _Typed(1.0, 1.0, False, "auto", None, True, None, None, "text")
+        own = _Typed(1.0, 1.0, False, "auto", None, True, None, None, "text", None)
         return cls(**own.__dict__, device=None, memory=None, fit=None, most_workers=most_workers)
 
     @classmethod

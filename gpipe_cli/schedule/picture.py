@@ -4,38 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..svg import CHARACTER, Drawing, short, ticks
 from .instruction import COMPUTE, Op
 from .simulate import Span, Timeline
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-# Blue and orange differ for every kind of colour blindness, and in lightness when printed in grey. A recompute is a
-# pale forward, because it is the same work again. The first half of a backward has the backward's colour.
-_STYLE = {  # name, colour of the bar, colour of the number on it
-    Op.FORWARD: ("forward", "#2f6db3", "white"),
-    Op.RECOMPUTE: ("recompute", "#a9cdee", "#173a63"),
-    Op.BACKWARD: ("backward", "#f0a43a", "#4a2c00"),
-    Op.INPUT_GRADIENT: ("input gradient", "#f0a43a", "#4a2c00"),
-    Op.WEIGHT_GRADIENT: ("weight gradient", "#1c8f78", "white"),
+_STYLE = {  # name, colour of the bar, colour of the number on it; a recompute is a pale forward: the same work again
+    Op.FORWARD: ("forward", "blue", "white"),
+    Op.RECOMPUTE: ("recompute", "pale", "ink"),
+    Op.BACKWARD: ("backward", "orange", "black"),
+    Op.INPUT_GRADIENT: ("input gradient", "orange", "black"),
+    Op.WEIGHT_GRADIENT: ("weight gradient", "green", "white"),
 }
-_IDLE, _GRID, _TEXT = "#eceef1", "white", "#2b2f36"
-_CHARACTERS = 0.64  # width of a digit as a share of the font's size
-_SMALLEST = 5.0  # points; smaller numbers are left out
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Returns an empty figure, in inches, that is drawn without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second to import
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+_FINEST = 0.4  # pixels; bars that are narrower are drawn together
+_MOST_NUMBERS = 4000  # on bars: more would make a page heavy
 
 
 def draw_text(timeline: Timeline, slot: float = 1.0) -> str:
@@ -85,37 +68,40 @@ def legend(timeline: Timeline) -> str:
 
 
 def save_picture(timeline: Timeline, path: str | Path, title: str = "", unit: str = "") -> None:
-    """Draws the timeline into a file, in the format of its suffix (.png, .svg, .pdf).
+    """Draws the timeline into an SVG file.
 
     Args:
         timeline: of ``simulate``, or measured.
-        path: the file to write.
         title: as in `Panel`.
         unit: of time, for the axis, such as "ms".
     """
-    save_panels([Panel(timeline, title)], path, unit)
+    draw_panels([Panel(timeline, title)], unit).save(path)
 
 
-def save_panels(panels: Sequence[Panel], path: str | Path, unit: str = "") -> None:
-    """Draws timelines below each other, on one scale of time, into a file as `save_picture` does."""
-
+def draw_panels(panels: Sequence[Panel], unit: str = "") -> Drawing:
+    """Draws timelines below each other, on one scale of time."""
     tables = [_rows(panel.timeline) for panel in panels]
     # The width follows the numbers on the bars, the height the rows, within the limits of a page.
     bars = max(sum(s.instruction.op in COMPUTE for s in max(p.timeline.spans, key=len)) for p in panels)
-    width = min(24.0, max(7.0, 1.6 + (0.1 + 0.06 * len(str(panels[0].timeline.micro_batches))) * bars))
-    heights = [0.95 + max(0.12, min(0.42, 8 / len(rows))) * len(rows) for rows in tables]
-    figure = new_figure(width, min(16.0 * len(panels), 0.4 + sum(heights)))
-    column = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, panel, rows in zip(column, panels, tables, strict=True):
-        axes.set_xlim(0, max(p.timeline.span for p in panels) or 1)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        _draw_rows(axes, panel.timeline, rows)
-        _draw_frame(axes, rows, unit)
-        _draw_title(axes, panel)
-    _draw_legend(figure, panels)
-    for axes, panel, rows in zip(column, panels, tables, strict=True):
-        _draw_numbers(figure, axes, panel.timeline, rows)
-    figure.savefig(path, dpi=160)
+    margin = 12 + 6.6 * max(len(label) for rows in tables for label, _, _ in rows)
+    width = min(1600.0, max(680.0, margin + (9 + 6 * len(str(panels[0].timeline.micro_batches))) * bars))
+    tall = max(4.0, min(22.0, 700 / max(map(len, tables))))
+    height = sum(58 + tall * len(rows) for rows in tables)
+    drawing = Drawing(width, height + 44, "; ".join(_title(panel) for panel in panels))
+    scale, top = (width - margin - 12) / (max(p.timeline.span for p in panels) or 1.0), 8.0
+    for panel, rows in zip(panels, tables, strict=True):
+        drawing.text(8, top + 8, _title(panel), size=13, bold=True)
+        _draw_rows(drawing, panel.timeline, rows, (margin, top + 24, scale, tall))
+        top += 24 + tall * len(rows)
+        for tick in ticks(0.0, panel.timeline.span):
+            drawing.text(margin + scale * tick, top + 10, short(tick), "middle", 11)
+        drawing.text(width - 4, top + 25, f"time ({unit})" if unit else "time", "end", 11)
+        top += 34
+    used = {op for panel in panels for op in _used(panel.timeline)}
+    entries = [(name, colour) for op, (name, colour, _) in _STYLE.items() if op in used]
+    several = any(len(panel.timeline.spans) < len(panel.timeline.placement) for panel in panels)
+    drawing.legend([*entries, ("idle", "idle"), *([("works on another cell", "paper")] * several)], top + 8)
+    return drawing
 
 
 def _rows(timeline: Timeline) -> list[tuple[str, int, int]]:
@@ -141,72 +127,54 @@ def _covered(span: Span, slot: float) -> tuple[int, int]:
     return round(span.start / slot), round(span.end / slot)
 
 
-def _draw_rows(axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
-    for row, (_, cell, worker) in enumerate(rows):
-        # Where the worker runs another of its cells, this cell's row is empty, but the worker is not idle.
-        computed = [s for s in timeline.spans[worker] if s.instruction.op in COMPUTE]
-        others = [(s.start, s.end - s.start) for s in computed if s.instruction.cell != cell]
-        axes.broken_barh([(0, timeline.span)], (row - 0.42, 0.84), facecolor=_IDLE, linewidth=0)
-        axes.broken_barh(others, (row - 0.42, 0.84), facecolor=_GRID, linewidth=0)
-        for op in COMPUTE:
-            own = (s for s in computed if s.instruction.cell == cell and s.instruction.op is op)
-            bars = [(s.start, s.end - s.start) for s in own]
-            # A white edge separates neighbours; with thousands of bars it would cover them.
-            edge = min(0.8, 60 / (1 + len(bars)) ** 1.2)
-            axes.broken_barh(bars, (row - 0.42, 0.84), facecolor=_STYLE[op][1], edgecolor=_GRID, linewidth=edge)
-
-
-def _draw_frame(axes: Axes, rows: Sequence[tuple[str, int, int]], unit: str) -> None:
-    step = -(-len(rows) // 40)
-    axes.set_yticks(range(0, len(rows), step), [label for label, _, _ in rows[::step]])
-    axes.tick_params(length=0, colors=_TEXT, labelsize=9)
-    axes.set_xlabel(f"time ({unit})" if unit else "time", color=_TEXT, fontsize=9)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _draw_title(axes: Axes, panel: Panel) -> None:
+def _title(panel: Panel) -> str:
     timeline = panel.timeline
     K, M = len(timeline.placement), timeline.micro_batches
     facts = f"K = {K}, M = {M}, bubble {100 * timeline.bubble:.1f} %"
-    text = f"{panel.title}: {facts}" if panel.title else facts
-    axes.set_title(text, loc="left", color=_TEXT, fontsize=11, fontweight="bold")
+    return f"{panel.title}: {facts}" if panel.title else facts
 
 
-def _draw_legend(figure: Figure, panels: Sequence[Panel]) -> None:
-    from matplotlib.patches import Patch
+def _draw_rows(
+    drawing: Drawing,
+    timeline: Timeline,
+    rows: Sequence[tuple[str, int, int]],
+    place: tuple[float, float, float, float],
+) -> None:
+    """Draws a row for each cell.
 
-    used = {op for panel in panels for op in _used(panel.timeline)}
-    handles = [Patch(facecolor=colour, label=name) for op, (name, colour, _) in _STYLE.items() if op in used]
-    handles.append(Patch(facecolor=_IDLE, label="idle"))
-    if any(len(panel.timeline.spans) < len(panel.timeline.placement) for panel in panels):
-        handles.append(Patch(facecolor=_GRID, edgecolor=_TEXT, linewidth=0.5, label="works on another cell"))
-    rows = -(-len(handles) // int(figure.get_figwidth() / 1.4))  # a narrow figure would cut a long row off
-    columns = -(-len(handles) // rows)
-    figure.legend(
-        handles=handles, loc="outside lower right", ncols=columns, frameon=False, fontsize=9, labelcolor=_TEXT
-    )
+    Args:
+        place: left and top of the first row's bars, pixels for a unit of time, and from row to row.
+    """
+    left, top, scale, tall = place
+    size = min(11.0, 0.62 * tall)
+    wide, numbers = CHARACTER * size * len(str(timeline.micro_batches - 1)), 0
+    for row, (label, cell, worker) in enumerate(rows):
+        y, high = top + row * tall, 0.86 * tall
+        if row % -(-len(rows) // 40) == 0:
+            drawing.text(left - 6, y + high / 2, label, "end", 11)
+        # Where the worker runs another of its cells, this cell's row is empty, but the worker is not idle.
+        computed = [s for s in timeline.spans[worker] if s.instruction.op in COMPUTE]
+        drawing.bars([(left, y, scale * timeline.span, high)], "idle")
+        for op in (None, *COMPUTE):
+            own = [s for s in computed if (s.instruction.op if s.instruction.cell == cell else None) is op]
+            bars = _joined([(left + scale * s.start, left + scale * s.end) for s in own])
+            drawing.bars(
+                [(x, y, end - x - (end - x > 2) * 0.7, high) for x, end in bars], _STYLE[op][1] if op else "paper"
+            )
+            for span in own if op and size >= 7 else ():
+                # Measured bars of one kind differ; a number wider than its bar would be white on white.
+                if scale * (span.end - span.start) >= wide + 1.5 and (numbers := numbers + 1) <= _MOST_NUMBERS:
+                    middle = left + scale * (span.start + span.end) / 2
+                    ink = _STYLE[op][2] if op else "ink"
+                    drawing.text(middle, y + high / 2, str(span.instruction.micro_batch), "middle", size, ink)
 
 
-def _draw_numbers(figure: Figure, axes: Axes, timeline: Timeline, rows: Sequence[tuple[str, int, int]]) -> None:
-    """Writes the micro-batches' numbers, in one size; none on bars that are too narrow to read them."""
-    figure.draw_without_rendering()
-    area, points = axes.get_window_extent(), 72 / figure.dpi
-    tallest = min(9.0, 0.6 * area.height * points / len(rows))
-    per_point = (axes.get_xlim()[1] - axes.get_xlim()[0]) / (area.width * points)
-    widest = _CHARACTERS * (len(str(timeline.micro_batches - 1)) + 0.5) * per_point
-    sizes = {}
-    for op in COMPUTE:
-        lengths = [s.end - s.start for spans in timeline.spans for s in spans if s.instruction.op is op]
-        size = min(tallest, median(lengths) / widest) if lengths else 0.0
-        if size >= _SMALLEST:
-            sizes[op] = size
-    size = min(sizes.values(), default=0.0)
-    for row, (_, cell, worker) in enumerate(rows):
-        for span in timeline.spans[worker]:
-            # Measured bars of one kind differ; a number wider than its bar would be white on white.
-            is_shown = span.instruction.cell == cell and span.instruction.op in sizes
-            if is_shown and span.end - span.start >= 0.7 * size * widest:
-                middle, text = (span.start + span.end) / 2, str(span.instruction.micro_batch)
-                ink = _STYLE[span.instruction.op][2]
-                axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=size, color=ink)
+def _joined(bars: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Returns bars from left to right; those that would be too fine to see are joined with what is beside them."""
+    found: list[tuple[float, float]] = []
+    for start, end in bars:
+        if found and start - found[-1][1] < _FINEST and min(end - start, found[-1][1] - found[-1][0]) < 2 * _FINEST:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from gpipe_cli.svg import Curve, Drawing, plot
+from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
 from gpipe_cli.terminal.runs import FIGURES, FinishedRun
 from gpipe_cli.terminal.text import percent
 
@@ -33,6 +38,35 @@ class RunTable:
     facts: list[dict[str, Any]]
     differing: list[str]
     notes: list[str]
+
+    def document(self, folder: Path) -> Document:
+        """Returns the table, with links to the runs' own pages, the plot and the notes.
+
+        Args:
+            folder: in which the page will lie.
+        """
+        rows = [[row.get(title) for title in self.columns] for row in self.rows]
+        for row, facts in zip(rows, self.facts, strict=True):
+            page = Path(facts["run"]) / "report.html"
+            row[0] = Link.to(str(row[0]), quote(os.path.relpath(page, folder))) if page.is_file() else row[0]
+        drawing = self.drawing()
+        plots = [] if drawing is None else [Picture(str(drawing), drawing.alt, "report.svg")]
+        return Document(f"{len(rows)} runs of gpipe-train", [Grid(self.columns, rows), *plots, Lines(self.notes, "* ")])
+
+    def drawing(self) -> Drawing | None:
+        """Returns measured and ideal throughput over K, a panel for each M and setting that differs; None without."""
+        panels: dict[str, list[tuple[float, float, float]]] = {}
+        for run in self.facts:
+            if run["normalised"] is not None:
+                others = [str(value) for key, value in run["settings"].items() if key not in GRID]
+                point = (float(run["K"]), run["normalised"], run["ideal"])
+                panels.setdefault(", ".join([f"M={run['M']}", *others]), []).append(point)
+        curves = []
+        for panel, points in panels.items():
+            ideals = {K: ideal for K, _, ideal in sorted(points)}
+            curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", list(ideals.items())))
+            curves.append(Curve(panel, "measured", "ours", [(K, speed) for K, speed, _ in sorted(points)]))
+        return plot(curves, ("cells K", "normalised throughput"), "Throughput of the runs") if curves else None
 
 
 def compare(runs: Sequence[FinishedRun]) -> RunTable:

@@ -27,7 +27,7 @@ class FinishedRun:
     Attributes:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
-        typed: the overrides: key to what was typed.
+        typed, words: the overrides: key to what was typed; as they were typed.
         error: of a failed run, in one line.
         damaged: what cannot be read, in words.
         loss: of the last step.
@@ -38,6 +38,7 @@ class FinishedRun:
     status: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     typed: Mapping[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ()
     error: str | None = None
     damaged: Sequence[str] = ()
     K: int | None = None
@@ -94,17 +95,21 @@ def _number(folder: Path) -> tuple[float, str]:
     return (int(number) if number.isdigit() else float("inf"), folder.name)
 
 
-def read_run(folder: Path) -> FinishedRun:
-    """Reads a run directory."""
+def read_run(folder: Path, running: bool = False) -> FinishedRun:
+    """Reads a run directory.
+
+    Args:
+        running: its figures are not read: what summary.json says is of the run that this one continues.
+    """
     broken: list[str] = []
     settings = flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, dict, broken) or {})
     words = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, list, broken) or []
-    summary = _read(folder / "summary.json", json.loads, dict, broken)
+    summary = {} if running else _read(folder / "summary.json", json.loads, dict, broken)
     rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
     if damaged:
         broken.append(skipped(Path("metrics.jsonl"), damaged))
     error = _error(folder / ERROR_FILE)
-    status = "failed" if error else _status(summary, rows)
+    status = "failed" if error else "running" if running else _status(summary, rows)
     if summary is None:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
@@ -115,6 +120,7 @@ def read_run(folder: Path) -> FinishedRun:
         status=status,
         settings=settings,
         typed={key.lstrip("+~"): value for key, _, value in (str(word).partition("=") for word in words)},
+        words=[str(word) for word in words],
         error=error,
         damaged=broken,
         K=summary.get("K", settings.get("pipeline.K")),

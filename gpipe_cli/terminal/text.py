@@ -28,6 +28,20 @@ def percent(share: object) -> str:
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
 
 
+def size_text(size: float) -> str:
+    """Returns bytes in units of a thousand: 12.3 GB."""
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            return f"{size:.3g} {unit}" if unit != "B" else f"{size:.0f} B"
+        size /= 1000
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns seconds as 12.3 ms or 4.56 s."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
+
+
 def duration(seconds: float) -> str:
     """Returns seconds as 3.2 s (below ten), 0:17, 4:12 or 1:02:03."""
     if seconds < 10:
@@ -41,7 +55,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table with aligned columns; columns of numbers are aligned to the right."""
     cells = [[number(value) for value in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(columns)]
-    right = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
+    right = [all(is_number(row[i]) for row in rows) for i in range(len(columns))]
     lines = [columns, ["-" * width for width in widths], *cells]
     return "\n".join(
         "  ".join(
@@ -58,8 +72,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _is_number(value: object) -> bool:
-    """Returns True also for numbers written as text, such as "21.3 %"."""
+def is_number(value: object) -> bool:
+    """Returns whether a value is a number; True also for numbers written as text, such as "21.3 %"."""
     return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"
 
 

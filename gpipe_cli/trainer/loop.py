@@ -218,6 +218,8 @@ class Trainer:
         if progress.step == 0:
             result = replace(result, samples=[])  # those of an untrained model show nothing
         self.journal.evaluation(progress, result, self.batches.epochs_of_languages())
+        if not final:
+            self.draw(final=False)
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += counts
             return False
@@ -239,10 +241,10 @@ class Trainer:
         self._save(is_best)
         self.saver.finish(self.exchange)
 
-    def draw(self) -> None:
-        """Draws the run's pictures; every worker calls it, after everything else."""
+    def draw(self, final: bool = True) -> None:
+        """Draws the run's pictures; every worker calls it, after each evaluation and after everything else."""
         recordings = record_everyone(self.pipeline, self.exchange.ended_at)
-        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline))
+        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline), final)
 
 
 def _is_time(every: int | None, step: int) -> bool:

@@ -19,7 +19,7 @@ from ..checkpoint.files import vocabulary_folder
 from ..config import Settings
 from ..data.source import Source
 from ..disk import writing
-from ..factory.build import build_lr_schedule, build_optimizer, build_task
+from ..factory.build import build_lr_schedule, build_optimizer, build_task, build_trackers
 from ..factory.module_itself import is_traced, look_at_first_start
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
@@ -56,7 +56,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     task = build_task(settings.task, settings.seed)
     build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     emit, writes = context.emit, world.rank == 0
-    journal = Journal(context.run_dir, emit, settings, task) if writes else Notices(emit, False)
+    trackers = build_trackers(settings.logging.trackers)
+    journal = Journal(context.run_dir, emit, settings, task, trackers) if writes else Notices(emit, False)
     assembly = assemble_model(context, settings, world, task, journal)
     if world.rank == 0 and is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):

@@ -45,7 +45,7 @@ def test_a_sweep_becomes_table_2(sweep: Path, tmp_path: Path) -> None:
     assert [row["normalised"] for row in rows] == [1.0, 1.5, 1.1, 2.2]
     assert [round(row["ideal"], 2) for row in rows] == [1.0, 1.6, 1.0, 2.29]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"report.{end}" for end in ("md", "json", "png", "svg")
+        f"report.{end}" for end in ("md", "html", "json", "svg")
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,17 +14,16 @@ from gpipe_cli.launch.supervisor import Job, launch_inline
 
 
 def train_inline(
-    run_dir: Path, *overrides: str, pictures: bool = False, on_event: Callable[[dict[str, Any]], None] | None = None
+    run_dir: Path, *overrides: str, on_event: Callable[[dict[str, Any]], None] | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Trains with one worker and these overrides; returns the summary and all events.
 
     Args:
-        pictures: draw the pictures too, which takes a third of a small run's time.
         on_event: gets the events, instead of the list.
     """
     config = checked("launch.inline=true", "logging.tensorboard=false", *overrides).config
     run_dir.mkdir(parents=True, exist_ok=True)
     events: list[dict[str, Any]] = []
     job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.time()})
-    with nullcontext() if pictures else patch("matplotlib.figure.Figure.savefig"):
+    with patch("matplotlib.figure.Figure.savefig"):  # which takes a third of a small run's time
         return launch_inline(job, on_event or events.append), events

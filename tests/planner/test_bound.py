@@ -14,7 +14,7 @@ from schedule_rules import scheduled
 from shortest_step import Search
 
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.commands.plan_report import describe
+from gpipe_cli.commands.plan_report import document
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.instruction import Instruction, Op
@@ -169,7 +169,7 @@ def test_where_no_graph_fits_there_is_no_bound() -> None:
 def test_the_report_tells_how_near_the_plan_is() -> None:
     made = planned(*OWN, "pipeline.K=1", "pipeline.remat=never")
     assert made.bound_seconds == pytest.approx(made.step_seconds)
-    assert "(gap 0.0 %), of any cut" in describe(made)
+    assert "(gap 0.0 %), of any cut" in document(made).text()
     short = planned(*OWN, "pipeline.K=2", "plan.memory=1KB")
     assert (short.bound_seconds, short.to_json()["bound_of_any_cut_seconds"]) == (None, None)
-    assert "bound       no schedule fits, whatever the cut" in describe(short)
+    assert "bound       no schedule fits, whatever the cut" in document(short).text()

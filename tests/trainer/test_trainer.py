@@ -51,7 +51,7 @@ def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(
 
 
 def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
-    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", "trainer.trace_steps=3", pictures=True)
+    _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", "trainer.trace_steps=3")
     shown = [event["kind"] for event in events if event["kind"] in ("evaluation", "samples")]
     assert shown == ["evaluation", *["evaluation", "samples"] * 2]  # an untrained model's translations show nothing
     steps = rows(tmp_path / "metrics.jsonl")
@@ -73,7 +73,7 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert drawn >= {"step.png", "loss.png", "breakdown.png", "step_000003.png", "step_000003.svg"}
+    assert drawn >= {"step.svg", "loss.svg", "breakdown.svg", "step_000003.svg"}
     assert not drawn & {"predictions.png", "confusion.png"}  # of classifications
 
 
@@ -121,8 +121,7 @@ def test_workers_of_two_replicas_find_the_layer_together(tmp_path: Path) -> None
 
 def test_a_run_without_any_finite_loss_has_its_pictures_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
-    draw_loss(tmp_path, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").stat().st_size > 0
+    assert "training" in str(draw_loss(tmp_path))
 
 
 def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 from gpipe_cli.launch.report import WorkerOutOfMemory
 from gpipe_cli.planner.devices import parse_bytes
 
+from ...svg import Curve
 from ..options import BenchOptions
 from ..paper import TABLE_1, Capacity
 from ..workers import run_command, run_workers
-from .table import Curve, Say, Table
+from .table import Say, Table
 
 WORKER = "gpipe_cli.bench.capacity:worker"
 GB = 1e9

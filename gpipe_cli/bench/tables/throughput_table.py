@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
 
+from ...svg import Curve
 from ..options import BenchOptions
 from ..throughput import PEERS, PLAIN, TABLES, GridTable, PaperModel, Row, Setting, count_models, make_rows
 from ..workers import run_workers
-from .table import Curve, Say, Table
+from .table import Say, Table
 
 WORKER = "gpipe_cli.bench.contenders:worker"
 PRELOAD = ("torch.distributed.pipelining",)

@@ -1,0 +1,111 @@
+"""Passes what a run records on to trackers of experiments: Weights & Biases, MLflow, or a user's own.
+
+A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`. They are
+called one after the other in a thread of its own, so that a slow one delays nothing; after its first error it is left
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from time import time
+from typing import Any
+
+from ..typed_section import flat
+
+MOST_WAITING = 10_000  # calls; of a tracker that is slower than the run the newest are lost
+FINISH_SECONDS = 30.0  # that the end of a run waits for it
+
+
+class Tracking:
+    """Calls one tracker in the background; ``warn`` is told its first error."""
+
+    def __init__(self, tracker: Any, warn: Callable[[str], None]) -> None:
+        self._tracker, self._warn, self._calls = tracker, warn, Queue[tuple[str, Any]](MOST_WAITING)
+        self._given_up = False
+        self._thread = Thread(target=self._work, name="tracker", daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, *arguments: object) -> None:
+        """Queues a call; never waits."""
+        try:
+            self._calls.put_nowait((method, arguments))
+        except Full:
+            self._give_up(f"{MOST_WAITING} calls wait for it")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Queues the last call, and waits for it, but not long."""
+        self.call("finish", summary)
+        self._thread.join(0.0 if self._given_up else FINISH_SECONDS)
+        if self._thread.is_alive():
+            self._give_up(f"it did not finish within {FINISH_SECONDS:.0f} s")
+
+    def _work(self) -> None:
+        method = ""
+        while method != "finish" and not self._given_up:
+            method, arguments = self._calls.get()
+            try:
+                getattr(self._tracker, method)(*arguments)
+            except (Exception, SystemExit) as error:
+                self._give_up(f"{method}: {type(error).__name__}: {' '.join(str(error).split())}")
+
+    def _give_up(self, why: str) -> None:
+        if not self._given_up:
+            self._given_up = True
+            self._warn(f"logging.trackers: {type(self._tracker).__name__}: {why}; the run goes on without it")
+
+
+class WandB:
+    """Tracks by Weights & Biases; takes what wandb.init does, and its environment variables."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"project": "gpipe", **options}
+
+    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        import wandb  # slow
+
+        own = {"config": dict(config), "dir": str(run_dir), "name": run_dir.name}
+        self._wandb, settings = wandb, wandb.Settings(console="off")
+        self._run = wandb.init(**{**own, "settings": settings, **self._options})
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def picture(self, name: str, path: Path) -> None:
+        svg = path.suffix == ".svg"
+        self._run.log({name: self._wandb.Html(path.read_text()) if svg else self._wandb.Image(str(path))})
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+class MLflow:
+    """Tracks by MLflow; where, says MLFLOW_TRACKING_URI."""
+
+    def __init__(self, experiment: str = "gpipe") -> None:
+        self._experiment = experiment
+
+    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        from mlflow import MlflowClient, entities
+
+        self._client, self._metric = MlflowClient(), entities.Metric
+        found = self._client.get_experiment_by_name(self._experiment)
+        where = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        self._run = self._client.create_run(where, run_name=run_dir.name).info.run_id
+        for key, value in flat(config).items():
+            self._client.log_param(self._run, key, str(value)[:500])
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        metrics = [self._metric(name, value, int(1e3 * time()), step) for name, value in numbers.items()]
+        self._client.log_batch(self._run, metrics)
+
+    def picture(self, name: str, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path), "pictures")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._client.log_dict(self._run, dict(summary), "summary.json")
+        self._client.set_terminated(self._run)

@@ -1,0 +1,224 @@
+"""Draws pictures as SVG, light and dark: bars, curves and text. No library, so that a run draws in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import ceil, floor, isfinite, log10
+from pathlib import Path
+
+from gpipe_cli.disk import write_whole
+
+# Light, and dark where a person's screen is. Blue and orange differ for every kind of colour blindness, and in
+# lightness when printed in grey; warm colours for lost time, grey for what is only calculated.
+COLOURS = {
+    "ink": ("#2b2f36", "#e3e6ea"),
+    "paper": ("#ffffff", "#16191d"),
+    "idle": ("#eceef1", "#2a2f36"),
+    "blue": ("#2f6db3", "#5a9be0"),
+    "pale": ("#a9cdee", "#2f567c"),
+    "orange": ("#f0a43a", "#e09a3a"),
+    "green": ("#1c8f78", "#35b096"),
+    "red": ("#b9412f", "#d9604d"),
+    "grey": ("#8a919c", "#8a919c"),
+    "light": ("#d9dce1", "#444b55"),
+    "leaf": ("#4d9a6a", "#66b886"),
+    "black": ("#2b2f36", "#10131a"),  # on bars that are light in both
+    "white": ("#ffffff", "#ffffff"),
+}
+DARK = "@media screen and (prefers-color-scheme:dark)"
+_RULES = [
+    "".join(
+        f".f-{name}{{fill:{both[dark]}}}.s-{name}{{stroke:{both[dark]};fill:none}}" for name, both in COLOURS.items()
+    )
+    for dark in (0, 1)
+]
+STYLE = f"svg text{{font-family:system-ui,sans-serif}}{_RULES[0]}{DARK}{{{_RULES[1]}}}"
+CHARACTER = 0.58  # width of a digit as a share of the font's size
+Bar = tuple[float, float, float, float]  # x, y, width, height
+
+
+@dataclass
+class Drawing:
+    """Collects the parts of a picture, in pixels.
+
+    Attributes:
+        alt: what it shows, in words, for who cannot see it.
+    """
+
+    width: float
+    height: float
+    alt: str
+    parts: list[str] = field(default_factory=list)
+
+    def bars(self, bars: Sequence[Bar], colour: str) -> None:
+        """Adds filled rectangles."""
+        path = "".join(f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z" for x, y, width, height in bars)
+        self.parts += [f'<path class="f-{colour}" d="{path}"/>'] * bool(path)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1.0, dash: str = "") -> None:
+        """Adds a line through points; one that is not finite interrupts it."""
+        path, pen = "", "M"
+        for x, y in points:
+            path, pen = (f"{path}{pen}{x:.1f} {y:.1f}", "L") if isfinite(y) else (path, "M")
+        dashes = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts += [f'<path class="s-{colour}" stroke-width="{width}"{dashes} d="{path}"/>'] * bool(path)
+
+    def dots(self, points: Sequence[tuple[float, float]], colour: str, radius: float = 3.0) -> None:
+        """Adds a dot at each point."""
+        self.parts += [f'<circle class="f-{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in points]
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "start",
+        size: float = 12,
+        colour: str = "ink",
+        bold: bool = False,
+    ) -> None:
+        """Adds text whose middle line is at y; ``anchor``: "start", "middle" or "end"."""
+        weight = ' font-weight="600"' if bold else ""
+        place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
+        self.parts.append(f'<text class="f-{colour}" {place}{weight}>{escape(text, quote=False)}</text>')
+
+    def legend(self, entries: Sequence[tuple[str, str]], y: float, lines: bool = False) -> float:
+        """Adds names with their colours in rows from y on; returns where they end."""
+        x = 8.0
+        for name, colour in entries:
+            wide = 34 + 7 * len(name)
+            x, y = (8.0, y + 18) if x + wide > self.width else (x, y)
+            if colour == "paper":
+                self.line([(x, y - 5), (x + 11, y - 5), (x + 11, y + 5), (x, y + 5), (x, y - 5)], "ink", 0.5)
+            self.bars([(x, y - 1.5, 12, 3) if lines else (x, y - 5, 11, 10)], colour)
+            self.text(x + 17, y, name)
+            x += wide
+        return y + 14
+
+    def __str__(self) -> str:
+        """Returns the SVG document, as a file needs it and as a page can hold it."""
+        size = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(self.alt)}">'
+        style = f"<title>{escape(self.alt)}</title><style>{STYLE}</style>"
+        paper = '<rect class="f-paper" width="100%" height="100%"/>'
+        return "\n".join([head, style, paper, *self.parts, "</svg>"])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the SVG file."""
+        write_whole(Path(path), f"{self}\n")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Describes one line of a plot.
+
+    Attributes:
+        panel: title of the panel that it stands in.
+        role: "paper", "ours", "ideal", "limit", "peer" or "raw": how it is drawn.
+        points: (x, y).
+    """
+
+    panel: str
+    label: str
+    role: str
+    points: Sequence[tuple[float, float]]
+
+
+_ROLES = {  # colour, width, dashes, whether points have dots
+    "ours": ("blue", 2.2, "", True),
+    "smooth": ("blue", 2.2, "", False),
+    "paper": ("orange", 1.8, "", True),
+    "ideal": ("grey", 1.5, "2 3", False),
+    "limit": ("grey", 1.3, "7 4", True),
+    "raw": ("pale", 1.0, "", False),
+}
+_PEERS = (
+    ("green", 1.2, "", True),
+    ("leaf", 1.2, "6 3", True),
+    ("red", 1.2, "2 3", True),
+    ("ink", 1.0, "8 3 2 3", True),
+)
+_COLUMNS, _PANEL, _TALL, _LEFT, _FOOT = 3, 300.0, 190.0, 58.0, 26.0  # of a plot: panels in a row, and pixels
+
+
+def plot(
+    curves: Sequence[Curve], axes: tuple[str, str], title: str, logarithmic: bool = False, from_zero: bool = True
+) -> Drawing:
+    """Draws curves over a grid, in panels by their titles; each label looks alike in all panels.
+
+    Args:
+        axes: names of x and y.
+        title: of the whole, and its alternative text.
+        from_zero: the y axis begins at 0; not of logarithmic ones.
+    """
+    panels = {curve.panel: [each for each in curves if each.panel == curve.panel] for curve in curves}
+    columns = min(_COLUMNS, len(panels)) or 1
+    wide = _PANEL if columns > 1 else 640.0
+    peers = list(dict.fromkeys(curve.label for curve in curves if curve.role == "peer"))
+    looks = {c.label: _PEERS[peers.index(c.label) % 4] if c.role == "peer" else _ROLES[c.role] for c in curves}
+    rows = ceil(len(panels) / columns) or 1
+    drawing = Drawing(columns * (_LEFT + wide), 44 + rows * (_TALL + 56) + 20 * (1 + 24 * len(looks) // 96), title)
+    drawing.text(8, 14, title, size=14, bold=True)
+    for number, (name, drawn) in enumerate(panels.items()):
+        row, column = divmod(number, columns)
+        place = (column * (_LEFT + wide) + _LEFT - 8, 50 + row * (_TALL + 56), wide - 8, _TALL)
+        _panel(drawing, place, name, drawn, looks, logarithmic, from_zero)
+        drawing.text(place[0] + place[2], place[1] + _TALL + 30, axes[0], "end", 11)
+        drawing.text(place[0] - 44, place[1] - 12, axes[1], size=11)
+    drawing.legend([(label, look[0]) for label, look in looks.items()], drawing.height - 32, lines=True)
+    return drawing
+
+
+def _panel(
+    drawing: Drawing,
+    place: Bar,
+    name: str,
+    curves: Sequence[Curve],
+    looks: dict[str, tuple[str, float, str, bool]],
+    logarithmic: bool,
+    from_zero: bool,
+) -> None:
+    left, top, wide, tall = place
+    points = [(x, y) for curve in curves for x, y in curve.points if isfinite(y)] or [(0.0, 0.0), (1.0, 1.0)]
+    over = log10 if logarithmic else float
+    xs, ys = sorted({over(x) for x, _ in points}), sorted(over(y) for _, y in points)
+    low, high = (0.0 if from_zero and not logarithmic else ys[0]), ys[-1]
+    low, high = low - 0.04 * (high - low) * (low != 0), high + 0.06 * ((high - low) or abs(high) or 1.0)
+    low, across = low - (low == high), (xs[-1] - xs[0]) or 1.0
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return left + wide * (over(x) - xs[0]) / across, top + tall * (1 - (over(y) - low) / (high - low))
+
+    drawing.text(left + wide, top - 12, name, "end", 12, bold=True)
+    tens = [m * 10.0**e for e in range(floor(low), ceil(high) + 1) for m in (1, 3)] if logarithmic else []
+    for y in [y for y in tens if low <= log10(y) <= high] or ticks(low, high):
+        level = at(points[0][0], y)[1]
+        drawing.line([(left, level), (left + wide, level)], "light", 0.6)
+        drawing.text(left - 6, level, short(y), "end", 11)
+    given = sorted({x for x, _ in points})
+    for x in given if len(given) <= 8 else [x for x in ticks(xs[0], xs[-1]) if xs[0] <= x <= xs[-1]]:
+        drawing.text(at(x, points[0][1])[0], top + tall + 14, short(x), "middle", 11)
+    for curve in curves:
+        colour, width, dash, dotted = looks[curve.label]
+        placed = [at(x, y) if isfinite(y) else (0.0, y) for x, y in curve.points]
+        drawing.line(placed, colour, width, dash)
+        if dotted:
+            drawing.dots([(x, y) for x, y in placed if isfinite(y)], colour)
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Returns about five round numbers of the range."""
+    rough = (high - low) / 5 or 1.0
+    power = 10.0 ** floor(log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    return [number * step for number in range(ceil(low / step), floor(high / step) + 1)]
+
+
+def short(value: float) -> str:
+    """Returns a number for an axis: 0.25, 1,500, 3M."""
+    for unit, name in ((1e9, "B"), (1e6, "M")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:,.10g}" if abs(value) >= 1000 else f"{value:.6g}"

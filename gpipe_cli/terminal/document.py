@@ -1,0 +1,220 @@
+"""Holds what a person reads of a run, a sweep, a plan or a table, and renders it as text, as Markdown and as a page.
+
+A page is one HTML file without scripts that loads nothing: pictures stand in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from gpipe_cli.disk import write_whole
+from gpipe_cli.svg import COLOURS, DARK
+from gpipe_cli.terminal.text import is_number, markdown_table, number, text_table
+
+KEY_WIDTH = 12  # at least, of facts on a console
+_INK, _PAPER, _LINE, _BLUE = (COLOURS[name] for name in ("ink", "paper", "idle", "blue"))
+_CSS = f"""
+:root{{--ink:{_INK[0]};--paper:{_PAPER[0]};--line:{_LINE[0]};--blue:{_BLUE[0]}}}
+{DARK}{{:root{{--ink:{_INK[1]};--paper:{_PAPER[1]};--line:{_LINE[1]};--blue:{_BLUE[1]}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0 auto;padding:1rem;max-width:70rem;font:16px/1.5 system-ui,sans-serif;
+color:var(--ink);background:var(--paper)}}
+h1{{font-size:1.5rem;line-height:1.2;overflow-wrap:anywhere}}
+h2{{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:2px solid var(--blue)}}
+a{{color:var(--blue)}}
+div,figure{{overflow-x:auto;margin:1rem 0}}
+table{{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}}
+th,td{{padding:.2rem .5rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}}
+.n{{text-align:right;white-space:nowrap}}
+dl{{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem;margin:1rem 0}}
+dt{{font-weight:600}}dd{{margin:0;min-width:0;overflow-wrap:anywhere}}
+pre{{padding:.6rem;background:var(--line);white-space:pre-wrap;overflow-wrap:anywhere;font-size:.875rem}}
+svg,img{{display:block;max-width:100%;height:auto}}img{{width:44rem}}
+@media screen and (max-width:40rem){{svg,img{{max-width:none;height:auto}}svg{{width:40rem}}img{{width:30rem}}}}
+@media print{{table{{font-size:8pt}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
+figure,tr,pre{{break-inside:avoid}}div{{overflow:visible}}}}
+"""
+
+
+class Link(str):
+    """Is text that leads to another file on a page."""
+
+    address: str
+
+    @classmethod
+    def to(cls, text: str, address: str) -> Link:
+        link = cls(text)
+        link.address = address
+        return link
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Holds the title of a section."""
+
+    words: str
+
+    def text(self) -> str:
+        return self.words
+
+    def markdown(self) -> str:
+        return f"## {self.words}"
+
+    def html(self) -> str:
+        return f"<h2>{escape(self.words)}</h2>"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Holds lines of prose, each a paragraph of its own; with a bullet they are notes."""
+
+    lines: Sequence[str]
+    bullet: str = ""
+
+    def text(self) -> str:
+        return "\n".join(self.bullet + line for line in self.lines)
+
+    def markdown(self) -> str:
+        return "\n".join(f"* {line}" if self.bullet else line for line in self.lines)
+
+    def html(self) -> str:
+        around = ("<ul>", "li", "</ul>") if self.bullet else ("", "p", "")
+        items = "\n".join(f"<{around[1]}>{_inline(line)}</{around[1]}>" for line in self.lines)
+        return f"{around[0]}{items}{around[2]}"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Holds lines to type, or drawn in characters."""
+
+    lines: Sequence[str]
+
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def markdown(self) -> str:
+        return "\n".join(["```", *self.lines, "```"])
+
+    def html(self) -> str:
+        return f"<pre>{escape(self.text())}</pre>"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Holds figures by name, a line each; None and empty texts are left out."""
+
+    rows: Sequence[tuple[str, object]]
+
+    def _shown(self) -> list[tuple[str, str]]:
+        return [(name, number(value)) for name, value in self.rows if value is not None and value != ""]
+
+    def text(self) -> str:
+        rows = self._shown()
+        width = max([KEY_WIDTH, *(len(name) + 2 for name, _ in rows)])
+        return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
+
+    def markdown(self) -> str:
+        return "\n".join(f"* **{name}**: {value}" for name, value in self._shown())
+
+    def html(self) -> str:
+        rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{_inline(value)}</dd>" for name, value in self._shown())
+        return f"<dl>{rows}</dl>"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Holds a table."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def text(self) -> str:
+        return text_table(self.columns, self.rows)
+
+    def markdown(self) -> str:
+        return markdown_table(self.columns, self.rows)
+
+    def html(self) -> str:
+        right = [all(is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
+        kinds = [' class="n"' if flush else "" for flush in right]
+        head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(self.columns, kinds, strict=True))
+        body = "\n".join(
+            "<tr>" + "".join(f"<td{kind}>{_inline(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
+            for row in self.rows
+        )
+        return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Holds a picture.
+
+    Attributes:
+        content: an SVG document, or the bytes of a PNG file.
+        alt: what it shows, in words.
+        address: of its file, for Markdown; else it is left out there.
+        characters: the picture for a console.
+    """
+
+    content: str | bytes
+    alt: str
+    address: str = ""
+    characters: str = ""
+
+    def text(self) -> str:
+        return self.characters
+
+    def markdown(self) -> str:
+        return f"![{self.alt}]({self.address})" if self.address else ""
+
+    def html(self) -> str:
+        if isinstance(self.content, bytes):
+            data = base64.b64encode(self.content).decode()
+            return f'<figure><img alt="{escape(self.alt)}" src="data:image/png;base64,{data}"></figure>'
+        inside = re.sub(r' xmlns="[^"]*"', "", self.content[self.content.find("<svg") :])  # HTML needs none
+        return f"<figure>{inside}</figure>"
+
+
+Block = Heading | Lines | Code | Facts | Grid | Picture
+
+
+@dataclass(frozen=True)
+class Document:
+    """Holds blocks below a title."""
+
+    title: str
+    blocks: Sequence[Block]
+
+    def text(self) -> str:
+        """Returns the document for a console, without its title."""
+        return "\n\n".join(filter(None, (block.text() for block in self.blocks)))
+
+    def markdown(self) -> str:
+        return "\n\n".join(filter(None, [f"# {self.title}", *(block.markdown() for block in self.blocks)])) + "\n"
+
+    def html(self) -> str:
+        title = escape(self.title)
+        meta = [
+            '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';img-src data:;'
+            "style-src 'unsafe-inline'\">",
+        ]
+        head = f"<head>{''.join(meta)}<title>{title}</title><style>{_CSS}</style></head>"
+        body = "\n".join(block.html() for block in self.blocks)
+        return f'<!doctype html>\n<html lang="en">{head}\n<body><main><h1>{title}</h1>\n{body}\n</main></body></html>\n'
+
+    def save(self, path: Path) -> None:
+        """Writes the page, or where the file's suffix is .md Markdown, as a whole."""
+        write_whole(path, self.markdown() if path.suffix == ".md" else self.html())
+
+
+def _inline(value: object) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{escape(value.address)}">{escape(value)}</a>'
+    return escape(number(value), quote=False)

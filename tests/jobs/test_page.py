@@ -1,0 +1,125 @@
+"""Tests the page of a run: what it shows, in which order, and that it needs nothing beside itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+from inline_run import train_inline
+
+from gpipe_cli.commands.plan import main as plan
+from gpipe_cli.jobs.page import PAGE, PLAN, run_page, write_page
+
+ORDER = ["Did it work", "Where did the time go", "What would make it faster", "What it was"]
+
+
+class Page(HTMLParser):
+    """Reads titles, texts, pictures and addresses of a page, and whether its elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.addresses, self.texts, self._open = list[str](), list[str](), list[str](), list[str]()
+        self.sections, self.pictures = list[str](), list[str | None]()
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.tags.append(tag)
+        self.addresses += [value for key, value in attributes if key in ("src", "href", "xlink:href") and value]
+        self.pictures += [found.get("aria-label" if tag == "svg" else "alt")] * (tag in ("svg", "img"))
+        self._open += [tag] * (tag not in ("meta", "img"))
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        self.sections += [data] * (self._open[-1:] == ["h2"])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains a little; returns the run directory with the configuration that a command leaves."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["debug=tiny", "pipeline.K=3", "trainer.trace_steps=3"]
+    train_inline(folder, *words)
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(words))
+    (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump({"pipeline": {"K": 3}, "trainer": {"steps": 4}}))
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_the_questions_are_answered_in_order_by_one_file_that_loads_nothing(run: Path) -> None:
+    text = run_page(run).html()
+    page = Page(text)
+    assert page.sections == ORDER
+    assert not page.addresses and "script" not in page.tags and "://" not in text
+    assert page.pictures and all(page.pictures)
+    assert len(text) < 1_000_000
+
+
+def test_the_page_has_the_traced_step_the_loss_samples_cells_and_commands(run: Path) -> None:
+    page = Page(run_page(run).html())
+    said = "\n".join(page.texts)
+    assert [alt for alt in page.pictures if alt and "step 3 as measured: K = 3, M = 4" in alt and "planned" in alt]
+    assert {"Loss over the steps", "reference", "forward ms", "memory used", "pipeline.K", "perplexity"} <= set(
+        page.texts
+    )
+    assert "gpipe-train debug=tiny pipeline.K=3 trainer.trace_steps=3" in said and "hydra.run.dir=" in said
+    assert "checkpoint.resume=auto trainer.steps=8" in said
+
+
+def test_what_the_planner_found_stands_there_as_words_to_type(run: Path) -> None:
+    best = {"step_seconds": 0.5, "memory": 1e6, "tried": 9, "found": {"pipeline.K": 2, "pipeline.M": 8}}
+    rival = {"keys": {"pipeline.K": 4}, "step_seconds": 0.6, "memory": 1e6, "why": "messages"}
+    own = {"step_seconds": 1.0, "bubble": 0.25, "devices": [{"total": 2e6}]}
+    (run / PLAN).write_text(json.dumps({"own": own, "best": {**best, "rivals": [rival]}}))
+    said = "\n".join(Page(run_page(run).html()).texts)
+    assert "50.0 % of a step, as planned: 1 s now, 500 ms with:" in said
+    assert "gpipe-train debug=tiny trainer.trace_steps=3 pipeline.K=2 pipeline.M=8" in said
+    assert "2 MB" in said and "messages" in said
+
+
+def test_a_run_that_continues_another_does_not_show_its_end(run: Path) -> None:
+    texts = Page(run_page(run, running=True).html()).texts
+    assert "running" in texts and "done" not in texts
+
+
+def test_an_empty_directory_has_a_page_too(tmp_path: Path) -> None:
+    assert Page(run_page(tmp_path).html()).sections == ORDER
+
+
+def test_what_comes_from_files_is_only_text(run: Path) -> None:
+    hostile = {"step": 9, "nll": 1.0, "samples": [{"language": "<script>alert(1)</script>"}]}
+    with (run / "evaluations.jsonl").open("a") as file:
+        file.write(json.dumps(hostile) + "\n")
+    page = Page(run_page(run).html())
+    assert "script" not in page.tags and "<script>alert(1)</script>" in page.texts
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / PAGE).mkdir()
+    told: list[str] = []
+    write_page(tmp_path, told.append)
+    assert len(told) == 1 and "report.html is not written" in told[0]
+
+
+def test_a_plan_has_a_page_before_any_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(["debug=tiny", "pipeline.K=2", f"plan.page={tmp_path}/plan.html"]) == 0
+    page = Page((tmp_path / "plan.html").read_text())
+    assert {"memory", "bubble", "parameters"} <= set(page.texts) and page.pictures
+    assert "memory      " in capsys.readouterr().out

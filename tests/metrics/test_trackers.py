@@ -1,0 +1,100 @@
+"""Tests that trackers get what a run records, and can neither stop nor slow it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from inline_run import train_inline
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.metrics import trackers
+from gpipe_cli.metrics.trackers import Tracking
+
+SHORT = ("debug=tiny", "task.generation=null", "checkpoint.every=null")
+calls: list[tuple[str, Any]] = []
+
+
+class Recorder:
+    """Keeps what it is told."""
+
+    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        calls.append(("start", config["pipeline"]["M"]))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        calls.append(("log", (step, sorted(numbers))))
+
+    def picture(self, name: str, path: Path) -> None:
+        calls.append(("picture", name))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        calls.append(("finish", summary["steps"]))
+
+
+class Broken(Recorder):
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        raise ValueError("no connection")
+
+
+def test_a_tracker_gets_configuration_numbers_pictures_and_summary(tmp_path: Path) -> None:
+    calls.clear()
+    train_inline(tmp_path, *SHORT, "logging.trackers=[{_target_: test_trackers.Recorder}]")
+    logged = dict(value for name, value in calls if name == "log")
+    assert calls[0] == ("start", 4) and calls[-1] == ("finish", 4)
+    assert set(logged) == {0, 1, 2, 3, 4}
+    assert "evaluation/nll" in logged[0] and "train/loss" in logged[1]
+    assert {"step", "loss", "breakdown"} <= {value for name, value in calls if name == "picture"}
+
+
+def test_the_error_of_a_tracker_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    summary, events = train_inline(tmp_path, *SHORT, "logging.trackers=[{_target_: test_trackers.Broken}]")
+    told = [event["text"] for event in events if event["kind"] == "warning" and "trackers" in event["text"]]
+    assert told == ["logging.trackers: Broken: log: ValueError: no connection; the run goes on without it"]
+    assert summary["steps"] == 4
+
+
+def test_a_slow_tracker_delays_no_call_and_the_end_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Recorder):
+        def log(self, step: int, numbers: Mapping[str, float]) -> None:
+            time.sleep(60)
+
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.1)
+    told: list[str] = []
+    tracking, began = Tracking(Slow(), told.append), time.monotonic()
+    for step in range(100):
+        tracking.call("log", step, {})
+    tracking.finish({})
+    assert time.monotonic() - began < 30
+    assert told == ["logging.trackers: Slow: it did not finish within 0 s; the run goes on without it"]
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"logging\.trackers\._target_=nowhere\.Tracker was not found"):
+        train_inline(tmp_path, *SHORT, "logging.trackers=[{_target_: nowhere.Tracker}]")
+
+
+def test_mlflow_keeps_the_losses_in_its_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    summary, events = train_inline(tmp_path / "run", *SHORT, "logging.trackers=[mlflow]")
+    assert not [event for event in events if event["kind"] == "warning"]
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("gpipe").experiment_id])
+    assert run.info.status == "FINISHED"
+    losses = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in losses] == [1, 2, 3, 4] and losses[-1].value == summary["loss"]
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["pictures", "summary.json"]
+
+
+def test_wandb_keeps_the_run_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    _, events = train_inline(tmp_path, *SHORT, "logging.trackers=[wandb]")
+    assert not [event for event in events if event["kind"] == "warning"]
+    (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"train/loss" in kept.read_bytes() and b"evaluation/nll" in kept.read_bytes()
