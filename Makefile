@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train family deep test table1 table2 table3 table4 gpu wheelhouse lint format types check clean
+.PHONY: help venv train findings test table1 table2 table3 table4 gpu wheelhouse lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -29,20 +29,9 @@ $(INSTALLED): pyproject.toml
 train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16 cells
 	$(BIN)/gpipe-train model=transformer pipeline.K=16 pipeline.remat=never pipeline.schedule=zero_bubble
 
-# The paper's comparison of shapes in small (docs/translation.md).
-SMALL := experiment=nmt_small
-SENTENCES := task.generation.per_language_at_end=40
-family: $(INSTALLED) ## train the small family of translation models, and draw the paper's two pictures of it
-	$(BIN)/gpipe-train -m $(SMALL)/narrow,nmt_small/wide,nmt_small/deep hydra.sweep.dir=sweeps/family
-	$(BIN)/gpipe-train -m $(SMALL)/bilingual data.pair=es,he,az,gd hydra.sweep.dir=sweeps/bilingual
-	for run in sweeps/family/*/; do $(BIN)/gpipe-eval checkpoint=$$run split=test $(SENTENCES) || exit; done
-	for run in sweeps/bilingual/*/; do $(BIN)/gpipe-eval checkpoint=$$run split=test step=best $(SENTENCES) || exit; done
-	$(BIN)/gpipe-eval compare=sweeps/family baseline=sweeps/bilingual output=sweeps/comparison
-
-deep: $(INSTALLED) ## train very deep models with and without depth-scaled initialisation and logit clipping
-	$(BIN)/gpipe-train -m $(SMALL)/very_deep model.depth_scaled_init=true,false task.logit_clip=null,5 \
-		hydra.sweep.dir=sweeps/deep
-	$(BIN)/gpipe-report sweeps/deep output=sweeps/deep/report
+# Two commands share the pieces, one core each. Interrupt them when you like: what is done stays done.
+findings: $(INSTALLED) ## find the paper's findings in small, piece by piece: what docs/findings.md lacks
+	$(BIN)/python -m benchmarks.findings & $(BIN)/python -m benchmarks.findings; wait
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
 test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)

@@ -1,0 +1,106 @@
+"""Runs the pieces of the paper's findings that the log lacks, in order, and draws docs/findings.md.
+
+Each piece is one gpipe-train of minutes on one core, then gpipe-eval where there is a test set. A piece that was
+interrupted goes on from its last checkpoint; every finished one is a line of docs/findings/log.jsonl. Started twice,
+the commands share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.common import ROOT
+from benchmarks.findings.page import draw
+from benchmarks.findings.pieces import Log, Piece, read_experiments
+from benchmarks.findings.runs import complete, run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="of experiments.yaml; default: all, in its order")
+    made.add_argument("--dry-run", action="store_true", help="list the pieces with estimated minutes")
+    made.add_argument("--experiments", type=Path, default=Path(__file__).with_name("experiments.yaml"))
+    made.add_argument("--runs", type=Path, default=ROOT / "sweeps" / "findings", help="folder of the run directories")
+    made.add_argument("--page", type=Path, default=ROOT / "docs" / "findings.md", help="the log is beside it")
+    given = made.parse_args(arguments)
+    experiments = read_experiments(given.experiments)
+    if unknown := [name for name in given.only or () if name not in experiments]:
+        made.error(f"--only: there is no experiment {', '.join(unknown)}, only {', '.join(experiments)}")
+    pieces = [piece for name in given.only or experiments for piece in experiments[name].pieces()]
+    folder, runs = given.page.with_suffix(""), given.runs.absolute()
+    if given.dry_run:
+        print_plan(pieces, Log.read(folder / "log.jsonl"))
+        return
+    try:
+        work(pieces, folder, runs)
+    finally:
+        draw(given.page, list(experiments.values()), Log.read(folder / "log.jsonl"), folder / "sentences")
+
+
+def print_plan(pieces: Sequence[Piece], log: Log) -> None:
+    """Prints each piece with its estimated minutes, and those that it took."""
+    for piece in pieces:
+        record = log.record(piece)
+        state = f"took {record['minutes']:.1f}" if record else "to run"
+        print(f"{piece.experiment.name:10}  {piece.name:42} {piece.minutes:5.1f} minutes  {state}")
+    total = sum(piece.minutes for piece in pieces)
+    left = sum(piece.minutes for piece in pieces if log.record(piece) is None)
+    print(f"all: {total:.0f} minutes of one core, {total / 2:.0f} of two; to run: {left:.0f}, {left / 2:.0f} of two")
+
+
+def work(pieces: Sequence[Piece], folder: Path, runs: Path) -> None:
+    """Runs the pieces that the log in ``folder`` lacks, each as soon as the runs and rates that it needs are there.
+
+    Raises:
+        CommandFailed: a piece failed.
+    """
+    path = folder / "log.jsonl"
+    while True:
+        log = Log.read(path)
+        left = [piece for piece in pieces if log.record(piece) is None]
+        wanted = [piece for one in left for piece in (one.source, one) if piece and _ready(piece, log, runs)]
+        for piece in wanted:
+            with _claimed(runs / piece.folder) as is_mine:
+                if is_mine and _ready(piece, Log.read(path), runs):  # no other command has just ended it
+                    print(f"{piece.experiment.name}: {piece.name}, about {piece.minutes:.1f} minutes", flush=True)
+                    record = run(piece, log, runs, folder / "sentences")
+                    if log.record(piece) is None:
+                        _append(path, json.dumps(record))
+                    break
+        else:
+            return
+
+
+def _ready(piece: Piece, log: Log, runs: Path) -> bool:
+    """Says whether a piece can run and is to: its record is missing, or its run, which another piece begins with."""
+    if log.record(piece) is not None and complete(runs / piece.folder):
+        return False
+    return piece.words(log) is not None and (piece.source is None or complete(runs / piece.source.folder))
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Says whether the run directory is ours: no other command works in it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(folder.name + ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _append(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as log:
+        log.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

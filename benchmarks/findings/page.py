@@ -1,0 +1,115 @@
+"""Draws the tables of docs/findings.md from the log, between the markers of each experiment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from math import isnan
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.findings.bootstrap import bleu_difference, seed_difference
+from benchmarks.findings.pieces import Experiment, Log, Piece
+from benchmarks.findings.runs import sentences_name
+from gpipe_cli.bench.tables.table import markdown
+from gpipe_cli.metrics.translation_scores import LEVELS, resource_levels
+
+NAMES = {"loss_end": "training loss, mean of the last tenth", "grad_norm_max": "largest gradient norm"}
+NAMES |= {"nll": "loss of held-out data", "bleu_average": "BLEU, mean of languages"}
+
+
+def draw(page: Path, experiments: Sequence[Experiment], log: Log, sentences: Path) -> None:
+    """Replaces what stands between <!-- NAME --> and <!-- end --> for each experiment."""
+    text = page.read_text(encoding="utf-8")
+    for of in experiments:
+        block = "\n\n".join(blocks(of, log, sentences))
+        pattern = rf"<!-- {of.name} -->\n.*?<!-- end -->"
+        text, found = re.subn(pattern, lambda _: f"<!-- {of.name} -->\n{block}\n<!-- end -->", text, flags=re.DOTALL)  # noqa: B023
+        assert found == 1, f"{page}: no place for {of.name}"
+    page.write_text(text, encoding="utf-8")
+
+
+def blocks(of: Experiment, log: Log, sentences: Path) -> Iterator[str]:
+    """Yields an experiment's tables, its costs, and what has not run."""
+    pieces = list(of.pieces())
+    records = [record for piece in pieces if (record := log.record(piece))]
+    commits = ", ".join(sorted({record["commit"] for record in records}))
+    minutes = sum(record["minutes"] for record in records)
+    cost = f": {minutes:.0f} minutes, commit {commits}" if records else ""
+    yield f"`python -m benchmarks.findings --only {of.name}`; {len(records)} of {len(pieces)} pieces have run{cost}."
+    missing: dict[str, list[str]] = {}
+    for piece in pieces:
+        if log.record(piece) is None:
+            missing.setdefault(piece.variant, []).append(piece.name.removeprefix(f"{piece.variant}, "))
+    if missing:
+        yield "**Not run:** " + "; ".join(f"{variant}: {', '.join(names)}" for variant, names in missing.items()) + "."
+    if of.rates and any(log.record(piece) for variant in of.variants for piece in of.search(variant)):
+        yield from (rates(of, figure, log) for figure in of.rate_tables)
+    if rows := list(full_runs(of, log)):
+        yield markdown({"": "", "rate": "g", "seeds": "d"} | {NAMES.get(name, name): "" for name in of.figures}, rows)
+        if found := list(differences(of, log, sentences)):
+            yield markdown({"difference": "", "figure": "", "mean, 95 %": ""}, found)
+
+
+def rates(of: Experiment, figure: str, log: Log) -> str:
+    """Returns a table of one figure of the search: variants down, rates across; the chosen rate is bold."""
+    rows = []
+    for variant in of.variants:
+        row: dict[str, object] = {f"{NAMES.get(figure, figure)}, by rate": variant}
+        for piece in of.search(variant):
+            record = log.record(piece)
+            value = record["metrics"].get(figure) if record else None
+            shown = f"{value:.3f}" if value is not None else "not finite" if record else "not run"
+            chosen = of.seeds and piece.rate == of.chosen_rate(variant, log)
+            row[f"{piece.rate:g}"] = f"**{shown}**" if chosen else shown
+        rows.append(row)
+    return markdown(dict.fromkeys(rows[0], ""), rows)
+
+
+def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
+    """Yields a row for each variant: its rate, and each figure's mean over seeds with lowest and highest."""
+    for variant in of.variants:
+        found = [record for seed in of.seeds if (record := log.record(Piece(of, variant, seed)))]
+        if not found:
+            continue
+        row: dict[str, object] = {"": variant, "rate": of.chosen_rate(variant, log) if of.rates else None}
+        row["seeds"] = len(found)
+        for figure in of.figures:
+            values = [record["metrics"][figure] for record in found]
+            low, high = (shown(figure, value) for value in (min(values), max(values)))
+            row[NAMES.get(figure, figure)] = f"{shown(figure, fmean(values))} ({low} … {high})"
+        yield row
+
+
+def shown(figure: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if "accuracy" in figure else f"{value:.1f}" if "bleu" in figure else f"{value:.3f}"
+
+
+def differences(of: Experiment, log: Log, sentences: Path) -> Iterator[dict[str, str]]:
+    """Yields differences between variants: of BLEU for each seed, else the first figure over seeds."""
+    for one, other in of.compare:
+        seeds = [seed for seed in of.seeds if all(log.record(Piece(of, name, seed)) for name in (one, other))]
+        named = f"{one} − {other}"
+        if of.test is None and seeds:
+            values = [[log.record(Piece(of, v, s))["metrics"][of.figures[0]] for s in seeds] for v in (one, other)]  # type: ignore[index]
+            mean, half = seed_difference(*values)
+            interval = "" if isnan(half) else f" ± {100 * half:.2f}"
+            kind = f"{of.figures[0]} in points, seeds: {len(seeds)}"
+            yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.2f}{interval}"}
+            continue
+        for seed in seeds:
+            yield from bleu_rows(named, seed, *(sentences / sentences_name(Piece(of, v, seed)) for v in (one, other)))
+
+
+def bleu_rows(named: str, seed: int, one: Path, other: Path) -> Iterator[dict[str, str]]:
+    """Yields the difference of BLEU of two runs: over all languages, and over each third of them by training pairs."""
+    mine, theirs = (json.loads(path.read_text()) for path in (one, other))
+    levels = resource_levels(mine["sizes"])
+    groups = {"all": list(mine["counts"])}
+    if len(levels) > 1:
+        groups |= {level: [code for code in mine["counts"] if levels[code] == level] for level in LEVELS}
+    for group, languages in groups.items():
+        mean, half = bleu_difference(mine["counts"], theirs["counts"], languages)
+        kind = f"BLEU, {group}, seed {seed}" if len(groups) > 1 else f"BLEU, seed {seed}"
+        yield {"difference": named, "figure": kind, "mean, 95 %": f"{mean:+.1f} ± {half:.1f}"}
