@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import isnan
 from pathlib import Path
@@ -36,18 +37,19 @@ def blocks(of: Experiment, log: Log, sentences: Path) -> Iterator[str]:
     records = [record for piece in pieces if (record := log.record(piece))]
     commits = ", ".join(sorted({record["commit"] for record in records}))
     minutes = sum(record["minutes"] for record in records)
-    cost = f": {minutes:.0f} minutes, commit {commits}" if records else ""
-    yield f"`python -m benchmarks.findings --only {of.name}`; {len(records)} of {len(pieces)} pieces have run{cost}."
-    missing: dict[str, list[str]] = {}
-    for piece in pieces:
-        if log.record(piece) is None:
-            missing.setdefault(piece.variant, []).append(piece.name.removeprefix(f"{piece.variant}, "))
+    cost = f": {minutes:.0f} minutes, {commits}" if records else ""
+    yield f"`python -m benchmarks.findings --only {of.name}`; {len(records)} of {len(pieces)} pieces{cost}."
+    missing = Counter(piece.variant for piece in pieces if log.record(piece) is None)
     if missing:
-        yield "**Not run:** " + "; ".join(f"{variant}: {', '.join(names)}" for variant, names in missing.items()) + "."
+        yield "**Not run:** " + ", ".join(f"{variant} ({count} pieces)" for variant, count in missing.items()) + "."
     if of.rates and any(log.record(piece) for variant in of.variants for piece in of.search(variant)):
         yield from (rates(of, figure, log) for figure in of.rate_tables)
     if rows := list(full_runs(of, log)):
-        yield markdown({"": "", "rate": "g", "seeds": "d"} | {NAMES.get(name, name): "" for name in of.figures}, rows)
+        yield markdown(
+            {"": "", **({"rate": "g"} if of.rates else {}), "seeds": "d"}
+            | {NAMES.get(name, name): "" for name in of.figures},
+            rows,
+        )
         if found := list(differences(of, log, sentences)):
             yield markdown({"difference": "", "figure": "", "mean, 95 %": ""}, found)
 
