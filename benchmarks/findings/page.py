@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from math import isnan
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.findings.bootstrap import bleu_difference, seed_difference
 from benchmarks.findings.pieces import Experiment, Log, Piece
 from benchmarks.findings.runs import sentences_name
-from gpipe_cli.bench.tables.table import markdown
 from gpipe_cli.metrics.translation_scores import LEVELS, resource_levels
+from gpipe_cli.terminal.text import markdown_table
 
 NAMES = {"loss_end": "training loss, mean of the last tenth", "grad_norm_max": "largest gradient norm"}
 NAMES |= {"nll": "loss of held-out data", "bleu_average": "BLEU, mean of languages"}
@@ -38,20 +37,22 @@ def blocks(of: Experiment, log: Log, sentences: Path) -> Iterator[str]:
     commits = ", ".join(sorted({record["commit"] for record in records}))
     minutes = sum(record["minutes"] for record in records)
     cost = f": {minutes:.0f} minutes, {commits}" if records else ""
-    yield f"`python -m benchmarks.findings --only {of.name}`; {len(records)} of {len(pieces)} pieces{cost}."
+    yield f"`--only {of.name}`; {len(records)} of {len(pieces)} pieces{cost}."
     missing = Counter(piece.variant for piece in pieces if log.record(piece) is None)
-    if missing:
+    if not records:
+        yield "**Not run.**"
+    elif missing:
         yield "**Not run:** " + ", ".join(f"{variant} ({count} pieces)" for variant, count in missing.items()) + "."
     if of.rates and any(log.record(piece) for variant in of.variants for piece in of.search(variant)):
         yield from (rates(of, figure, log) for figure in of.rate_tables)
     if rows := list(full_runs(of, log)):
-        yield markdown(
-            {"": "", **({"rate": "g"} if of.rates else {}), "seeds": "d"}
-            | {NAMES.get(name, name): "" for name in of.figures},
-            rows,
-        )
+        yield table(rows)
         if found := list(differences(of, log, sentences)):
-            yield markdown({"difference": "", "figure": "", "mean, 95 %": ""}, found)
+            yield table(found)
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def rates(of: Experiment, figure: str, log: Log) -> str:
@@ -66,7 +67,7 @@ def rates(of: Experiment, figure: str, log: Log) -> str:
             chosen = of.seeds and piece.rate == of.chosen_rate(variant, log)
             row[f"{piece.rate:g}"] = f"**{shown}**" if chosen else shown
         rows.append(row)
-    return markdown(dict.fromkeys(rows[0], ""), rows)
+    return table(rows)
 
 
 def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
@@ -75,7 +76,9 @@ def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
         found = [record for seed in of.seeds if (record := log.record(Piece(of, variant, seed)))]
         if not found:
             continue
-        row: dict[str, object] = {"": variant, "rate": of.chosen_rate(variant, log) if of.rates else None}
+        row: dict[str, object] = {"variant": variant}
+        if of.rates:
+            row["rate"] = f"{of.chosen_rate(variant, log):g}"
         row["seeds"] = len(found)
         for figure in of.figures:
             values = [record["metrics"][figure] for record in found]
@@ -96,7 +99,7 @@ def differences(of: Experiment, log: Log, sentences: Path) -> Iterator[dict[str,
         if of.test is None and seeds:
             values = [[log.record(Piece(of, v, s))["metrics"][of.figures[0]] for s in seeds] for v in (one, other)]  # type: ignore[index]
             mean, half = seed_difference(*values)
-            interval = "" if isnan(half) else f" ± {100 * half:.2f}"
+            interval = "" if len(seeds) < 3 else f" ± {100 * half:.2f}"
             kind = f"{of.figures[0]} in points, seeds: {len(seeds)}"
             yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.2f}{interval}"}
             continue
