@@ -15,6 +15,7 @@ GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" e
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 MEMORY_FACTS = Path("/proc/meminfo")
+WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds waiting for one, turns
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _MALLOC_SETTINGS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}
@@ -54,6 +55,12 @@ def _read(file: Path) -> str:
         return file.read_text().strip()
     except OSError:
         return ""
+
+
+def waited_for_core() -> float:
+    """Returns the seconds for which this thread could have run but others had its core; 0 where nothing tells them."""
+    words = _read(WAITS).split()
+    return int(words[1]) / 1e9 if words else 0.0
 
 
 def usable_memory() -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cpu import waited_for_core
 from ..micro_batch import Tensors
 from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.halves import backward_of_inputs
@@ -231,7 +232,7 @@ class Trials:
 
 
 class _Clock:
-    """Measures seconds by phase.
+    """Measures seconds by phase, without those in which other processes of a busy machine had the core.
 
     On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each layer
     would add the wait's own time to every small layer, and empty queues that a run does not have.
@@ -249,9 +250,10 @@ class _Clock:
             yield
             self._events[phase].append((begin, event_now(self._device)))
         else:
-            start = time.perf_counter()
+            waited, start = waited_for_core(), time.perf_counter()
             yield
-            self._seconds[phase].append(time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self._seconds[phase].append(max(0.0, seconds - (waited_for_core() - waited)))
 
     def median(self, phase: str) -> float:
         for begin, end in self._events.pop(phase, []):

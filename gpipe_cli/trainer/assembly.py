@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
 from ..checkpoint.layer_state import named_tensors
 from ..checkpoint.transfer import load_same_model
-from ..config import Settings
+from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.generation import Generator
@@ -36,6 +37,7 @@ from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..metrics.journal import Notices
 from ..metrics.predictions import PredictionKeeper
+from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import Cell
 from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
@@ -207,10 +209,11 @@ def describe_and_cut(
     def make() -> list[dict[str, Any]]:
         assert source is not None and read is not None
         example = read.micro_batches[0]
-        profile = partial(profiled_costs, builders, example, settings, world.device, say)
+        usual = usual_micro_batch(source, example, settings.pipeline)
+        profile = partial(profiled_costs, builders, usual, settings, world.device, say)
         memory = memory_of_worker(settings, world)
         fitted = None if memory is None else partial(cut_for_run, builders, settings, example, memory)
-        cut = cut_model(builders, settings.pipeline, world.workers, example, profile, say, fitted)
+        cut = cut_model(builders, settings.pipeline, world.workers, usual, profile, say, fitted)
         smallest = min(len(inputs[0]) for inputs, _ in read.micro_batches)
         tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
         return [asdict(FirstBatch(BatchShape.of(example), smallest, tokens)), asdict(cut)]
@@ -218,6 +221,24 @@ def describe_and_cut(
     first, cut = world.broadcast(make)
     shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
     return FirstBatch(shape, first["smallest"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
+
+
+def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfig) -> MicroBatch:
+    """Returns a micro-batch of the shapes that are usual in the data, by which the model is cut.
+
+    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked.
+    """
+    if type(source).typical_micro_batch is Source.typical_micro_batch:
+        return first
+    (inputs, targets), _ = source.typical_micro_batch(pipeline.M * pipeline.replicas, False)
+    shapes = [tensor.shape for side in (inputs, targets) for tensor in side]
+    if shapes == [tensor.shape for side in first for tensor in side]:
+        return first
+    return tuple(map(_ones, inputs)), tuple(map(_ones, targets))
+
+
+def _ones(shape: Tensor) -> Tensor:
+    return torch.ones_like(shape, device="cpu")
 
 
 def memory_of_worker(settings: Settings, world: World) -> float | None:

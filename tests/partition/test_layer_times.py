@@ -17,12 +17,13 @@ from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD, WEIGHT = 4.0, 8.0, 2.0  # seconds
-CLOCK = SimpleNamespace(now=0.0)
+CLOCK = SimpleNamespace(now=0.0, waited=0.0)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+    monkeypatch.setattr(layer_times, "waited_for_core", lambda: CLOCK.waited)
 
 
 class Takes(torch.autograd.Function):
@@ -68,6 +69,15 @@ def test_forward_and_backward_of_every_layer_are_timed() -> None:
     slow = found.times[0]
     assert (slow.inference, slow.forward, slow.recompute, slow.backward) == (FORWARD, FORWARD, FORWARD, BACKWARD)
     assert [layer.cost for layer in found.layers] == [times.total for times in found.times] == [FORWARD + BACKWARD, 0]
+
+
+def test_time_in_which_other_processes_had_the_core_does_not_count() -> None:
+    class Preempted(Slow):
+        def forward(self, input: Tensor) -> Tensor:
+            CLOCK.now, CLOCK.waited = CLOCK.now + 3, CLOCK.waited + 3
+            return super().forward(input)
+
+    assert profile(partial(Preempted, 8, 8)).times[0].forward == pytest.approx(FORWARD)
 
 
 def test_halves_of_a_backward_are_timed_apart() -> None:

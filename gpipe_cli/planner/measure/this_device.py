@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from ...config import PipelineConfig
-from ...cpu import as_worker, usable_memory
+from ...cpu import as_worker, usable_memory, waited_for_core
 from ..devices import Device
 from .link import LinkTimes, link_between_processes
 
@@ -100,7 +100,7 @@ def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:
 
 
 def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
-    """Returns the median seconds of one call.
+    """Returns the median seconds of one call, without those in which other processes had the core.
 
     Args:
         calls: number of calls timed together. On a GPU several: waiting for it takes longer than starting a small
@@ -112,10 +112,13 @@ def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
     while len(times) < 3 or time.perf_counter() < end:
         if is_gpu:
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        waited, start = waited_for_core(), time.perf_counter()
         for _ in range(calls):
             run()
         if is_gpu:
             torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / calls)
+        seconds = time.perf_counter() - start
+        if not is_gpu:  # which goes on while this process waits
+            seconds = max(0.0, seconds - (waited_for_core() - waited))
+        times.append(seconds / calls)
     return median(times)
