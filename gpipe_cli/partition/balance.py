@@ -135,10 +135,11 @@ def _even_end(
 
 
 def balance_rounds(totals: Sequence[Totals], K: int, bytes_: Bytes | None, room: Sequence[float]) -> list[int]:
-    """Returns the layers of each of K cells, cell c on worker c mod W, with nearly the least seconds of any worker.
+    """Returns the layers of each of K cells, cell c on worker c mod W, of which a step takes nearly the least seconds.
 
-    Begins with the cut whose largest cell is least, and moves one layer, or two, between neighbouring cells while
-    the squares of the workers' seconds become less.
+    Even workers alone would not do: where a cell takes longer than the others of its round, they wait for it. So it
+    begins with the cut whose largest cell is least, and moves one layer, or two, between neighbouring cells while the
+    squares of the workers' seconds, and of the cells' as if each worker had only such cells, become less.
 
     Raises:
         NothingFits: no cut is found in which every worker's bytes are within its room.
@@ -156,11 +157,12 @@ def balance_rounds(totals: Sequence[Totals], K: int, bytes_: Bytes | None, room:
     seconds = [sum(loads[cell][0] for cell in range(worker, K, workers)) for worker in range(workers)]
     held = [sum(loads[cell][1] for cell in range(worker, K, workers)) for worker in range(workers)]
 
-    def weigh(cells: Collection[int]) -> tuple[float, float, float]:
-        """Returns bytes too many, squares of the workers' seconds, and of the cells', of what these cells touch."""
+    def weigh(cells: Collection[int]) -> tuple[float, float]:
+        """Returns the bytes too many, and the squares of the seconds, of the workers and cells that these touch."""
         touched = {cell % workers for cell in cells}
         over = sum(max(0.0, held[worker] - room[worker]) for worker in touched) if room else 0.0
-        return over, sum(seconds[worker] ** 2 for worker in touched), sum(loads[cell][0] ** 2 for cell in cells)
+        squares = sum(seconds[worker] ** 2 for worker in touched)
+        return over, squares + K // workers * sum(loads[cell][0] ** 2 for cell in cells)
 
     def put(cells: Collection[int], moved: Collection[tuple[float, float]]) -> None:
         for cell, new in zip(cells, moved, strict=True):

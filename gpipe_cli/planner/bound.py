@@ -15,22 +15,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import floor, inf
 
+from ..partition.layer_times import LayerTimes
+
 
 @dataclass(frozen=True)
-class CellLoad:
-    """Holds what one micro-batch costs in a cell, or in a layer.
+class CellLoad(LayerTimes):
+    """Holds the seconds of one micro-batch in a cell, or in a layer, and its memory.
 
     Attributes:
-        inference, forward, recompute, backward, input_gradient, weight_gradient: seconds, as in `LayerTimes`.
         graph: bytes that are kept from the forward, or from the recompute, to the backward.
     """
 
-    inference: float
-    forward: float
-    recompute: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
     graph: float
 
 

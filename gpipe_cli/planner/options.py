@@ -45,8 +45,22 @@ class Options(_Typed):
     @classmethod
     def of_this_machine(cls, most_workers: int) -> Options:
         """Returns the options of a search for the present machine, with at most so many workers of a replica."""
-        own = _Typed(1.0, 1.0, False, "auto", None, True, None, None, "text", None)
-        return cls(**own.__dict__, device=None, memory=None, fit=None, most_workers=most_workers)
+        return cls(
+            efficiency=1.0,
+            bandwidth_efficiency=1.0,
+            longest=False,
+            kernels="auto",
+            bytes_per_parameter=None,
+            best=True,
+            devices=None,
+            grow=None,
+            format="text",
+            page=None,
+            device=None,
+            memory=None,
+            fit=None,
+            most_workers=most_workers,
+        )
 
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:

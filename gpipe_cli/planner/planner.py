@@ -28,7 +28,7 @@ from .cells import CellFacts, build_cells, graphs_of_layers
 from .measure.layer_facts import LayerFacts
 from .measure.measurement import Measurement, Measurements
 from .measure.this_device import measure_device
-from .memory import Wire, most_alive, sent_bytes
+from .memory import CellSizes, Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, WorkerPlan, cell_plans, worker_plans
 from .room import bytes_of_workers, cut_that_fits, held_bytes, limits_of_workers
@@ -134,12 +134,8 @@ class Planner:
         cells: list[CellFacts],
         lists: list[list[Instruction]],
     ) -> Plan:
-        placement, speeds = cut.placement, pipeline.speeds or [1.0] * pipeline.worker_count
-        times = [
-            time.slower(1 / speeds[worker])
-            for time, worker in zip(cell_times(cells, self._times), placement, strict=True)
-        ]
-        sizes = [cell.sizes for cell in cells]
+        placement, sizes = cut.placement, [cell.sizes for cell in cells]
+        times = self._times_on_workers(cells, placement, pipeline)
 
         def latency(sent: Instruction) -> float:
             return self._times.transfer(sent_bytes(sent, sizes))
@@ -147,13 +143,11 @@ class Planner:
         timeline = simulate(lists, placement, durations(times, lists), latency, self.device.host)
         model = self._sharded([self._model_bytes(cell) for cell in cells], cells, placement, pipeline)
         alive = most_alive(timeline, sizes, self._wire(pipeline))
-        rows = cell_plans(self.builders, cells, times, model, placement, lists)
         workers = worker_plans(placement, model, alive, self.limits(pipeline))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
         update = self._update_seconds(cells, model, placement, pipeline, ties)
         bound, any_cut = self._bounds(measured, cells, times, model, workers, placement, pipeline)
-        crossings = [number for number in range(1, len(cells)) if placement[number] != placement[number - 1]]
         return Plan(
             K=pipeline.K,
             M=pipeline.M,
@@ -166,11 +160,10 @@ class Planner:
             examples=measured.examples,
             micro_batch=[str(tensor.shape) for tensor in measured.inputs],
             parameters=sum(cell.parameters for cell in cells),
-            cells=rows,
+            cells=cell_plans(self.builders, cells, times, model, placement, lists),
             workers_plan=workers,
             busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
-            sent_bytes=pipeline.M * sum(sizes[n].message + sizes[n].input_gradients for n in crossings)
-            + sum(size for _, _, size in ties),
+            sent_bytes=_crossing_bytes(sizes, placement, pipeline.M) + sum(size for _, _, size in ties),
             bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
@@ -187,6 +180,16 @@ class Planner:
             timeline=timeline,
             lists=lists,
         )
+
+    def _times_on_workers(
+        self, cells: Sequence[CellFacts], placement: Sequence[int], pipeline: PipelineConfig
+    ) -> list[LayerTimes]:
+        """Returns the seconds of each cell on its own worker's device."""
+        speeds = pipeline.speeds or [1.0] * pipeline.worker_count
+        return [
+            time.slower(1 / speeds[worker])
+            for time, worker in zip(cell_times(cells, self._times), placement, strict=True)
+        ]
 
     def _bounds(
         self,
@@ -274,3 +277,9 @@ class Planner:
 def _lists(pipeline: PipelineConfig, cut: Cut) -> list[list[Instruction]]:
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
     return schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
+
+
+def _crossing_bytes(sizes: Sequence[CellSizes], placement: Sequence[int], M: int) -> int:
+    """Returns the bytes of a step that cells send to cells of other workers."""
+    crossings = [number for number in range(1, len(sizes)) if placement[number] != placement[number - 1]]
+    return M * sum(sizes[number].message + sizes[number].input_gradients for number in crossings)

@@ -84,7 +84,7 @@ def test_the_classes_of_an_image_folder_are_its_folders(tmp_path: Path) -> None:
 
 
 def test_of_a_folder_of_data_only_the_root_is_looked_for_before_workers_start(tmp_path: Path) -> None:
-    """What lies below it, the source knows."""
+    """Leaves the folders below the root to the data source, in the workers."""
     words = ["model=amoebanet", "data=imagenet", "debug=tiny"]
     checked(*words, f"data.root={tmp_path}", checks=TRAINING)
     with pytest.raises(ConfigurationError, match=f"there is no {tmp_path}/none"):
