@@ -45,6 +45,8 @@ def bleu_difference(
 
     As the languages' test sentences are the same English ones, they are resampled alike, where none is missing.
     """
+    for code in languages:
+        assert [of[1] for of in one[code]] == [of[1] for of in other[code]], f"{code}: not the same references"
     both = [resampled_bleu(one[code]) - resampled_bleu(other[code]) for code in languages]
     mean, half = estimate_ci(np.mean(both, axis=0))
     return float(mean), float(half)

@@ -23,14 +23,14 @@ def draw(page: Path, experiments: Sequence[Experiment], log: Log, sentences: Pat
     """Replaces what stands between <!-- NAME --> and <!-- end --> for each experiment."""
     text = page.read_text(encoding="utf-8")
     for of in experiments:
-        block = "\n\n".join(blocks(of, log, sentences))
+        block = "\n\n".join(blocks(of, {one.name: one for one in experiments}, log, sentences))
         pattern = rf"<!-- {of.name} -->\n.*?<!-- end -->"
         text, found = re.subn(pattern, lambda _: f"<!-- {of.name} -->\n{block}\n<!-- end -->", text, flags=re.DOTALL)  # noqa: B023
         assert found == 1, f"{page}: no place for {of.name}"
     page.write_text(text, encoding="utf-8")
 
 
-def blocks(of: Experiment, log: Log, sentences: Path) -> Iterator[str]:
+def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences: Path) -> Iterator[str]:
     """Yields an experiment's tables, its costs, and what has not run."""
     pieces = list(of.pieces())
     records = [record for piece in pieces if (record := log.record(piece))]
@@ -47,7 +47,7 @@ def blocks(of: Experiment, log: Log, sentences: Path) -> Iterator[str]:
         yield from (rates(of, figure, log) for figure in of.rate_tables)
     if rows := list(full_runs(of, log)):
         yield table(rows)
-        if found := list(differences(of, log, sentences)):
+        if found := list(differences(of, all_of, log, sentences)):
             yield table(found)
 
 
@@ -91,29 +91,34 @@ def shown(figure: str, value: float) -> str:
     return f"{100 * value:.2f} %" if "accuracy" in figure else f"{value:.1f}" if "bleu" in figure else f"{value:.3f}"
 
 
-def differences(of: Experiment, log: Log, sentences: Path) -> Iterator[dict[str, str]]:
+def differences(
+    of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences: Path
+) -> Iterator[dict[str, str]]:
     """Yields differences between variants: of BLEU for each seed, else the first figure over seeds."""
-    for one, other in of.compare:
-        seeds = [seed for seed in of.seeds if all(log.record(Piece(of, name, seed)) for name in (one, other))]
-        named = f"{one} − {other}"
-        if of.test is None and seeds:
-            values = [[log.record(Piece(of, v, s))["metrics"][of.figures[0]] for s in seeds] for v in (one, other)]  # type: ignore[index]
-            mean, half = seed_difference(*values)
-            interval = "" if len(seeds) < 3 else f" ± {100 * half:.2f}"
-            kind = f"{of.figures[0]} in points, seeds: {len(seeds)}"
+    for names in of.compare:
+        named = " − ".join(names)
+        split = [name.rpartition("/") for name in names]
+        pairs = [[Piece(all_of.get(other, of), variant, seed) for other, _, variant in split] for seed in of.seeds]
+        found = [pair for pair in pairs if all(log.record(piece) for piece in pair)]
+        if of.test is not None:
+            for pair in found:
+                yield from bleu_rows(named, pair[0].seed, *(sentences / sentences_name(piece) for piece in pair))
+        elif found:
+            records = [[log.record(piece) or {} for piece in pair] for pair in found]
+            one, other = zip(*([of_one["metrics"][of.figures[0]] for of_one in pair] for pair in records), strict=True)
+            mean, half = seed_difference(one, other)
+            interval = "" if len(found) < 3 else f" ± {100 * half:.2f}"
+            kind = f"{of.figures[0]} in points, seeds: {len(found)}"
             yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.2f}{interval}"}
-            continue
-        for seed in seeds:
-            yield from bleu_rows(named, seed, *(sentences / sentences_name(Piece(of, v, seed)) for v in (one, other)))
 
 
 def bleu_rows(named: str, seed: int, one: Path, other: Path) -> Iterator[dict[str, str]]:
     """Yields the difference of BLEU of two runs: over all languages, and over each third of them by training pairs."""
     mine, theirs = (json.loads(path.read_text()) for path in (one, other))
     levels = resource_levels(mine["sizes"])
-    groups = {"all": list(mine["counts"])}
-    if len(levels) > 1:
-        groups |= {level: [code for code in mine["counts"] if levels[code] == level] for level in LEVELS}
+    groups = {"all": [code for code in mine["counts"] if code in theirs["counts"]]}
+    if len(groups["all"]) > 1:
+        groups |= {level: [code for code in groups["all"] if levels[code] == level] for level in LEVELS}
     for group, languages in groups.items():
         mean, half = bleu_difference(mine["counts"], theirs["counts"], languages)
         kind = f"BLEU, {group}, seed {seed}" if len(groups) > 1 else f"BLEU, seed {seed}"
