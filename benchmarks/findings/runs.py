@@ -45,9 +45,7 @@ def run(piece: Piece, log: Log, runs: Path, sentences: Path) -> Record:
         resumed = any(folder.glob("checkpoints/step_*"))
         folder.mkdir(parents=True, exist_ok=True)
         typed.write_text(json.dumps(words))
-        # A resumed run brings its own weights: gpipe-train refuses checkpoint.init_except beside them.
-        kept = [word for word in words if not (resumed and word.startswith("checkpoint.init_"))]
-        filled = [_filled(word, piece, runs) for word in kept]
+        filled = [_filled(word, piece, runs) for word in words]
         run_command("gpipe-train", [*filled, f"hydra.run.dir={folder}", *["checkpoint.resume=auto"] * resumed])
     metrics = training_figures(folder)
     if piece.experiment.test is not None and piece.rate is None:

@@ -16,6 +16,7 @@ from tiny_images import CLASSES, image_folder
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import CheckpointError, step_directory
+from gpipe_cli.commands.train import main
 
 TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
 
@@ -53,6 +54,17 @@ def test_all_but_the_classifier_comes_from_the_other_run(digits: Path, birds: li
     assert [name for name in after if not name.startswith("head") and not torch.equal(after[name], before[name])] == []
     assert any("begun anew: head" in event.get("text", "") for event in events)
     assert summary["steps"] == 1  # its own step 0, schedule and data
+
+
+@pytest.mark.slow
+def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words(
+    digits: Path, birds: list[str], tmp_path: Path
+) -> None:
+    words = [*TINY, *birds, f"checkpoint.init_from={digits}", "checkpoint.init_except=[head]", "launch.inline=true"]
+    words += ["lr_schedule.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
+    assert main([*words, "trainer.steps=1"]) == 0
+    assert main([*words, "trainer.steps=2", "checkpoint.resume=auto"]) == 0
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
 def test_buffers_come_along_and_the_weights_themselves_when_averages_are_not_wanted(
