@@ -52,7 +52,7 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows]).replace(" | ", "|")
 
 
 def rates(of: Experiment, figure: str, log: Log) -> str:
@@ -63,7 +63,7 @@ def rates(of: Experiment, figure: str, log: Log) -> str:
         for piece in of.search(variant):
             record = log.record(piece)
             value = record["metrics"].get(figure) if record else None
-            shown = f"{value:.3f}" if value is not None else "not finite" if record else "not run"
+            shown = f"{value:.3f}" if value is not None else "not finite" if record else "–"
             chosen = of.seeds and piece.rate == of.chosen_rate(variant, log)
             row[f"{piece.rate:g}"] = f"**{shown}**" if chosen else shown
         rows.append(row)
@@ -83,12 +83,12 @@ def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
         for figure in of.figures:
             values = [record["metrics"][figure] for record in found]
             low, high = (shown(figure, value) for value in (min(values), max(values)))
-            row[NAMES.get(figure, figure)] = f"{shown(figure, fmean(values))} ({low} … {high})"
+            row[NAMES.get(figure, figure)] = f"{shown(figure, fmean(values))} ({low}…{high})"
         yield row
 
 
 def shown(figure: str, value: float) -> str:
-    return f"{100 * value:.2f} %" if "accuracy" in figure else f"{value:.1f}" if "bleu" in figure else f"{value:.3f}"
+    return f"{100 * value:.1f}%" if "accuracy" in figure else f"{value:.1f}" if "bleu" in figure else f"{value:.3f}"
 
 
 def differences(
@@ -107,9 +107,9 @@ def differences(
             records = [[log.record(piece) or {} for piece in pair] for pair in found]
             one, other = zip(*([of_one["metrics"][of.figures[0]] for of_one in pair] for pair in records), strict=True)
             mean, half = seed_difference(one, other)
-            interval = "" if len(found) < 3 else f" ± {100 * half:.2f}"
-            kind = f"{of.figures[0]} in points, seeds: {len(found)}"
-            yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.2f}{interval}"}
+            interval = "" if len(found) < 3 else f"±{100 * half:.1f}"
+            kind = f"{of.figures[0]}, points"
+            yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.1f}{interval}"}
 
 
 def bleu_rows(named: str, seed: int, one: Path, other: Path) -> Iterator[dict[str, str]]:
@@ -122,4 +122,4 @@ def bleu_rows(named: str, seed: int, one: Path, other: Path) -> Iterator[dict[st
     for group, languages in groups.items():
         mean, half = bleu_difference(mine["counts"], theirs["counts"], languages)
         kind = f"BLEU, {group}, seed {seed}" if len(groups) > 1 else f"BLEU, seed {seed}"
-        yield {"difference": named, "figure": kind, "mean, 95 %": f"{mean:+.1f} ± {half:.1f}"}
+        yield {"difference": named, "figure": kind, "mean, 95 %": f"{mean:+.1f}±{half:.1f}"}

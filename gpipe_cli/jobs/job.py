@@ -140,7 +140,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
         "resume": None if resumed is None else str(resumed.path.absolute()),
         "init_from": None if begun is None else str(begun.absolute()),
     }
-    without = {"init_except": []} if begun is None else {}  # it would be refused beside init_from=null
+    without: dict[str, Any] = {"init_except": []} if begun is None else {}  # it would be refused beside init_from=null
     return {**config, "checkpoint": {**config["checkpoint"], **paths, **without}}
 
 

@@ -83,7 +83,7 @@ class Restarts:
         new = _saved(self._run_dir) - self._found
         newest = checkpoints.latest(self._run_dir).checkpoint if new else None
         if newest is not None and newest.path in {path for path, _ in new}:
-            weights = {"resume": str(newest.path.absolute()), "init_from": None, "init_except": []}
+            weights: dict[str, Any] = {"resume": str(newest.path.absolute()), "init_from": None, "init_except": []}
             return {**section, **weights}, newest.step
         return section, 0 if section["resume"] is None else read_manifest(Path(section["resume"])).step
 
