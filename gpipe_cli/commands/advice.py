@@ -1,28 +1,34 @@
 """Writes plan.json of a run that has ended: what was planned for it, and the fastest pipeline that the planner finds.
 
-`gpipe-train` starts it (`jobs/page.py`); its page shows both.
+`gpipe-train` starts it (`jobs/page.py`), for a limited time; its page shows what it has found by then.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.disk import write_whole
 from gpipe_cli.jobs.page import PLAN
+from gpipe_cli.planner.planner import Planner
+from gpipe_cli.planner.search.candidates import FREE
+from gpipe_cli.planner.search.search import Search
 from gpipe_cli.terminal.runs import read_run
 
 
 def main(folder: Path) -> None:
-    """Plans the run as it was, and searches for the fastest on as many devices; both on the present machine."""
+    """Plans the run as it was, on the present machine, and searches with its M, whose layers are then measured."""
     run = read_run(folder)
     words = [word for word in run.words if not word.startswith("checkpoint.")]
     request = make_request([*words, f"pipeline.workers={run.workers}", "plan.device=this"])
-    best = replace(request, options=replace(request.options, best=True, devices=run.workers))
-    plans = {"own": request.plan().to_json(), "best": best.plan().to_json()}
+    planner = Planner(request.settings, request.options)
+    plans: dict[str, Any] = {"own": planner.plan().to_json()}
+    write_whole(folder / PLAN, json.dumps(plans) + "\n")
+    free = [key for key in FREE if key not in ("M", "replicas")]
+    plans["best"] = Search(planner, free).fastest(run.workers or 1).to_json()
     write_whole(folder / PLAN, json.dumps(plans) + "\n")
 
 

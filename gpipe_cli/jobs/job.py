@@ -27,7 +27,7 @@ from gpipe_cli.disk import explain as explain_disk
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.page import ask_planner, write_page
+from gpipe_cli.jobs.page import PLAN, ask_planner, write_page
 from gpipe_cli.jobs.record import RunRecord, sole_writer, where_it_is
 from gpipe_cli.jobs.restarts import Restarts
 from gpipe_cli.launch.join import join, joined, restart_count
@@ -103,6 +103,8 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             return REFUSED, math.nan
         except (WorkerFailed, DiskError) as error:
             console.error(relative_paths(str(error)))
+            if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
+                write_page(run_dir, console.warn)
             return FAILED, math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
@@ -193,6 +195,7 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
+            (run_dir / PLAN).unlink(missing_ok=True)  # of the run that this one continues
         elif event.get("kind") == "drawn":
             write_page(run_dir, console.warn, running=True)
         elif event.get("kind") == "chosen":

@@ -23,7 +23,7 @@ from gpipe_cli.typed_section import flat, shown, typed
 
 PAGE, PLAN = "report.html", "plan.json"
 TAIL = 1 << 20  # bytes at the end of a file of rows, which are read while it grows
-SEARCH_SHARE, SEARCH_SECONDS = 0.1, (6.0, 60.0)  # of a run's time for the planner; not below, and not above
+SEARCH_SHARE, SEARCH_SECONDS = 0.1, (6.0, 120.0)  # of a run's time for the planner; not below, and not above
 WORTH_IT = 0.02  # a plan that is less faster is none
 ALT = {
     "predictions.png": "Images of the evaluation set with the predicted classes",
@@ -48,15 +48,14 @@ def ask_planner(folder: Path, seconds: float) -> bool:
         seconds: that the run took.
 
     Returns:
-        Whether it has ended in time.
+        Whether it has found anything in time.
     """
     limit, quiet = min(SEARCH_SHARE * seconds, SEARCH_SECONDS[1]), subprocess.DEVNULL
     if limit >= SEARCH_SECONDS[0]:
         command = [sys.executable, "-m", "gpipe_cli.commands.advice", str(folder)]
         with suppress(OSError, subprocess.SubprocessError, KeyboardInterrupt):
-            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=limit, check=True)
-            return True
-    return False
+            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=limit, check=False)
+    return (folder / PLAN).exists()
 
 
 def run_page(folder: Path, running: bool = False) -> Document:
@@ -127,9 +126,9 @@ def _where_time_went(
         [
             ("bubble, measured", measured and percent(measured)),
             ("bubble, planned with the same durations", same and percent(same)),
-            ("bubble, planned before the run", percent(own["bubble"]) if own else None),
+            ("bubble, planned from the layers", percent(own["bubble"]) if own else None),
             ("a step, measured", seconds_text(last["seconds"]) if last else None),
-            ("a step, planned", seconds_text(own["step_seconds"]) if own else None),
+            ("a step, planned from the layers", seconds_text(own["step_seconds"]) if own else None),
             ("waited for data", percent(last["waiting_for_data_share"]) if last else None),
         ]
     )
@@ -172,7 +171,7 @@ def _what_would_be_faster(run: FinishedRun, plan: Mapping[str, Any]) -> Iterator
     best = plan.get("best")
     if not best:
         ask = ["gpipe-plan", *run.words, "plan.device=this", "plan.best=true", f"plan.devices={run.workers or 1}"]
-        yield Lines(["Nothing was searched for this page: of short runs it would take longer than the run. Type:"])
+        yield Lines(["The planner had no time: it gets a tenth of the run's. To search, type:"])
         yield Code([shlex.join(ask)])
         return
     own, gain = plan["own"]["step_seconds"], 1 - best["step_seconds"] / plan["own"]["step_seconds"]
@@ -183,15 +182,21 @@ def _what_would_be_faster(run: FinishedRun, plan: Mapping[str, Any]) -> Iterator
         return
     kept = [word for word in run.words if word.partition("=")[0] not in best["found"]]
     keys = [f"{key}={typed(value)}" for key, value in best["found"].items()]
-    yield Lines(
-        [f"{percent(gain)} of a step, as planned: {seconds_text(own)} now, {seconds_text(best['step_seconds'])} with:"]
-    )
+    both = f"{seconds_text(own)} now, {seconds_text(best['step_seconds'])}"
+    yield Lines([f"It saves {percent(gain)} of a step, as planned ({both}), to type:"])
     yield Code([shlex.join(["gpipe-train", *kept, *keys])])
     rivals = [
-        [seconds_text(r["step_seconds"]), size_text(r["memory"]), r["why"], shown(r["keys"])] for r in best["rivals"]
+        [seconds_text(each["step_seconds"]), size_text(each["memory"]), each["why"], _in_short(each["keys"])]
+        for each in best["rivals"]
     ]
     if rivals:
         yield Grid(["step", "memory", "slower because of", "next best"], rivals)
+
+
+def _in_short(keys: Mapping[str, Any]) -> str:
+    """Returns what distinguishes one pipeline from another; the cut follows from it."""
+    short = {key.removeprefix("pipeline."): typed(value) for key, value in keys.items() if key != "pipeline.partition"}
+    return " ".join(f"{key}={value}" for key, value in short.items())
 
 
 def _what_it_was(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Block]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ _COLOURS = (
     ("leaf", "white"),
 )
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
+WHOLE = 16 << 20  # bytes; a larger file is not read as a whole, because all workers wait
 
 
 def draw_step(title: str, measured: Timeline, pipeline: Pipeline) -> Drawing:
@@ -76,14 +76,20 @@ def draw_breakdown(columns: Mapping[str, Mapping[str, float]], title: str = "Whe
     return drawing
 
 
-def _rows(path: Path, most: int | None = None) -> Iterator[Mapping[str, Any]]:
-    """Reads the rows of a JSON-lines file; of a long one about ``most`` rows, evenly spread."""
+def _rows(path: Path, most: int = 0) -> Iterator[Mapping[str, Any]]:
+    """Reads the rows of a JSON-lines file; of a long one about ``most`` rows, evenly spread, if that is given."""
     if not path.exists():
         return
+    size = path.stat().st_size
     with path.open("rb") as file:
-        every = 1 if most is None else max(1, sum(1 for _ in file) // most)
-        file.seek(0)
-        yield from (row for _, row in json_lines(islice(file, 0, None, every)) if row is not None)
+        if not most or size <= WHOLE:
+            rows = [row for _, row in json_lines(file) if row is not None]
+            yield from rows[:: max(1, len(rows) // (most or len(rows) or 1))]
+            return
+        for number in range(most):
+            file.seek(number * size // most)
+            file.readline()  # the rest of a line
+            yield from (row for _, row in json_lines([file.readline()]) if row is not None)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:

@@ -89,9 +89,9 @@ def test_what_the_planner_found_stands_there_as_words_to_type(run: Path) -> None
     own = {"step_seconds": 1.0, "bubble": 0.25, "devices": [{"total": 2e6}]}
     (run / PLAN).write_text(json.dumps({"own": own, "best": {**best, "rivals": [rival]}}))
     said = "\n".join(Page(run_page(run).html()).texts)
-    assert "50.0 % of a step, as planned: 1 s now, 500 ms with:" in said
+    assert "It saves 50.0 % of a step, as planned (1 s now, 500 ms), to type:" in said
     assert "gpipe-train debug=tiny trainer.trace_steps=3 pipeline.K=2 pipeline.M=8" in said
-    assert "2 MB" in said and "messages" in said
+    assert "2 MB" in said and "messages" in said and "K=4" in said
 
 
 def test_a_run_that_continues_another_does_not_show_its_end(run: Path) -> None:
