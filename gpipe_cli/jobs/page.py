@@ -171,7 +171,7 @@ def _what_would_be_faster(run: FinishedRun, plan: Mapping[str, Any]) -> Iterator
     best = plan.get("best")
     if not best:
         ask = ["gpipe-plan", *run.words, "plan.device=this", "plan.best=true", f"plan.devices={run.workers or 1}"]
-        yield Lines(["The planner had no time: it gets a tenth of the run's. To search, type:"])
+        yield Lines(["The planner found nothing in its time, a tenth of the run's. To search, type:"])
         yield Code([shlex.join(ask)])
         return
     own, gain = plan["own"]["step_seconds"], 1 - best["step_seconds"] / plan["own"]["step_seconds"]
