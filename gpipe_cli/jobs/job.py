@@ -117,7 +117,8 @@ def _write_last_page(run_dir: Path, summary: Mapping[str, Any], is_sweep: bool, 
     write_page(run_dir, console.warn)
     if not is_sweep:
         console.say(where_it_is(run_dir))
-        if summary["stopped_by"] != "request" and ask_planner(run_dir, summary["wall_seconds"]):
+        done = summary.get("stopped_by", "request") != "request"  # another entry point has a summary of its own
+        if done and ask_planner(run_dir, summary["wall_seconds"]):
             write_page(run_dir, console.warn)
 
 
