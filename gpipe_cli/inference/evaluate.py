@@ -43,6 +43,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
+    for old in (*context.run_dir.glob("translations/*.txt"), context.run_dir / "languages.png"):
+        old.unlink(missing_ok=True)  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
     draw(result, str(made["name"]), context.run_dir)
     if result.samples:

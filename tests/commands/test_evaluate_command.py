@@ -64,6 +64,14 @@ def test_the_translations_that_were_scored_stand_beside_the_scores(run: tuple[Pa
         assert bleu == pytest.approx(found[f"bleu/{code}"])
 
 
+def test_nothing_is_left_of_a_language_that_is_evaluated_no_more(run: tuple[Path, dict[str, float]]) -> None:
+    folder = run[0] / "again"
+    (folder / "translations").mkdir(parents=True, exist_ok=True)
+    (folder / "translations" / "tlh.txt").write_text("of an earlier evaluation")
+    evaluated(run[0])
+    assert (folder / "languages.png").exists() and not (folder / "translations" / "tlh.txt").exists()
+
+
 def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
     words = ("debug=tiny", "model=transformer_lm", "data=cldr_text", "task=language_model", "trainer.average=0.5")
     summary, _ = train_inline(tmp_path, *words, "trainer.steps=3", "trainer.evaluate_every=null")
