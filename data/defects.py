@@ -45,20 +45,19 @@ class Defect:
 
 
 def check_policy(
-    on_defect: str | Mapping[str, str], kinds: Collection[str] = tuple(KINDS), strict: bool = False
+    on_defect: Mapping[str, str], kinds: Collection[str] = tuple(KINDS), strict: bool = False
 ) -> dict[str, str]:
     """Returns "drop", "keep" or "refuse" for each kind of defect, from the key `data.on_defect`.
 
     Args:
-        on_defect: one word for all kinds, or a word for each; `DEFAULTS` holds the others.
+        on_defect: by kind; `DEFAULTS` holds the others.
         kinds: those that a text of this sort can have.
         strict: what would be dropped is refused, the key `data.strict`.
 
     Raises:
         ConfigurationError: a kind or word is unknown.
     """
-    defaults = {kind: DEFAULTS[kind] for kind in kinds}
-    policy = dict.fromkeys(kinds, on_defect) if isinstance(on_defect, str) else {**defaults, **on_defect}
+    policy = {**{kind: DEFAULTS[kind] for kind in kinds}, **on_defect}
     for kind, word in policy.items():
         if kind not in kinds:
             raise ConfigurationError(f"data.on_defect.{kind}: there are only {', '.join(kinds)}")

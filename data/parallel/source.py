@@ -40,8 +40,7 @@ class ParallelTextSource(PairSource):
         vocabulary_pairs, vocabulary_temperature: the number and sampling of the pairs that vocabularies are trained on.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
-        on_defect: drop, keep or refuse, one word for all kinds of defect or a word for each (`defects.KINDS`); None:
-            `defects.DEFAULTS`.
+        on_defect: drop, keep or refuse, for each kind of defect (`defects.KINDS`); None: `defects.DEFAULTS`.
         strict: refuse the first defect that would be dropped.
         preparation_workers: processes that prepare the text; None: one per core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
@@ -70,7 +69,7 @@ class ParallelTextSource(PairSource):
         vocabulary_temperature: Temperature = 5.0,
         smaller_vocabulary: bool = False,
         max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
-        on_defect: str | Mapping[str, str] | None = None,
+        on_defect: Mapping[str, str] | None = None,
         strict: bool = False,
         preparation_workers: Count | None = None,
         batch_size: Examples | None = None,

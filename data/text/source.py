@@ -42,7 +42,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
         vocabulary_samples: texts of at most 1,000 characters that the vocabulary is trained on.
-        on_defect: drop or refuse, one word for all kinds of defect or a word for each (`defects.OF_TEXT`).
+        on_defect: drop or refuse, for each kind of defect (`defects.OF_TEXT`); None: `defects.DEFAULTS`.
         strict: refuse the first defect that would be dropped.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
@@ -69,7 +69,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         smaller_vocabulary: bool = True,
         character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.9995,
         vocabulary_samples: Count = 20_000,
-        on_defect: str | Mapping[str, str] | None = None,
+        on_defect: Mapping[str, str] | None = None,
         strict: bool = False,
         preparation_workers: Count | None = None,
         sequence_length: Count = 1024,
