@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,47 @@ def test_the_number_of_processes_changes_no_byte_of_several_corpora(tmp_path: Pa
     root = opus_downloads(tmp_path / "text")
     one, two = (prepare(root, tmp_path / f"{workers}", workers, no_report).folder for workers in (1, 2))
     assert bytes_of(one) == bytes_of(two) and len(list((one / "train").glob("de-*.tokens.npy"))) == 5
+
+
+LAYOUTS = {  # the file that holds German, and the one beside it
+    "OPUS-100": ("de-en/opus.de-en-train.de", "de-en/opus.de-en-train.en"),
+    "OPUS, Moses": ("Europarl.de-en.de", "Europarl.de-en.en"),
+    "a pair of files, .bz2": ("train.de.bz2", "train.en.bz2"),
+    "a folder of a language, .gz": ("de/train.de.gz", "de/train.en.gz"),
+    "any name": ("corpus.german", "corpus.english"),
+    "a table, .zst": ("de-en/train.tsv.zst",),
+    "a table of OPUS": ("Europarl.de-en.tsv",),
+    "JSON lines, .xz": ("de-en/train.jsonl.xz",),
+    "Parquet": ("de-en/train-00000-of-00001.parquet",),
+}
+
+
+def write_layout(root: Path, files: Sequence[str], pairs: Sequence[tuple[str, str]]) -> None:
+    paths = [root / file for file in files]
+    if len(paths) == 2:
+        for path, side in zip(paths, zip(*pairs, strict=True), strict=True):
+            parallel_folder.write(path, side)
+    elif ".tsv" in files[0]:
+        parallel_folder.write(paths[0], ["\t".join(pair) for pair in pairs])
+    elif ".json" in files[0]:
+        parallel_folder.write(paths[0], lines_of([{"translation": {"de": de, "en": en}} for de, en in pairs]))
+    else:
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        paths[0].parent.mkdir(parents=True)
+        rows = [{"translation": {"de": de, "en": en}} for de, en in pairs]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), paths[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_defect_is_named_with_its_file_and_line_in_every_layout(layout: str, tmp_path: Path) -> None:
+    pairs: list[tuple[str, str]] = [(pair.source, pair.target) for pair in parallel_folder.pairs_of("de", 300)]
+    pairs[40] = ("", pairs[40][1])
+    write_layout(tmp_path / "text", LAYOUTS[layout], pairs)
+    named = {"train": {"de": [LAYOUTS[layout]]}} if layout == "any name" else {}
+    made, file = source(tmp_path / "text", **named), Path(LAYOUTS[layout][0]).name
+    assert ("empty", file, 41) in places(made) and made.sizes == {"de": 299}
+    said = refusal(tmp_path / "text", **named, on_defect={"empty": "refuse"})
+    assert f"{file}, line 41: source is empty" in said
 
 
 # --- named

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import zstandard
 
 from gpipe_cli.data.cldr import pairs as cldr
 
+PACKERS = {".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
 SIZES = {"de": 300, "fi": 200, "sw": 120}
 
 
@@ -20,14 +23,10 @@ def pairs_of(code: str, count: int, split: str = "train") -> list[cldr.Pair]:
 
 
 def write(path: Path, lines: Sequence[str]) -> None:
-    """Writes lines, compressed as the ending of the name says: .gz, .zst or not at all."""
+    """Writes lines, compressed as the ending of the name says, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(f"{line}\n" for line in lines).encode()
-    if path.suffix == ".gz":
-        data = gzip.compress(data)
-    elif path.suffix == ".zst":
-        data = zstandard.compress(data)
-    path.write_bytes(data)
+    path.write_bytes(PACKERS.get(path.suffix, bytes)(data))
 
 
 def opus(root: Path, ending: str = "", sizes: dict[str, int] = SIZES, held_out: int = 20) -> Path:
