@@ -7,22 +7,22 @@ continues where it stopped, and the bytes do not depend on the number of process
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ..cache import made_json, save_array
+from ..cache import made_json, whole_file
 from ..defects import Defects
 from ..packed import checked_start
 from ..prepared import WORK
 from ..records import check_lines
 from ..sampling import EvenSample
 from ..source import permutation, random_words
-from ..store import LanguageSummary, Lengths, Sizes, Tokens, interleave, pair_ends, places_of, write_shard
+from ..store import LanguageSummary, Numbers, Sizes, interleave, pair_ends, places_of, write_shard
 from ..vocabulary import Vocabulary
 from .folders import PairFiles
 from .text_files import Line, Piece, count_lines, defect_at, read_pieces, readable, texts_of, too_long
@@ -110,7 +110,7 @@ class Draft:
 
     def piece(self, language: str, number: int) -> Path:
         """Returns the file that describes a piece; the files of its ids have other endings."""
-        return self.folder / WORK / "pieces" / f"{language}-{number:06}.json"
+        return self.folder / WORK / "ids" / f"{language}-{number:06}.json"
 
     def result(self, language: str, shard: int | None = None) -> Path:
         """Returns the file that is written when a language, or a shard of it, is finished."""
@@ -145,19 +145,23 @@ def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
 
 
 def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
-    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns bounds and defects."""
+    """Writes a piece's ids, its pairs divided among shards by a hash of the line.
+
+    Returns:
+        "bounds": where the pairs of each shard begin and the last ones end, in pairs and in tokens; and the defects.
+    """
     usable, defects = readable(piece, draft.text.max_length)
     lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, usable, defects), defects)
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
-    wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
-    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
+    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], _has_wide_ids(draft))
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        save_array(draft.piece(piece.files.language, piece.number).with_suffix(f".{kind}.npy"), array)
-    bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64)).tolist()
+        with whole_file(draft.piece(piece.files.language, piece.number).with_suffix(f".{kind}")) as file:
+            array.tofile(file)  # without a header, so that a part of it is read by its place alone
+    bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64))
     defects.examples.sort(key=lambda defect: defect.line)
-    return {"bounds": bounds, **defects.as_json()}
+    return {"bounds": [bounds.tolist(), pair_ends(lengths)[bounds].tolist()], **defects.as_json()}
 
 
 def _wanted(draft: Draft, piece: Piece, usable: list[Line], defects: Defects) -> list[Line]:
@@ -206,9 +210,20 @@ def _vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(model.read_bytes())
 
 
-def merge(draft: Draft, language: str, shard: int, pieces: int) -> dict[str, Any]:
-    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their `LanguageSummary`."""
-    tokens, lengths = _collected([draft.piece(language, number) for number in range(pieces)], shard)
+def _has_wide_ids(draft: Draft) -> bool:
+    """Returns whether an id of these vocabularies takes four bytes."""
+    return max(len(_vocabulary(model)) for model in draft.models) > 65_536
+
+
+def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str, Any]:
+    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their `LanguageSummary`.
+
+    Args:
+        bounds: [pieces, 2, 2] where they begin and end in each piece, in pairs and in tokens.
+    """
+    pieces = [draft.piece(language, number) for number in range(len(bounds))]
+    lengths = _collected(pieces, "lengths", np.uint16, 2 * bounds[:, 0]).reshape(-1, 2)
+    tokens = _collected(pieces, "tokens", np.uint32 if _has_wide_ids(draft) else np.uint16, bounds[:, 1])
     starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)
@@ -222,13 +237,11 @@ def merge(draft: Draft, language: str, shard: int, pieces: int) -> dict[str, Any
     return asdict(LanguageSummary.of_shard(lengths))
 
 
-def _collected(pieces: list[Path], shard: int) -> tuple[Tokens, Lengths]:
-    all_tokens, all_lengths = [], []
-    for piece in pieces:
-        bounds = json.loads(piece.read_text(encoding="utf-8"))["bounds"]
-        lengths = np.load(piece.with_suffix(".lengths.npy"))
-        ends = pair_ends(lengths)
-        first, last = bounds[shard], bounds[shard + 1]
-        all_lengths.append(lengths[first:last])
-        all_tokens.append(np.load(piece.with_suffix(".tokens.npy"), mmap_mode="r")[ends[first] : ends[last]])
-    return np.concatenate(all_tokens), np.concatenate(all_lengths)
+def _collected(pieces: list[Path], kind: str, number: type[np.integer[Any]], bounds: Numbers) -> npt.NDArray[Any]:
+    """Returns a part of each piece's numbers, one after the other. Nothing else of the pieces is read or kept open."""
+    ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
+    collected = np.empty(ends[-1], number)
+    for piece, (first, last), end in zip(pieces, bounds.tolist(), ends.tolist(), strict=True):
+        part = np.fromfile(piece.with_suffix(f".{kind}"), number, last - first, offset=first * collected.itemsize)
+        collected[end - len(part) : end] = part
+    return collected

@@ -22,7 +22,7 @@ from ..defects import KINDS, Defect, Defects, in_words
 from ..prepared import WORK
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, write_description
+from ..store import LanguageSummary, Numbers, write_description
 from ..vocabulary import train_vocabulary
 from ..workers import RunAll, in_processes
 from .folders import PairFiles
@@ -59,7 +59,7 @@ class Preparation:
         Raises:
             ConfigurationError: see `source.open_parallel_store`.
         """
-        for name in ("scan", "held_out", "pieces", "shards"):
+        for name in ("scan", "held_out", "ids", "shards"):
             (self.draft.folder / WORK / name).mkdir(parents=True, exist_ok=True)
         with in_processes(self.workers) as run_all:
             lines = self._scan(run_all)
@@ -76,6 +76,7 @@ class Preparation:
     def _scan(self, run_all: RunAll) -> dict[PairFiles, int]:
         """Returns the pairs of lines of each corpus to train on; misaligned text is dropped or refused."""
         lines, aligned = {}, []
+        self.report("parallel text: counting lines", 0, len(self.pairs))
         for done, (pair, counts) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
             self.report("parallel text: counting lines", done, len(self.pairs))
             if len(set(counts)) > 1:
@@ -146,29 +147,30 @@ class Preparation:
         shards = max(1, -(-of_language // self.text.sizes.shard))
 
         def encoded() -> dict[str, Any]:
-            defects, pieces, done, read = Defects(), 0, self._done, list[tuple[str, int]]()
+            defects, done, read, bounds = Defects(), self._done, list[tuple[str, int]](), list[Any]()
             corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
+            self.report("parallel text: token ids", done, total)
 
             def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
                 numbers = count()
                 for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
                     read.append((str(piece.files.source), len(piece.rows)))
-                    yield draft.piece(code, piece.number), partial(encode, draft, piece, shards)
+                    made = draft.piece(code, piece.number)
+                    sent = piece._replace(rows=[]) if made.exists() else piece
+                    yield made, partial(encode, draft, sent, shards)
 
-            for pieces, found in enumerate(run_all(made_json, jobs()), start=1):
-                file, rows = read[pieces - 1]
+            for found in run_all(made_json, jobs()):
+                file, rows = read[len(bounds)]
                 done += rows
                 self.report("parallel text: token ids", done, total)
                 defects.update(Defects.from_json(found), self.policy)
-                corpora[file][0] += found["bounds"][-1]
-            merges = [
-                (draft.result(code, shard), partial(merge, draft, code, shard, pieces)) for shard in range(shards)
-            ]
-            merged = LanguageSummary.of_shards(LanguageSummary(**of) for of in run_all(made_json, merges))
+                bounds.append(np.array(found["bounds"]))
+                corpora[file][0] += int(bounds[-1][0, -1])
+            merged = self._merge(run_all, code, np.stack(bounds))
             return {"summary": asdict(merged), "corpora": corpora, **defects.as_json()}
 
         content = made_json(draft.result(code), encoded)
-        for left in draft.piece(code, 0).parent.glob(f"{code}-*"):
+        for left in draft.piece(code, 0).parent.glob(f"{code}-??????.*"):
             left.unlink()
         defects, summary = Defects.from_json(content), LanguageSummary(**content["summary"])
         self._defects.update(defects, self.policy)
@@ -180,6 +182,19 @@ class Preparation:
             files = " and ".join(str(file) for pair in lines for file in pair.files)
             raise ConfigurationError(f"{files}: no pair of language '{code}' is left ({counts})")
         return summary
+
+    def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
+        """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
+        summaries = list[LanguageSummary]()
+        jobs = (
+            (self.draft.result(code, n), partial(merge, self.draft, code, n, bounds[:, :, n : n + 2]))
+            for n in range(bounds.shape[2] - 1)
+        )
+        self.report("parallel text: shards", 0, 0)
+        for of_shard in run_all(made_json, jobs):
+            summaries.append(LanguageSummary(**of_shard))
+            self.report("parallel text: shards", len(summaries), 0)
+        return LanguageSummary.of_shards(summaries)
 
     def _write_held_out(self, languages: Iterable[str]) -> None:
         """Writes the texts, and their digests; unusable lines are dropped or refused as in the training text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
         pytest.param("counting lines", 4, marks=pytest.mark.slow),
         pytest.param("target vocabulary", 0, marks=pytest.mark.slow),
         ("token ids", 400),
+        pytest.param("shards", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_preparation_goes_on_to_the_same_bytes(
@@ -77,12 +79,28 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
         assert process.stdout.readline() == "stopped\n"
         process.send_signal(signal.SIGKILL)
     (left,) = tmp_path.glob(".partial-*")
-    before = {path: path.stat().st_mtime_ns for path in left.rglob("*.*") if path.is_file() and path.name[0] != "."}
     _wait_for_the_end_of_group(process.pid)
-    reports: list[str] = []
-    made = preparation_jobs.prepare(root, tmp_path, 1, lambda said, *_: reports.append(said))
+    before = {path: path.stat().st_mtime_ns for path in (*left.rglob("*.json"), *left.glob("*.model"))}
+    done_again: list[Path] = []
+
+    def look(*_: object) -> None:
+        done_again.extend(path for path in before if path.exists() and path.stat().st_mtime_ns != before[path])
+
+    made = preparation_jobs.prepare(root, tmp_path, 1, look)
     assert bytes_of(made.folder) == bytes_of(store.folder)
-    assert before and not left.exists()
+    assert before and not left.exists() and not done_again
+
+
+def test_a_shard_may_have_more_pieces_than_a_process_may_open_files(root: Path, store: Store, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]) + 10, limits[1])
+    )  # of 15 pieces
+    try:
+        made = preparation_jobs.prepare(root, tmp_path, 1, no_report)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bytes_of(made.folder) == bytes_of(store.folder)
 
 
 def _wait_for_the_end_of_group(group: int) -> None:
