@@ -275,7 +275,8 @@ class Journal(Notices):
             first, last = self._evaluations[0], self._evaluations[-1]
             both = [name for name in last if name in first and "/" not in name]  # without single languages
             changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
-            self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
+            if changes:  # none where nothing is held out
+                self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
         if self._board is not None:
             with self._tried(self._tensorboard):
                 self._board.close()

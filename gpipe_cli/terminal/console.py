@@ -173,7 +173,7 @@ class Console:
     def _evaluation(self, event: Event) -> None:
         shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # without single languages
         numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
-        self.say(f"evaluation after step {number(event['step'])}: {numbers}")
+        self.say(f"evaluation after step {number(event['step'])}: {numbers or 'nothing is held out'}")
 
     def _samples(self, event: Event) -> None:
         width = max((len(label) for row in event["rows"] for label in row), default=0)
