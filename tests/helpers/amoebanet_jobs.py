@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from plain_amoebanet import PlainAmoebaNet
-from small_models import build_all, engine_of, seen_after, train_step
+from small_models import build_all, descend, engine_of, seen_after, train_step
 from torch.nn import functional as F
 
 from gpipe_cli.micro_batch import MicroBatch
@@ -18,6 +17,7 @@ from gpipe_cli.pipeline.cell import BuiltLayer
 from gpipe_cli.tasks.classification import ClassificationTask
 
 CLASSES, STEPS = 5, 2
+CLOSE = 1e-8, 1e-10  # relative, absolute
 SMALL = {"L": 3, "D": 16, "classes": CLASSES, "dropout": 0.0, "drop_path_keep": 1.0}
 
 
@@ -55,16 +55,8 @@ def run_engine(case: Case) -> list[dict[str, Any]]:
         record = train_step(engine, "gpipe", case.remat, case.parts(step), step, case.examples)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         seen.append(seen_after(cells, record))
-        descend([parameter for cell in cells for _, parameter in cell.parameters()])
+        descend((parameter for cell in cells for _, parameter in cell.parameters()), 0.05)
     return seen
-
-
-def descend(parameters: Sequence[torch.nn.Parameter]) -> None:
-    with torch.no_grad():
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=0.05)
-                parameter.grad = None
 
 
 def plain_twin(case: Case) -> tuple[PlainAmoebaNet, list[str]]:
@@ -95,17 +87,5 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
         parameters = plain.in_order()
         gradients = {name: p.grad.clone() for name, p in zip(names, parameters, strict=True) if p.grad is not None}
         seen.append({"loss": total, "gradients": gradients})
-        descend(parameters)
+        descend(parameters, 0.05)
     return seen
-
-
-def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """Returns the names of the parameters whose gradients differ from the plain model's, or are missing."""
-    found = []
-    for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        for name, gradient in mine["gradients"].items():
-            expected = theirs["gradients"][name]
-            if not torch.allclose(gradient, expected, rtol=1e-8, atol=1e-10 * max(1.0, expected.abs().max().item())):
-                worst = (gradient - expected).abs().max().item()
-                found.append(f"{case}, step {step}: gradient of {name} differs by {worst:.2e}")
-    return found

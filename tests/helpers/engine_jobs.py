@@ -12,6 +12,8 @@ from schedule_rules import Policy, scheduled
 from small_models import (
     CPU,
     build_all,
+    descend,
+    differences,
     mini_batch,
     other_bits,
     plain_step,
@@ -34,6 +36,7 @@ from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT
 
 STEPS = 3
+CLOSE = 1e-10, 1e-13  # relative, absolute
 WIRES = ("shared memory", "gloo", "like NCCL")  # the last: groups, first messages and receives as between GPUs
 
 
@@ -94,10 +97,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps
         seen.append(seen_after(cells, record))
-        with torch.no_grad():
-            for parameter in (parameter for cell in cells for _, parameter in cell.parameters()):
-                parameter.sub_(parameter.grad, alpha=0.1)
-                parameter.grad = None
+        descend((parameter for cell in cells for _, parameter in cell.parameters()), 0.1)
     return seen
 
 
@@ -111,22 +111,8 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
         held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
         gradients = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
         seen.append({"loss": loss, "gradients": gradients})
-        with torch.no_grad():
-            for parameter in held.values():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=0.1)
-                    parameter.grad = None
+        descend(held.values(), 0.1)
     return seen
-
-
-def differences(case: Case, ours: list[dict[str, Any]], plain: list[dict[str, Any]]) -> list[str]:
-    """Lists the parameters whose gradients differ from the plain model's."""
-    return [
-        f"{case}, step {step}: gradient of {name} differs by {(gradient - expected).abs().max().item():.2e}"
-        for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
-        for name, gradient in mine["gradients"].items()
-        if not torch.allclose(gradient, expected := theirs["gradients"][name], rtol=1e-10, atol=1e-13)
-    ]
 
 
 def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
@@ -151,7 +137,7 @@ def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
         else:
             transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
         ours = run_case(case, placement, context.rank, transport)
-        found += differences(case, ours, run_plain(case))
+        found += differences(case, ours, run_plain(case), *CLOSE)
         losses: list[Any] = [None] * workers
         dist.all_gather_object(losses, [step["losses"] for step in ours])
         in_one_process = run_case(case, (0,) * case.K, 0, None)

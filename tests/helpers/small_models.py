@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -174,6 +174,29 @@ def seen_after(cells: Sequence[Cell], record: StepRecord) -> dict[str, dict[Any,
     }
     gradients = {name: parameter.grad.clone() for name, parameter in held.items() if parameter.grad is not None}
     return {"losses": {k: v.item() for k, v in record.losses.items()}, "gradients": gradients, "buffers": buffers}
+
+
+def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """Takes a step of gradient descent, and forgets the gradients."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=rate)
+                parameter.grad = None
+
+
+def differences(
+    case: object, ours: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], rtol: float, atol: float
+) -> list[str]:
+    """Lists the parameters whose gradients differ from the plain model's in a step, or are missing there."""
+    return [
+        f"{case}, step {step}: gradient of {name} differs by {(gradient - expected).abs().max().item():.2e}"
+        for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
+        for name, gradient in mine["gradients"].items()
+        if not torch.allclose(
+            gradient, expected := theirs["gradients"][name], rtol, atol * max(1.0, expected.abs().max().item())
+        )
+    ]
 
 
 def other_bits(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from amoebanet_jobs import SMALL, Case, differences, run_engine, run_plain
+from amoebanet_jobs import CLOSE, SMALL, Case, run_engine, run_plain
 from plain_amoebanet import operation
+from small_models import differences
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -257,8 +258,7 @@ def test_the_auxiliary_head_of_a_larger_map_reads_all_of_it() -> None:
     """Uses 129 pixels, which leave 2×2 positions after the pooling, as 480 leave 9×9."""
     with in_float64():
         case = Case(1, 1, "never", image_size=129, examples=3)
-        found = differences(case, run_engine(case)[:1], run_plain(case)[:1])
-    assert not found, "\n".join(found)
+        assert not differences(case, run_engine(case)[:1], run_plain(case)[:1], *CLOSE)
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -297,8 +297,7 @@ def test_every_gradient_equals_the_plain_amoebanets() -> None:
             for remat in ("always", "except_last", "never"):
                 case = Case(K, 2, remat)
                 ours = run_engine(case)
-                found = differences(case, ours, plain)
-                assert not found, "\n".join(found)
+                assert not differences(case, ours, plain, *CLOSE)
                 for mine, theirs in zip(ours, plain, strict=True):
                     assert mine["gradients"].keys() == theirs["gradients"].keys()
                     assert sum(mine["losses"].values()) == pytest.approx(theirs["loss"], rel=1e-12)
@@ -321,5 +320,4 @@ def test_the_other_genotypes_have_the_plain_gradients_too(
 ) -> None:
     with in_float64():
         case = Case(2, 2, "always", genotype, image_size, auxiliary, examples=examples)
-        found = differences(case, run_engine(case), run_plain(case))
-    assert not found, "\n".join(found)
+        assert not differences(case, run_engine(case), run_plain(case), *CLOSE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from in_backward import in_backward
 from small_models import build_all, engine_of, mini_batch, small_model, token_loss, train_step
 from torch import Tensor, nn
 
@@ -27,16 +28,8 @@ SIZES = {1: [7], 3: [2, 3, 2], 7: [1] * 7}
 Fault = Callable[[nn.Module, Any, Any], Any]
 
 
-class PoisonBack(torch.autograd.Function):
-    """Returns its input; its gradient is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * math.nan
+def poisoned_back(x: Tensor) -> Tensor:
+    return in_backward(x, lambda gradient: gradient * math.nan)
 
 
 def engine_with(K: int, plant: Callable[[Engine], None]) -> Engine:
@@ -53,7 +46,7 @@ def faulty(index: int, way: int, micro_batch: int) -> Callable[[Engine], None]:
             if engine.where.micro_batch != micro_batch:
                 return None
             first = as_tensors(outputs)[0]
-            bad = first * math.nan if way == FORWARD else PoisonBack.apply(first)
+            bad = first * math.nan if way == FORWARD else poisoned_back(first)
             return replace_tensors(outputs, lambda tensor: bad if tensor is first else tensor)
 
         (layer,) = (layer for cell in engine.cells.values() for layer in cell.layers if layer.index == index)
@@ -111,7 +104,7 @@ def bad_weight(engine: Engine) -> None:
     ("plant", "expected"),
     [
         (loss_of(lambda value: value * math.nan), (FORWARD, 0, 1, LOSS, None, None, "value", "nan", None)),
-        (loss_of(PoisonBack.apply), (BACKWARD, 0, 1, -LOSS, None, None, "gradient of the input", "nan", None)),
+        (loss_of(poisoned_back), (BACKWARD, 0, 1, -LOSS, None, None, "gradient of the input", "nan", None)),
     ],
     ids=["loss", "gradient of the loss"],
 )
