@@ -439,11 +439,6 @@ def _of_run(settings: Settings) -> Iterator[str]:
             f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} "
             "resumes one, which has its own weights: leave out one of them"
         )
-    if checkpoint.init_except and checkpoint.init_from is None:
-        yield (
-            f"checkpoint.init_except={shown(checkpoint.init_except)} says what checkpoint.init_from does not bring, "
-            "which is null: type checkpoint.init_from=RUN too, or leave it out"
-        )
     known = known_keys()
     for pattern in checkpoint.allow_changes:
         section = pattern.partition(".")[0]

@@ -118,7 +118,6 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
         (["~trainer.steps"], "trainer.steps is missing"),
         (["model._target_=null"], "model._target_=null: use the dotted name of what to call"),
-        (["checkpoint.init_except=[head]"], "type checkpoint.init_from=RUN too"),
         (["checkpoint.allow_changes=[pipline]"], "allow_changes: there is no key pipline; did you mean pipeline?"),
     ],
 )

@@ -41,9 +41,9 @@ PAPER = {  # table 5: training images, classes
 }
 
 
-def settings(experiment: str) -> dict[str, Any]:
+def settings(experiment: str, *words: str) -> dict[str, Any]:
     """Returns the settings at full size, as a user would start the experiment."""
-    config = composed(f"experiment={experiment}", "data.root=/data")
+    config = composed(f"experiment={experiment}", "data.root=/data", *words)
     Settings.from_config(config)
     return config
 
@@ -57,6 +57,7 @@ def test_a_transfer_has_the_paper_s_classes_and_whole_epochs(name: str) -> None:
     config = settings(f"transfer/{name}")
     assert config["model"]["classes"] == classes and config["data"]["dataset"] in (name, "image_folder")
     assert config["checkpoint"]["init_from"] == "runs/" + PRETRAINING.replace("/", "_")
+    assert settings(f"transfer/{name}", "checkpoint.init_from=null")  # as planned in its file, and in docs/images.md
     assert config["trainer"]["steps"] == (50 if images > 10_000 else 200) * (images // 256)
 
 
@@ -109,6 +110,3 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
     tiny_images.accept_any_cifar(monkeypatch)
     words = ["data.batch_size=3", "pipeline.M=1"] if name == "cifar100" else []  # three images are all there are
     check(train_tiny(tmp_path, f"transfer/{name}", f"checkpoint.init_from={pretrained}", *words))
-
-
-# --- pictures
