@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import command, succeeded
 
 from gpipe_cli.bench.capacity import OverBudget, attempt
 from gpipe_cli.bench.options import BenchOptions
@@ -28,11 +27,9 @@ TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")
 
 def bench(folder: Path, *words: str) -> dict[str, Any]:
     """Runs the command as a person does; returns the figures that it wrote."""
-    command = [sys.executable, "-m", "gpipe_cli.commands.bench", *words, f"output={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said = succeeded(command("bench", *words, f"output={folder}"))
     found: dict[str, Any] = json.loads(next(folder.glob("*.json")).read_text(encoding="utf-8"))
-    return {**found, "stdout": done.stdout}
+    return {**found, "stdout": said}
 
 
 def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:

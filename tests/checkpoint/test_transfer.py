@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from checkpoint_tools import saved
 from inline_run import train_inline
+from processes import command, succeeded
 from run_files import rows
 from tiny_images import CLASSES, image_folder
 from torch import Tensor
@@ -97,18 +96,11 @@ def test_what_does_not_fit_is_named(digits: Path, tmp_path: Path, words: list[st
         begin(tmp_path / "run", digits, *words)
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs `gpipe-train` as a process."""
-    arguments = [sys.executable, "-m", "gpipe_cli.commands.train", *words, *TINY, "logging.tensorboard=false"]
-    return subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=240)
-
-
 @pytest.mark.slow(2)
 def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
     words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
     words += ["launch.inline=true", "lr_schedule.steps=9"]
     for steps in (1, 2):
-        done = command(tmp_path, *words, f"trainer.steps={steps}")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("weights from" in done.stdout) == (steps == 1)
+        said = succeeded(command("train", *words, *TINY, f"trainer.steps={steps}", cwd=tmp_path))
+        assert ("weights from" in said) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]

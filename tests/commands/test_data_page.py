@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from processes import run, succeeded
 
 from gpipe_cli.factory.build import build_source
 
@@ -30,9 +30,7 @@ def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(block("python"))
     words = shlex.split(block("sh").replace("\\\n", " "))[1:]
     words += ["hydra.run.dir=run", "launch.inline=true", "logging.tensorboard=false"]
-    command = [Path(sys.executable).with_name("gpipe-train"), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(run(Path(sys.executable).with_name("gpipe-train"), *words, cwd=tmp_path))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["nll"] < 0.5
 
 

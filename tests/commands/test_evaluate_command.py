@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from inline_run import train_inline
+from processes import command, succeeded
 
 from gpipe_cli.commands.evaluate import main
 from gpipe_cli.tasks.translation import TranslationTask
@@ -93,8 +92,7 @@ def test_it_is_refused_under_torchrun(
 def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     folder, found = run
     words = [f"checkpoint={folder}", f"output={tmp_path}", "pipeline.K=4", "pipeline.workers=2"]
-    command = [sys.executable, "-m", "gpipe_cli.commands.evaluate", *words]
-    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+    said = succeeded(command("evaluate", *words))
     assert json.loads((tmp_path / "evaluation.json").read_text())["numbers"] == found
     assert "bleu_average" in said and "sw" in said
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from inline_run import train_inline
+from processes import run, succeeded
 from run_files import rows
 
 from gpipe_cli.errors import ConfigurationError, PlainError
@@ -44,8 +45,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
 
 def train_by_command(folder: Path, module: str, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "spirals.py").write_text(module, encoding="utf-8")
-    command = [Path(sys.executable).with_name("gpipe-train"), *WORDS, f"hydra.run.dir={folder / 'run'}", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return run(Path(sys.executable).with_name("gpipe-train"), *WORDS, "hydra.run.dir=run", *words, cwd=folder)
 
 
 def changed(old: str, new: str) -> str:
@@ -56,8 +56,7 @@ def changed(old: str, new: str) -> str:
 @pytest.mark.slow
 def test_the_page_s_example_learns(tmp_path: Path) -> None:
     assert MODULE is not None
-    done = train_by_command(tmp_path, MODULE[1], "logging.tensorboard=false")
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(train_by_command(tmp_path, MODULE[1], "logging.tensorboard=false"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["evaluation"]["accuracy"] > 0.9
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2, 3]
@@ -123,8 +122,7 @@ def test_mistakes_are_named(train: Train, old: str, new: str, words: list[str], 
 def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     ends = changed("while True:", "while replica == 0 or number < 3:")
     words = ["pipeline.K=1", "pipeline.replicas=2", "pipeline.workers=1", "logging.tensorboard=false"]
-    done = train_by_command(tmp_path, ends, *words)
-    assert done.returncode == 0, done.stderr
+    succeeded(train_by_command(tmp_path, ends, *words))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from inline_run import train_inline
+from processes import TORCHRUN, run, succeeded
 from torch.nn.functional import cross_entropy
 
 from gpipe_cli import Pipeline
@@ -28,20 +26,12 @@ SAME = (
 
 
 def test_a_loop_of_one_s_own_has_the_losses_of_gpipe_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(EXAMPLES / "own_loop.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^\d+ of 128 are right$", done.stdout, re.MULTILINE)
+    said = succeeded(run(*TORCHRUN, EXAMPLES / "own_loop.py", OMP_NUM_THREADS="1"))
+    assert re.search(r"^\d+ of 128 are right$", said, re.MULTILINE)
     monkeypatch.syspath_prepend(EXAMPLES)
     train_inline(tmp_path, *SAME)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)] == [row["loss"] for row in rows]
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", said)] == [row["loss"] for row in rows]
     assert len(rows) == 8
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from inline_run import train_inline
+from processes import command, succeeded
 
 FOLDER = Path(__file__).parents[1] / "golden"
 # The schedules of a group add up the gradients of micro-batches in the same order, and so make the same losses: gpipe
@@ -55,9 +55,7 @@ def trained(model: str, schedule: str, cells: int) -> list[Step]:
         if cells < 4:  # one worker, in this process: importing torch anew takes longer than the steps
             train_inline(Path(run), "pipeline.workers=1", *keys)
         else:
-            words = [sys.executable, "-m", "gpipe_cli.commands.train", "pipeline.workers=2", f"hydra.run.dir={run}"]
-            done = subprocess.run([*words, *keys], capture_output=True, text=True, timeout=240)
-            assert done.returncode == 0, f"{' '.join([*words, *keys])}\n{done.stdout}{done.stderr}"
+            succeeded(command("train", "pipeline.workers=2", f"hydra.run.dir={run}", *keys))
         lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     return [Step(line["loss"], line["grad_norm"]) for line in lines]

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from inline_run import train_inline
+from processes import command
 from run_files import losses
 from torch.distributed import HashStore
 from two_machines import TwoMachines, permitted
@@ -140,8 +140,7 @@ def test_srun_alone_starts_a_run_on_two_machines(machines: TwoMachines, tmp_path
 @pytest.mark.skipif(find_spec("submitit") is None, reason="needs the extra slurm: hydra-submitit-launcher")
 def test_a_sweep_through_submitit_runs_its_jobs_in_processes_of_their_own(tmp_path: Path) -> None:
     words = ["-m", "hydra/launcher=submitit_local", "pipeline.workers=1", f"hydra.sweep.dir={tmp_path}", *WORDS]
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *words, "pipeline.K=1,2,1000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = command("train", *words, "pipeline.K=1,2,1000")
     jobs = json.loads((tmp_path / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["done", "done", "failed"], done.stdout + done.stderr
     assert jobs[0]["loss"] == jobs[1]["loss"]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import own_model
 import pytest
 from checkpoint_tools import make_layers, save
 from composed import checked
 from inline_run import train_inline
 from own_model import WORDS
+from processes import TORCHRUN, TRAIN, run, succeeded
 from run_files import rows
 
 from benchmarks.reliability.kills import same_end
@@ -127,15 +124,11 @@ def test_an_exception_is_tried_once_more_at_each_place(steps: tuple[int, ...], s
 def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp_path: Path) -> None:
     words = [*WORDS, "pipeline.K=2", "trainer.steps=8", "checkpoint.every=2", "trainer.average=null"]
     train_inline(tmp_path / "whole", *words, "++model.middle=Dying")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [*torchrun, "-m", "gpipe_cli.commands.train", *words, "model.middle=Dying", "launch.restarts=1"]
-    path = os.pathsep.join([str(Path(own_model.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "HOW": "kill"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    started = [*TORCHRUN, "--max-restarts=1", *TRAIN, *words, "model.middle=Dying", "launch.restarts=1"]
+    said = succeeded(run(*started, cwd=tmp_path, HOW="kill"))
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert same_end(tmp_path / "whole", run_dir)
     (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
     assert record["from_step"] in (2, 4)
     assert record["cause"] == "a process was killed"
-    assert f"torchrun's restart 1 from step {record['from_step']}" in done.stdout
+    assert f"torchrun's restart 1 from step {record['from_step']}" in said

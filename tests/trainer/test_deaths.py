@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from own_model import WORDS
+from processes import command
 
 DOOMED = (
     *("data._target_=own_model.DoomedDigits", "++model.middle=Doomed"),
@@ -33,18 +31,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_the_place_of_a_death_is_told(where: str, how: str, said: list[str], tmp_path: Path) -> None:
-    done = train(tmp_path, where, how)
+    done = command("train", *WORDS, *DOOMED, f"hydra.run.dir={tmp_path}", WHERE=where, HOW=how)
     assert done.returncode == 1, done.stdout + done.stderr
     for text in said:
         assert text in done.stderr, done.stderr
-
-
-def train(run_dir: Path, where: str, how: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpipe_cli.commands.train", *WORDS, *DOOMED, f"hydra.run.dir={run_dir}"]
-    return subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "WHERE": where, "HOW": how},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
+from processes import TORCHRUN, TRAIN, command, run, succeeded
 from run_files import rows
 
 from gpipe_cli.checkpoint.files import step_directory
 
-COMMAND = [sys.executable, "-m", "gpipe_cli.commands.train"]
 COMMON = [
     "debug=tiny",
     "trainer.steps=20",
@@ -39,10 +39,7 @@ def train(folder: Path, *words: str) -> Path:
     if "pipeline.workers=1" in words and not any(word.startswith("pipeline.replicas=") for word in words):
         train_inline(run_dir, *COMMON, *words)
         return run_dir
-    done = subprocess.run(
-        [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", *words], cwd=folder, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeeded(command("train", *COMMON, f"hydra.run.dir={run_dir}", *words, cwd=folder))
     return run_dir
 
 
@@ -101,7 +98,7 @@ def test_a_divided_optimizer_state_and_early_sums_change_no_bit_and_no_checkpoin
 
 def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    words = [*COMMAND, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
+    words = [sys.executable, *TRAIN, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=2", "pipeline.workers=2"]
     signalled(words, run_dir, 12, signal.SIGKILL)
     resumed = train(tmp_path, "pipeline.K=4", "pipeline.workers=3", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
@@ -113,14 +110,11 @@ def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_s
     whole: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [*torchrun, *COMMAND[1:], *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
+    words = [*TORCHRUN, *TRAIN, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
     assert signalled(words, run_dir, 3, signal.SIGTERM) != 0
     assert 3 <= len(losses(run_dir)) < 20
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
-    words.append("checkpoint.resume=auto")
-    resumed = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    succeeded(run(*words, "checkpoint.resume=auto", cwd=tmp_path))
     assert losses(run_dir) == losses(whole)
     assert same_bits(run_dir, whole)
 

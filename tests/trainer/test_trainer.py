@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import own_model
 import pytest
 from inline_run import train_inline
+from processes import command
 from run_files import rows
 
 from gpipe_cli.data.source import Source
@@ -108,13 +106,7 @@ def test_the_layer_of_a_skipped_step_is_named_and_looking_for_it_changes_no_loss
 @pytest.mark.slow
 def test_workers_of_two_replicas_find_the_layer_together(tmp_path: Path) -> None:
     words = [*OVERFLOW, "pipeline.K=3", "pipeline.workers=2", "pipeline.replicas=2", "trainer.nonfinite_limit=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "gpipe_cli.commands.train", *words, f"hydra.run.dir={tmp_path}"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = command("train", *words, f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{CAUSE} of replica 0: its output is infinite; 1 updates in a row had to be skipped" in done.stderr
     assert CAUSE in (tmp_path / "train.log").read_text()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from processes import command
 
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
@@ -75,15 +74,10 @@ def test_compiled_layers_are_the_plain_loop(tmp_path: Path, monkeypatch: pytest.
 # -- the command, real processes -------------------------------------------------------------------------------------
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "gpipe_cli.commands.verify", *words, f"hydra.run.dir={folder / 'run'}"]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
-
-
 @pytest.mark.slow
 def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     words = ["pipeline.workers=2", "pipeline.replicas=2", "verify.dtype=float64"]
-    done = command(tmp_path, *SUBJECT, *words)
+    done = command("verify", f"hydra.run.dir={tmp_path / 'run'}", *SUBJECT, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the pipelined run is the plain one" in done.stdout.splitlines()[-1]
     run_dir = tmp_path / "run"
@@ -96,7 +90,14 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     "family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=pytest.mark.slow(2))]
 )
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
-    done = command(tmp_path, "debug=tiny", f"model={family}", "pipeline.K=2", "pipeline.workers=2")
+    done = command(
+        "verify",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        "debug=tiny",
+        f"model={family}",
+        "pipeline.K=2",
+        "pipeline.workers=2",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK")
 
