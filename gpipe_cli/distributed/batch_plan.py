@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..micro_batch import MicroBatch
 from .exchange import Exchange
 
@@ -73,28 +75,29 @@ class BatchPlanCodec:
         Raises:
             ValueError: a tensor has another number of dimensions than in the first mini-batch.
         """
-        first = self._replica * self.M
         exchange.own["plan_micro_batches"][self._replica] = len(micro_batches)
-        for slot, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), start=first):
+        if not micro_batches:
+            return
+        for micro_batch in micro_batches:
             if BatchShape.of(micro_batch) != self._shape:
                 raise ValueError(
                     f"the data changed its form: {BatchShape.of(micro_batch)} after {self._shape}; all micro-batches "
                     "must have as many tensors, of as many dimensions, as the first"
                 )
-            exchange.own["plan_weights"][slot] = weight
-            sizes = [size for tensors in micro_batch for tensor in tensors for size in tensor.shape]
-            for place, size in enumerate(sizes, start=slot * self._shape.sizes):
-                exchange.own["plan_shapes"][place] = size
+        sizes = [[size for tensors in one for tensor in tensors for size in tensor.shape] for one in micro_batches]
+        for field, values in (("plan_weights", weights), ("plan_shapes", sizes)):
+            rows = torch.tensor(values, dtype=torch.float64)
+            exchange.own[field].view(self._replicas, self.M, *rows.shape[1:])[self._replica, : len(rows)] = rows
 
     def read(self, exchange: Exchange, kind: str) -> BatchPlan:
         """Returns the plan of the last exchange; ``kind`` (train, evaluate, …) becomes part of the signatures."""
         counts = [int(n) for n in exchange.total["plan_micro_batches"].tolist()]
-        shapes = exchange.total["plan_shapes"].long().view(self._replicas, self.M, -1).tolist()
-        used = [rows[:count] for rows, count in zip(shapes, counts, strict=True)]
+        shapes = exchange.total["plan_shapes"].long().view(self._replicas, self.M, -1)  # zeros where nothing is used
+        own = shapes[self._replica, : counts[self._replica]].tolist()
         return BatchPlan(
-            signatures=tuple((kind, *row) for row in used[self._replica]),
+            signatures=tuple((kind, *row) for row in own),
             total_weight=sum(exchange.total["plan_weights"].tolist()),
             total_micro_batches=sum(counts),
             ended=not all(counts),
-            examples=sum(row[0] for rows in used for row in rows if row),
+            examples=int(shapes[..., 0].sum()),
         )

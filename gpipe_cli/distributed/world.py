@@ -7,7 +7,6 @@ import socket
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigurationError
 from ..gpus import count_gpus
-from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
+from ..launch.context import Context
 from ..launch.mailboxes import LOCAL
 from .values import all_gather_json, broadcast_json, gather_json
 
@@ -110,6 +109,7 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
     for_cpu = LOCAL if context.mailboxes is not None and backend != "gloo" else "gloo"
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else everyone connects to everyone, and reads W² addresses
     # Since 2.15 torch's NCCL groups have a GPU from the start, and guess which unless they are told. In earlier
     # releases a group that is told puts all its messages into one queue.
     bound = chosen if name == "nccl" and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2") else None
@@ -180,7 +180,7 @@ def _refuse_to_do_without_gpu(device: str) -> None:
 
 
 def choose_backend(context: Context, identity: str, backend: str) -> str:
-    """Returns gloo or nccl: the same on every rank, because each looks at the devices of all ranks.
+    """Returns gloo or nccl: the same on every rank, because rank 0 counts the devices of all ranks.
 
     Args:
         identity: of this rank's device, see `device_identity`.
@@ -192,11 +192,10 @@ def choose_backend(context: Context, identity: str, backend: str) -> str:
         return "nccl" if identity != CPU and backend != "gloo" else "gloo"
     if backend == "gloo":
         return backend
-    devices = _identities_of_all(context, identity)
-    gpus = {each for each in devices if each != CPU}
-    if len(gpus) == len(devices):
+    gpus = int(context.decide("devices", identity, lambda devices: str(len({*devices} - {CPU}))))
+    if gpus == context.world_size:
         return "nccl"
-    found = f"{len(devices)} workers have {len(gpus)} GPUs"
+    found = f"{context.world_size} workers have {gpus} GPUs"
     if backend == "nccl":
         raise ConfigurationError(
             f"pipeline.backend=nccl needs a GPU of its own for every worker, but {found}: use pipeline.backend=auto, "
@@ -206,15 +205,6 @@ def choose_backend(context: Context, identity: str, backend: str) -> str:
         text = f"messages go through the CPU, slower than from GPU to GPU: {found}"
         context.emit({"kind": "warning", "text": text})
     return "gloo"
-
-
-def _identities_of_all(context: Context, identity: str) -> list[str]:
-    """Returns the identity of every rank's device, in rank order; waits for the other ranks."""
-    store = dist.PrefixStore("devices", context.store)
-    store.set(str(context.rank), identity)
-    keys = [str(rank) for rank in range(context.world_size)]
-    store.wait(keys, timedelta(seconds=GROUP_TIMEOUT_SECONDS))
-    return [store.get(key).decode() for key in keys]
 
 
 def device_identity(device: torch.device) -> str:

@@ -64,14 +64,14 @@ def refuse_separate_directories(context: Context) -> None:
     Raises:
         ConfigurationError: a rank does not find it; the message names such ranks and their machines.
     """
-    from torch.distributed import PrefixStore
-
-    store, end = PrefixStore("shared_directory", context.store), time.monotonic() + SHARED_SECONDS
+    end = time.monotonic() + SHARED_SECONDS
     while not context.run_dir.is_dir() and time.monotonic() < end:  # network file systems may show it late
         time.sleep(PAUSE)
-    store.set(str(context.rank), "" if context.run_dir.is_dir() else socket.gethostname())
-    hosts = {other: store.get(str(other)).decode() for other in range(context.world_size)}
-    if blind := ", ".join(f"{other} on {host}" for other, host in hosts.items() if host):
+    if blind := context.decide(
+        "shared_directory",
+        "" if context.run_dir.is_dir() else f"{context.rank} on {socket.gethostname()}",
+        lambda ranks: ", ".join(filter(None, ranks)),
+    ):
         raise ConfigurationError(
             f"the run directory {context.run_dir} of rank 0 is not there for rank {blind}: each rank saves its layers "
             "there, so type a hydra.run.dir on a file system that all machines share"

@@ -57,6 +57,21 @@ class Context:
         """Returns the key-value store that the workers share."""
         return self.open_store()
 
+    def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
+        """Returns on every rank what ``choose`` makes, on rank 0, of every rank's ``own``; waits for the other ranks.
+
+        Each rank reads one value. If all read from all, one store would answer W² times.
+        """
+        from torch.distributed import PrefixStore
+
+        store, key, wait = PrefixStore(name, self.store), str(self.rank), timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+        store.set(key, own)
+        if self.rank == 0:
+            store.wait(keys := [str(rank) for rank in range(self.world_size)], wait)
+            store.set("decided", choose([store.get(key).decode() for key in keys]))
+        store.wait(["decided"], wait)
+        return store.get("decided").decode()
+
     @cached_property
     def _messenger(self) -> Messenger:
         assert self.mailboxes is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +26,9 @@ from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, measured_timeline, trace, write_trace
 from .trackers import Tracking
 from .translation_scores import languages_of
+
+SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
+SIMULATION_SHARE = 0.001  # of the run's time, for longer ones
 
 
 class Notices:
@@ -83,7 +88,8 @@ class Journal(Notices):
         self._board: Board | None = None
         self._evaluations: list[Mapping[str, float]] = []
         self._traced: dict[int, Timeline] = {}
-        self._predicted_bubble: float | None = None  # at the last logging interval
+        self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
+        self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
 
     def open(self, resumed_step: int, pipeline: Pipeline) -> None:
@@ -134,8 +140,12 @@ class Journal(Notices):
         report, plan, seconds = step.report, step.plan, step.seconds
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
         lists, placement = self._pipeline.training_lists(len(plan.signatures)), self._pipeline.placement
-        if due or self._predicted_bubble is None:
+        if (due or not self._shares_of_step) and (began := time.perf_counter()) >= self._simulate_from:
             self._predicted_bubble = predicted_bubble(lists, placement, report.cells)
+            breakdown = mean_breakdown(lists, placement, report.cells, report.updates, seconds)
+            self._shares_of_step = breakdown.shares()
+            if (taken := time.perf_counter() - began) > SHORT_SIMULATION:
+                self._simulate_from = began + taken / SIMULATION_SHARE
         row = {
             "step": progress.step,
             "loss": report.loss,
@@ -153,7 +163,7 @@ class Journal(Notices):
             "skipped_updates": progress.skipped,
             **self._shares(report.statistics),
         }
-        shares = mean_breakdown(lists, placement, report.cells, report.updates, seconds).shares() if due else {}
+        shares = self._shares_of_step if due else {}
         times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,10 +42,10 @@ class StepReport:
         bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
             last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
         cells: seconds per cell (mean over replicas) for each of `KINDS_OF_TIME`, and "waiting", for both neighbours.
-        workers: for each rank the `WORKER_NUMBERS`: seconds from the exchange before the step to its begin on this
-            worker; from there to its last instruction; the computing time of that; seconds for which the first worker
-            waited for this mini-batch; the peak memory; and seconds of each of `PHASES` between the step before and
-            this one, because they end after the report has been sent.
+        numbers: by each of `WORKER_NUMBERS` one for each rank: seconds from the exchange before the step to its begin
+            on this worker; from there to its last instruction; the computing time of that; seconds for which the first
+            worker waited for this mini-batch; the peak memory; and seconds of each of `PHASES` between the step before
+            and this one, because they end after the report has been sent.
     """
 
     loss: float
@@ -54,21 +54,26 @@ class StepReport:
     statistics: list[float]
     bubble: float
     cells: list[dict[str, float]]
-    workers: list[dict[str, float]] = field(repr=False)
+    numbers: Mapping[str, list[float]] = field(repr=False)
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     @property
+    def workers(self) -> list[dict[str, float]]:
+        """Returns the numbers of each rank by their names."""
+        return [dict(zip(self.numbers, row, strict=True)) for row in zip(*self.numbers.values(), strict=True)]
+
+    @property
     def waited_for_data(self) -> float:
         """Returns the seconds that the slowest first worker waited for its mini-batch."""
-        return max(worker["waited_for_data"] for worker in self.workers)
+        return max(self.numbers["waited_for_data"])
 
     @property
     def updates(self) -> list[float]:
         """Returns the seconds of every worker's weight update before this step."""
-        return [worker["update"] for worker in self.workers]
+        return self.numbers["update"]
 
     @property
     def update_seconds(self) -> float:
@@ -78,7 +83,7 @@ class StepReport:
     @property
     def exchange_seconds(self) -> float:
         """Returns the seconds of the exchange before this step, on the last worker to arrive: it did not wait."""
-        return min(worker["exchange"] for worker in self.workers)
+        return min(self.numbers["exchange"])
 
 
 @dataclass
@@ -150,22 +155,23 @@ class StepReporter:
 
     def read(self, exchange: Exchange, total_weight: float) -> StepReport:
         """Reads the step's report from the last exchange; sums in the same order for every K."""
-        by_layer = exchange.total["losses"].view(self.replicas, len(self.losses), self.micro_batches).tolist()
-        losses = [[sum(row[m] for row in rows) for m in range(self.micro_batches)] for rows in by_layer]
+        first, *others = exchange.total["losses"].view(self.replicas, len(self.losses), -1).unbind(1)
+        losses = sum(others, first).tolist()
         squares = exchange.total["squared_norms"].tolist()
-        workers = exchange.total["workers"].view(self.ranks, -1).tolist()
-        rows = [dict(zip(WORKER_NUMBERS, worker, strict=True)) for worker in workers]
-        began = max(row["late"] for row in rows[:: self.ranks // self.replicas])  # those who read the data
-        span = (max(row["late"] + row["span"] for row in rows) - began) * len(rows)
+        workers = exchange.total["workers"].view(self.ranks, -1).T
+        numbers = dict(zip(WORKER_NUMBERS, workers.tolist(), strict=True))
+        late, span_of_each, busy, *_ = workers
+        began = float(late[:: self.ranks // self.replicas].max())  # those who read the data
+        span = (float((late + span_of_each).max()) - began) * self.ranks
         cells = exchange.total["cell_seconds"].view(self.replicas, self.cells, -1).mean(0).tolist()
         return StepReport(
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(squares)),
             statistics=exchange.total["statistics"].view(self.replicas, self.statistics).sum(0).tolist(),
-            bubble=max(0.0, 1 - sum(row["busy"] for row in rows) / span) if span else 0.0,
+            bubble=max(0.0, 1 - float(busy.sum()) / span) if span else 0.0,
             cells=[_with_waiting(dict(zip(KINDS_OF_TIME, cell, strict=True))) for cell in cells],
-            workers=rows,
+            numbers=numbers,
         )
 
 

@@ -41,7 +41,7 @@ class Totals:
             self._recent.clear()
         self.steps += 1
         self._recent.append(step)
-        self.peak_memory = max(self.peak_memory, *(int(worker["memory_bytes"]) for worker in step.report.workers))
+        self.peak_memory = max(self.peak_memory, int(max(step.report.numbers["memory_bytes"])))
 
     def figures(self, pipeline: Pipeline) -> dict[str, Any]:
         """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.

@@ -157,7 +157,8 @@ class Trainer:
     def _report(self, step: TrainedStep) -> None:
         """Reports a finished step to console, files and TensorBoard."""
         progress = self.progress
-        self.totals.add(step)
+        if self.pipeline.world.rank == 0:  # which alone reports them
+            self.totals.add(step)
         self.journal.step(progress, step, self.batches.share_done(progress.step))
         if progress.step in self.settings.trainer.traced_steps:
             self.journal.trace(progress.step, record_everyone(self.pipeline, self.exchange.ended_at))

@@ -15,7 +15,7 @@ import torch._dynamo  # every optimizer imports it when it is made; imported her
 from .. import __version__
 from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_data
-from ..checkpoint.files import vocabulary_folder
+from ..checkpoint.files import read_manifest, vocabulary_folder
 from ..config import Settings
 from ..data.source import Source
 from ..disk import writing
@@ -52,7 +52,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     config = {**config, "settings": with_choice(context, config["settings"])}
     settings = Settings.from_config(config["settings"])
     world = start_worker(context, settings)
-    resumed = None if settings.checkpoint.resume is None else open_checkpoint(Path(settings.checkpoint.resume))
+    resumed = None
+    if settings.checkpoint.resume is not None:  # one look at all files is enough; each worker checks those it loads
+        resumed = (open_checkpoint if world.rank == 0 else read_manifest)(Path(settings.checkpoint.resume))
     task = build_task(settings.task, settings.seed)
     build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
     emit, writes = context.emit, world.rank == 0

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from inline_run import train_inline
@@ -24,6 +22,7 @@ from two_machines import TwoMachines, permitted
 from gpipe_cli.checkpoint.files import step_directories
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
+from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.srun import adopt_step, first_host
 
 WORDS = ["debug=tiny", "pipeline.K=4", "trainer.steps=6", "trainer.samples=0", "logging.tensorboard=false"]
@@ -68,7 +67,7 @@ def directories_refused(folders: list[Path]) -> list[str]:
     store = HashStore()
 
     def one(rank: int) -> str:
-        context: Any = SimpleNamespace(rank=rank, world_size=len(folders), run_dir=folders[rank], store=store)
+        context = Context(rank, len(folders), rank, folders[rank], lambda: store, lambda event: None, lambda: False)
         try:
             torchrun.refuse_separate_directories(context)
         except ConfigurationError as error:

@@ -97,7 +97,7 @@ def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
 
 
 def report_of(loss: float, norm: float) -> StepReport:
-    return StepReport(loss, [], norm, [], 0.0, [], [])
+    return StepReport(loss, [], norm, [], 0.0, [], {})
 
 
 @pytest.mark.parametrize(
