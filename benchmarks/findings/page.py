@@ -52,7 +52,7 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows]).replace(" | ", "|")
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def rates(of: Experiment, figure: str, log: Log) -> str:

@@ -24,6 +24,7 @@ SMALL = {
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "reliability.kills": "--quick --K 2",
     "preparation": "--quick --workers 2",
+    "scale": "--most 4",
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
     "reliability.wrong_configurations": "--quick",
