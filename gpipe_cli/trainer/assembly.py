@@ -226,19 +226,20 @@ def describe_and_cut(
 def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfig) -> MicroBatch:
     """Returns a micro-batch of the shapes that are usual in the data, by which the model is cut.
 
-    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked.
+    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked,
+    nor one that another wraps in a function of its own.
     """
-    if type(source).typical_micro_batch is Source.typical_micro_batch:
+    if getattr(source.typical_micro_batch, "__func__", None) in (None, Source.typical_micro_batch):
         return first
     (inputs, targets), _ = source.typical_micro_batch(pipeline.M * pipeline.replicas, False)
     shapes = [tensor.shape for side in (inputs, targets) for tensor in side]
     if shapes == [tensor.shape for side in first for tensor in side]:
         return first
-    return tuple(map(_ones, inputs)), tuple(map(_ones, targets))
+    return _ones(inputs, first[0]), _ones(targets, first[1])
 
 
-def _ones(shape: Tensor) -> Tensor:
-    return torch.ones_like(shape, device="cpu")
+def _ones(shapes: Sequence[Tensor], types: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.ones(shape.shape, dtype=of.dtype) for shape, of in zip(shapes, types, strict=True))
 
 
 def memory_of_worker(settings: Settings, world: World) -> float | None:
