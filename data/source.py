@@ -107,6 +107,11 @@ class Source(ABC):
             raise ConfigurationError(f"{name_of(self)} yields no mini-batch: its train() must not end")
         return batch.micro_batches[0], sum(len(inputs[0]) for inputs, _ in batch.micro_batches)
 
+    @property
+    def knows_typical_shapes(self) -> bool:
+        """Returns whether `typical_micro_batch` is the source's own, which needs no data."""
+        return type(self).typical_micro_batch is not Source.typical_micro_batch
+
     def epoch(self, position: Any) -> float:
         """Returns how often the data were read up to `position`; for `trainer.epochs`."""
         raise self._lacks("epoch(position), by which trainer.epochs counts: use trainer.steps")

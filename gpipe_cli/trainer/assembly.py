@@ -226,10 +226,9 @@ def describe_and_cut(
 def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfig) -> MicroBatch:
     """Returns a micro-batch of the shapes that are usual in the data, by which the model is cut.
 
-    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked,
-    nor one that another wraps in a function of its own.
+    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked.
     """
-    if getattr(source.typical_micro_batch, "__func__", None) in (None, Source.typical_micro_batch):
+    if not source.knows_typical_shapes:
         return first
     (inputs, targets), _ = source.typical_micro_batch(pipeline.M * pipeline.replicas, False)
     shapes = [tensor.shape for side in (inputs, targets) for tensor in side]
