@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..micro_batch import MicroBatch
 from .exchange import Exchange
@@ -78,14 +79,15 @@ class BatchPlanCodec:
         exchange.own["plan_micro_batches"][self._replica] = len(micro_batches)
         if not micro_batches:
             return
-        for micro_batch in micro_batches:
-            if BatchShape.of(micro_batch) != self._shape:
+        shapes = [(tuple(map(_shape, inputs)), tuple(map(_shape, targets))) for inputs, targets in micro_batches]
+        sizes = {one: [size for side in one for shape in side for size in shape] for one in set(shapes)}
+        for one in sizes:
+            if (found := BatchShape(*(tuple(map(len, side)) for side in one))) != self._shape:
                 raise ValueError(
-                    f"the data changed its form: {BatchShape.of(micro_batch)} after {self._shape}; all micro-batches "
+                    f"the data changed its form: {found} after {self._shape}; all micro-batches "
                     "must have as many tensors, of as many dimensions, as the first"
                 )
-        sizes = [[size for tensors in one for tensor in tensors for size in tensor.shape] for one in micro_batches]
-        for field, values in (("plan_weights", weights), ("plan_shapes", sizes)):
+        for field, values in (("plan_weights", weights), ("plan_shapes", [sizes[one] for one in shapes])):
             rows = torch.tensor(values, dtype=torch.float64)
             exchange.own[field].view(self._replicas, self.M, *rows.shape[1:])[self._replica, : len(rows)] = rows
 
@@ -101,3 +103,7 @@ class BatchPlanCodec:
             ended=not all(counts),
             examples=int(shapes[..., 0].sum()),
         )
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.shape
