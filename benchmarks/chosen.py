@@ -3,33 +3,46 @@
 gaps: by how many per cent the answer's step is longer than what no schedule can undercut, of its cut and of any, for
 random models on random described devices, with memory between the least of all pipelines and what one that recomputes
 nothing needs.
-runs: on this machine, two workers, gpipe-train with pipeline=auto, with the defaults and with pipelines typed by hand,
-drawn from a grid, in turns; a step is the least of the rounds' medians.
+real: on this machine, what pipeline=auto chooses (by three searches, each with measurements of its own), the defaults,
+pipelines typed by hand, and torch.distributed.pipelining's. Two workers with one thread each run forward and backward
+of the same layers on M micro-batches of the usual shapes, all contenders in turns; without the update. All typed ones
+are cut as a run cuts them; torch gets such cuts into two and four stages, and four equal ones for ZBV, and recomputes
+nothing. Seconds are medians of the rounds, of the three choices the largest.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.common import Row, parser, report, run_command
-from benchmarks.plan import MODELS, RUN, WARM_UP
+from benchmarks.common import WARM_UP, Row, parser, report
+from benchmarks.plan import MODELS
+from gpipe_cli.bench.contenders import scheduled, stages_of
+from gpipe_cli.bench.steps import CPU, Step, cpu_transport, engine_step, make_cell
+from gpipe_cli.bench.throughput import TORCH
+from gpipe_cli.bench.timing import StopWatch, take_turns, typical
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.commands.plan_report import words_of
+from gpipe_cli.config import PipelineConfig
 from gpipe_cli.data.source import Batch, Source
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.build import build_model, build_task
+from gpipe_cli.factory.example import example_micro_batch, with_example
+from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.cell import build_layer
+from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
+from gpipe_cli.planner.options import Options
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.search.candidates import candidates
@@ -39,9 +52,13 @@ FREE = ("K", "schedule", "partition", "remat", "workers")
 BOUNDS = {"cut": "bound_seconds", "any cut": "bound_of_any_cut_seconds"}
 FIGURES = ("median", "90th", "worst")
 GAPS = {"answer": "", "cases": "d"} | {f"{bound}, {figure}": ".1f" for bound in BOUNDS for figure in FIGURES}
-REAL = {"amoebanet": MODELS["amoebanet"], "transformer": (), "resnet18": MODELS["traced"]}
+REAL = {"amoebanet": MODELS["amoebanet"], "transformer": (), "language model": MODELS["transformer_lm_small"]}
+REAL |= {"resnet18": MODELS["traced"]}
+NOT_BY_TORCH = ("transformer",)  # its stages pass on ids, and torch tries each stage on memory as it is found
 STEPS = {"model": "", "chosen": "", "its step, s": ".3f", "defaults": ".3f", "best typed": "", "its step": ".3f"}
-STEPS |= {"chosen / best typed": ".3f"}
+STEPS |= {"chosen / best typed": ".3f", "torch's best": "", "torch / chosen": ".3f"}
+W, CHOICES = 2, 3  # workers, and searches
+TORCH_CUTS = {"1f1b": "K=2 schedule=1f1b remat=never", "interleaved": "K=4 schedule=interleaved_1f1b remat=never"}
 
 
 def linears(widths: Sequence[int]) -> list[LayerBuilder]:
@@ -102,54 +119,120 @@ def gaps(plans: Sequence[Plan]) -> Iterator[Row]:
         yield row
 
 
-def typed(number: int, seed: int) -> list[tuple[str, ...]]:
-    """Returns the words of so many pipelines that a person might type for two workers."""
-    kinds = [(K, kind) for K in (2, 4) for kind in ("gpipe", "1f1b", "zero_bubble")] + [(4, "interleaved_1f1b")]
-    keys = product(kinds, ("always", "except_last", "never"))
-    grid = [(f"pipeline.K={K}", f"pipeline.schedule={kind}", f"pipeline.remat={word}") for (K, kind), word in keys]
-    return random.Random(seed).sample(grid, min(number, len(grid)))
+def typed(pipeline: PipelineConfig) -> dict[str, PipelineConfig]:
+    """Returns pipelines that a person might type for two workers, by their words."""
+    kinds: list[tuple[int, Any]] = [
+        *product((2, 4, 8), ("gpipe", "1f1b", "zero_bubble")),
+        *product((4, 8), ("interleaved_1f1b",)),
+    ]
+    words: list[Any] = ["always", "except_last", "never"]
+    return {
+        f"K={K} schedule={kind} remat={word}": replace(pipeline, K=K, schedule=kind, remat=word, keep=None)
+        for (K, kind), word in product(kinds, words)
+    }
 
 
-def step(words: Sequence[str], steps: int) -> tuple[float, str]:
-    """Runs gpipe-train; returns the median seconds of a step after the first ones, and the keys that it chose."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
-        run_command("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
-        lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        chosen = Path(directory) / ".hydra" / "chosen.yaml"
-        keys = words_of(dict(OmegaConf.load(chosen))) if chosen.exists() else ""
-    return median(json.loads(line)["seconds"] for line in lines[WARM_UP:]), keys
+def contenders(words: Sequence[str], number: int) -> dict[str, Row]:
+    """Returns choices, the defaults, so many typed pipelines and torch's stages, as `worker` takes them."""
+    settings = make_request(words).settings
+    planners = [Planner(settings, Options.of_this_machine(W)) for _ in range(CHOICES)]
+    plans = {f"chosen {n}": Search(planner, FREE).fastest(W) for n, planner in enumerate(planners)}
+    plans["defaults"] = planners[0].plan()
+    known = typed(settings.pipeline)
+    for name in random.Random(0).sample(list(known), min(number, len(known))):
+        with suppress(ConfigurationError):  # fewer layers than cells
+            plans[name] = planners[0].plan(known[name])
+    if tuple(words) in map(REAL.get, NOT_BY_TORCH):
+        return {name: as_contender(plan) for name, plan in plans.items()}
+    four = Planner(settings, Options.of_this_machine(4)).plan(replace(settings.pipeline, K=4, workers=4))
+    two, turns = planners[0].plan(known[TORCH_CUTS["1f1b"]]), planners[0].plan(known[TORCH_CUTS["interleaved"]])
+    torchs = [(kind, two) for kind in ("gpipe", "1f1b", "zero_bubble")]
+    torchs += [("interleaved", turns), ("zero_bubble", turns), ("zbv", four)]
+    return {name: as_contender(plan) for name, plan in plans.items()} | {
+        f"{TORCH}{kind} K={plan.K}": as_contender(plan) | {"kind": kind, "peer": True} for kind, plan in torchs
+    }
 
 
-def runs(model: str, pipelines: Sequence[Sequence[str]], steps: int, rounds: int) -> Row:
-    """Makes the row of a model: pipeline=auto, the defaults and the typed pipelines, in turns."""
-    contenders = [("pipeline=auto",), (), *pipelines]
-    taken = [[step([*REAL[model], *words], steps) for words in contenders] for _ in range(rounds)]
-    chosen, defaults, *others = [min(seconds for seconds, _ in each) for each in zip(*taken, strict=True)]
-    best = min(others)
-    keys = " or ".join(dict.fromkeys(each[0][1] for each in taken)).replace("pipeline.", "")
-    row: Row = {"model": model, "chosen": keys, "its step, s": chosen, "defaults": defaults, "its step": best}
-    row["best typed"] = " ".join(pipelines[others.index(best)]).replace("pipeline.", "")
-    return {**row, "chosen / best typed": chosen / best, "taken": taken}
+def as_contender(plan: Plan) -> Row:
+    policy = plan.remat if plan.keep is None else plan.keep
+    placement = [cell.worker for cell in plan.cells]
+    cut = [cell.layers for cell in plan.cells]
+    return {"kind": plan.schedule, "cut": cut, "on": placement, "policy": policy, "peer": False}
+
+
+class Stage(nn.Sequential):
+    """Runs layers one after the other on the tensors of a boundary, for torch, which passes on contiguous ones only."""
+
+    def forward(self, *tensors: Tensor) -> Any:
+        value = as_argument(tensors)
+        for module in self:
+            value = module(value)
+        return as_argument([tensor.contiguous() for tensor in as_tensors(value)])
+
+
+def worker(context: Context, config: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns the median seconds of a step of each contender; ``config``: words, contenders and rounds."""
+    settings, rank = make_request(config["words"]).settings, context.rank
+    context.init_process_group()
+    watch, M, task = StopWatch(context.rank, W), settings.pipeline.M, build_task(settings.task, settings.seed)
+    sides, _ = example_micro_batch(settings, M, longest=False)
+    inputs, targets = (tuple(torch.ones(x.shape, dtype=x.dtype) for x in side) for side in sides)
+    whole = [torch.cat([tensor] * M) for tensor in (*inputs, *targets)]
+    builders = build_model(with_example(settings.model, inputs), settings.seed)
+
+    def layers(part: range) -> list[nn.Module]:
+        return [build_layer(builders[place], place, 0, CPU) for place in part]
+
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        return task.loss(as_tensors(outputs), (target,))[0]
+
+    def made(kind: str, cut: list[int], on: list[int], policy: Any, peer: bool) -> Step:
+        parts = cell_layers(cut)
+        if peer:
+            stages = {cell: Stage(*layers(parts[cell])) for cell in stages_of(kind, rank, len(cut), W)}
+            return scheduled(kind, stages, len(cut), rank, tuple(whole[:-1]), whole[-1], M, loss)
+        cells = [make_cell(n, layers(part), part.start) for n, part in enumerate(parts) if on[n] == rank]
+        transport = cpu_transport(tuple(on))
+        return engine_step(cells, tuple(on), rank, transport, [(inputs, targets)] * M, kind, policy, task.loss)
+
+    steps = {name: made(**facts) for name, facts in config["contenders"].items()}
+    turns = {name: partial(watch.time, step) for name, step in steps.items()}
+    return {name: typical(seconds) for name, seconds in take_turns(turns, config["rounds"], WARM_UP).items()}
+
+
+def real(model: str, number: int, rounds: int) -> Row:
+    """Makes the row of a model."""
+    found = contenders(REAL[model], number)
+    first = {str(facts): name for name, facts in reversed(found.items())}  # equal ones are measured once
+    config = {"words": REAL[model], "contenders": {name: found[name] for name in first.values()}, "rounds": rounds}
+    taken = run_workers("benchmarks.chosen:worker", W, config, ("torch.distributed.pipelining",))
+    seconds: dict[str, float] = {name: taken[first[str(facts)]] for name, facts in found.items()}
+    chosen = max((name for name in found if name.startswith("chosen")), key=seconds.__getitem__)
+    best = min((name for name in found if "remat=" in name), key=seconds.__getitem__)
+    peer = min((name for name in found if name.startswith(TORCH)), key=seconds.__getitem__, default=None)
+    keys = "K={} {kind} {cut} {policy}".format(len(found[chosen]["cut"]), **found[chosen])
+    row: Row = {"model": model, "chosen": keys, "its step, s": seconds[chosen], "defaults": seconds["defaults"]}
+    row |= {"best typed": best, "its step": seconds[best], "chosen / best typed": seconds[chosen] / seconds[best]}
+    row |= {"torch's best": peer, "torch / chosen": peer and seconds[peer] / seconds[chosen]}
+    return row | {"contenders": found, "seconds": seconds}
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("part", choices=["gaps", "runs"])
+    options.add_argument("part", choices=["gaps", "real"])
     options.add_argument("--cases", type=int, default=100, help="of gaps (default: 100)")
     options.add_argument("--free", action="store_true", help="messages of gaps take no time, as in the bounds")
-    options.add_argument("--typed", type=int, default=8, help="pipelines typed by hand, of 21 (default: 8)")
-    options.add_argument("--steps", type=int, default=15, help="timed steps of each run (default: 15)")
-    options.add_argument("--rounds", type=int, default=2, help="of runs (default: 2)")
-    options.add_argument("--models", nargs="+", choices=REAL, default=list(REAL), help="of runs; default: all")
-    options.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+    options.add_argument("--typed", type=int, default=30, help="pipelines typed by hand, of 33 (default: 30)")
+    options.add_argument("--rounds", type=int, default=15, help="steps of each contender of real (default: 15)")
+    options.add_argument("--models", nargs="+", choices=REAL, default=list(REAL), help="of real; default: all")
+    options.add_argument("--seed", type=int, default=0, help="of the cases of gaps (default: 0)")
     given = options.parse_args()
     if given.quick:
-        given.cases, given.typed, given.steps, given.rounds, given.models = 4, 1, 2, 1, given.models[:1]
+        given.cases, given.typed, given.rounds, given.models = 4, 2, 1, ["amoebanet"]
     if given.part == "gaps":
         report(GAPS, gaps(list(answers(given.cases, given.free, given.seed))), given.output)
     else:
-        pipelines = typed(given.typed, given.seed)
-        report(STEPS, (runs(model, pipelines, given.steps, given.rounds) for model in given.models), given.output)
+        report(STEPS, (real(model, given.typed, given.rounds) for model in given.models), given.output)
 
 
 if __name__ == "__main__":

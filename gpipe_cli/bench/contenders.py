@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.mailboxes import LOCAL
+from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.schedule.instruction import COMPUTE
 
@@ -22,6 +31,9 @@ from .throughput import PLAIN, TORCH
 from .timing import StopWatch, of_all_workers, take_turns, typical
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+OF_SEVERAL_STAGES = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+OF_SEVERAL_STAGES |= {"interleaved_1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+HALVES = ("zero_bubble", "zbv")
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,11 +82,11 @@ def contender(name: str, work: Workload) -> Step | None:
     """Builds the step of one contender on this worker; None, on all workers, where it refuses the workload.
 
     Args:
-        name: a kind of schedule of the engine, or one of ``work.lists``; "torch gpipe", "torch 1f1b" or "torch
-            interleaved"; or "plain": one device runs all layers, while the other workers wait.
+        name: a kind of schedule of the engine, or one of ``work.lists``; "torch " and one of `SCHEDULES` or
+            `OF_SEVERAL_STAGES`; or "plain": one device runs all layers, while the other workers wait.
     """
     kind = name.removeprefix(TORCH)
-    cells = 2 * work.K if kind.startswith("interleaved") else work.K
+    cells = 2 * work.K if kind.startswith("interleaved") or kind == "zbv" else work.K
     kind, cells, policy = work.lists.get(name, (kind, cells, work.remat))
     if cells not in work.cuts:
         return None
@@ -114,28 +126,47 @@ def peer_group() -> dist.ProcessGroup | None:
 def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
     """Builds the step of torch.distributed.pipelining on this worker.
 
-    Args:
-        kind: of `SCHEDULES`; with more cells than workers the schedule is the interleaved one, whatever it is called.
-
     Returns:
-        None where torch refuses: 1f1b with M < K, the interleaved schedule an M that is no multiple of K, micro-batches
-        of different sizes.
+        None where torch refuses: 1f1b with M < K, the schedules of several stages an M that is no multiple of K,
+        micro-batches of different sizes; or where it would recompute in both halves of a backward.
     """
     K, M, rank = work.K, work.M, work.rank
-    interleaved = cells > K
-    inputs, targets = mini_batch()
-    if (M % K if interleaved else kind == "1f1b" and M < K) or len(inputs) % M:
+    refused = M % K if kind in OF_SEVERAL_STAGES else kind == "1f1b" and M < K
+    if refused or EXAMPLES % M or (kind in HALVES and work.remat != "never"):
         return None
     module = nn.Sequential if work.remat == "never" else _Checkpointed
-    stages = [
-        PipelineStage(module(*work.layers(cells, cell)), cell, cells, CPU, group=peer_group())
-        for cell in range(rank, cells, K)
-    ]
+    own = {cell: module(*work.layers(cells, cell, kind in HALVES)) for cell in stages_of(kind, rank, cells, K)}
+    return scheduled(kind, own, cells, rank, *mini_batch(), M, squared_sum)
+
+
+def stages_of(kind: str, rank: int, cells: int, workers: int) -> list[int]:
+    """Returns the stages that lie on a worker: round robin, for ZBV in a V."""
+    return [rank, cells - 1 - rank] if kind == "zbv" else [*range(rank, cells, workers)]
+
+
+def scheduled(
+    kind: str,
+    own: Mapping[int, nn.Module],
+    cells: int,
+    rank: int,
+    inputs: Tensor | Tensors,
+    target: Tensor,
+    M: int,
+    loss: Callable[[Any, Tensor], Tensor],
+) -> Step:
+    """Builds the step of one of torch's schedules on this worker.
+
+    Args:
+        own: the modules of this worker's stages, of so many ``cells``.
+        inputs, target: the mini-batch.
+        loss: of the last stage's outputs for a micro-batch, a sum.
+    """
+    stages = [PipelineStage(module, cell, cells, CPU, group=peer_group()) for cell, module in own.items()]
     schedule: Any
-    if interleaved:
-        schedule = ScheduleInterleaved1F1B([*stages], M, squared_sum, scale_grads=False)
+    if kind in OF_SEVERAL_STAGES:
+        schedule = OF_SEVERAL_STAGES[kind]([*stages], M, loss, scale_grads=False)
     else:
-        schedule = SCHEDULES[kind](stages[0], M, squared_sum, scale_grads=False)
-    mine = (inputs,) if rank == 0 else ()
-    target = targets if rank == K - 1 else None
-    return lambda: schedule.step(*mine, target=target, return_outputs=False)
+        schedule = SCHEDULES[kind](stages[0], M, loss, scale_grads=False)
+    first = () if rank else (inputs,) if isinstance(inputs, Tensor) else inputs
+    last = target if cells - 1 in own else None
+    return lambda: schedule.step(*first, target=last, return_outputs=False)

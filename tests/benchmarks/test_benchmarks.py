@@ -16,7 +16,7 @@ from benchmarks.kept_graphs import choices
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "chosen": "runs --quick",
+    "chosen": "real --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "kept_graphs": "--workers 2 --M 4 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
