@@ -53,7 +53,8 @@ class LocalGroup(dist.ProcessGroup):
     """
 
     def __init__(self, messenger: Messenger, rank: int, ranks: Sequence[int], channel: int, seconds: float) -> None:
-        super().__init__(rank, len(ranks))
+        # Stubs of torch before 2.15 lack this constructor.
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
         self._messenger, self._rank, self._ranks, self._channel = messenger, rank, ranks, channel
         self._seconds = seconds
 
