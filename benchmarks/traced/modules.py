@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torchvision  # type: ignore[import-untyped]
 from torch import Tensor, nn
-
-from benchmarks.traced.as_written import written
-from benchmarks.traced.subject import TracedSubject
 
 IMAGE = 64  # pixels a side, where the module takes any
 VOCABULARY, LENGTH = 96, 16
@@ -36,52 +34,51 @@ SIZES = {  # tiny; a configuration takes those that it knows
 }
 
 
-def subjects() -> list[TracedSubject]:
-    """Returns all modules: those as researchers write them, then the libraries'."""
-    return [*written, *_torchvision(), *_transformers()]
+@dataclass(frozen=True)
+class Subject:
+    """Describes one module and its inputs.
+
+    Attributes:
+        constructor: makes the module.
+        inputs: makes the input tensors of a number of examples.
+        call: the keys of model=module that say how it is called.
+    """
+
+    name: str
+    constructor: Callable[[], nn.Module]
+    inputs: Callable[[int], tuple[Tensor, ...]]
+    call: Mapping[str, Any] = field(default_factory=dict)
+
+
+def subjects() -> list[Subject]:
+    """Returns all modules, without dropout."""
+    return [*_torchvision(), *_transformers()]
 
 
 # -- torchvision -------------------------------------------------------------------------------------------------------
 
-DROPOUT = {"dropout": 0.0}
-TORCHVISION: dict[str, dict[str, Any]] = {
-    "alexnet": DROPOUT,
-    "convnext_tiny": {},
-    "densenet121": {},
-    "efficientnet_b0": DROPOUT,
-    "efficientnet_v2_s": DROPOUT,
-    "googlenet": {**DROPOUT, "init_weights": False, "aux_logits": False},
-    "inception_v3": {**DROPOUT, "init_weights": False, "aux_logits": False},
-    "maxvit_t": {},
-    "mnasnet0_5": DROPOUT,
-    "mobilenet_v2": DROPOUT,
-    "mobilenet_v3_small": DROPOUT,
-    "regnet_y_400mf": {},
-    "resnet18": {},
-    "resnext50_32x4d": {},
-    "shufflenet_v2_x0_5": {},
-    "squeezenet1_1": DROPOUT,
-    "swin_t": {},
-    "swin_v2_t": {},
-    "vgg11": DROPOUT,
-    "vit_b_16": {"image_size": 32},
-    "wide_resnet50_2": {},
-}
+TORCHVISION = (
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
+    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "resnext50_32x4d"),
+    *("shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_16", "wide_resnet50_2"),
+)
+WITHOUT_HEAD = {"init_weights": False, "aux_logits": False}
+ARGUMENTS: dict[str, dict[str, Any]] = {"googlenet": WITHOUT_HEAD, "inception_v3": WITHOUT_HEAD}
+ARGUMENTS |= {"vit_b_16": {"image_size": 32}}
 SIDES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
 
 
-def _torchvision() -> list[TracedSubject]:
-    def made(name: str, arguments: Mapping[str, Any]) -> TracedSubject:
-        constructor = partial(_without_noise, name, **arguments)
-        return TracedSubject(f"torchvision {name}", constructor, partial(_images, SIDES.get(name, IMAGE)))
+def _torchvision() -> list[Subject]:
+    return [
+        Subject(f"torchvision {name}", partial(_without_noise, name), partial(_images, SIDES.get(name, IMAGE)))
+        for name in TORCHVISION
+    ]
 
-    return [made(name, arguments) for name, arguments in TORCHVISION.items()]
 
-
-def _without_noise(name: str, **arguments: Any) -> nn.Module:
-    module: nn.Module = getattr(torchvision.models, name)(num_classes=10, **arguments)
+def _without_noise(name: str) -> nn.Module:
+    module: nn.Module = getattr(torchvision.models, name)(num_classes=10, **ARGUMENTS.get(name, {}))
     for part in module.modules():
-        if isinstance(part, torchvision.ops.StochasticDepth):
+        if isinstance(part, torchvision.ops.StochasticDepth | nn.Dropout):
             part.p = 0.0
     return module
 
@@ -124,37 +121,35 @@ EXTRA: dict[str, dict[str, Any]] = {
     "nystromformer": {"num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3},
     "deit": {"architectures": ["DeiTForImageClassification"]},
     "swin": {
+        **{key: [2, 2] for key in ("num_attention_heads", "num_heads")},
+        **dict.fromkeys(("window_size", "patch_size"), 4),
         "depths": [1, 1],
-        "num_attention_heads": [2, 2],
-        "num_heads": [2, 2],
         "embed_dim": 16,
-        "window_size": 4,
-        "patch_size": 4,
     },
     "phi3": {"original_max_position_embeddings": 64},
 }
 
 
-def _transformers() -> list[TracedSubject]:
+def _transformers() -> list[Subject]:
     try:
         import transformers
     except ImportError:
         return []
     texts = {"AutoModelForCausalLM": CAUSAL, "AutoModelForMaskedLM": MASKED}
     found = [
-        TracedSubject(f"{name}", partial(_from_config, family, name), _tokens, {"inputs": ["input_ids"]})
+        Subject(name, partial(from_config, family, name), _tokens, {"inputs": ["input_ids"]})
         for family, names in texts.items()
         for name in names
     ]
     both = {"inputs": ["input_ids", "decoder_input_ids"], "masks": {"attention_mask": "input_ids"}}
-    found += [TracedSubject(n, partial(_from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
+    found += [Subject(n, partial(from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
     vision = "AutoModelForImageClassification"
-    found += [TracedSubject(f"{n} (images)", partial(_from_config, vision, n), partial(_images, 32)) for n in IMAGES]
+    found += [Subject(f"{n} (images)", partial(from_config, vision, n), partial(_images, 32)) for n in IMAGES]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return found
 
 
-def _from_config(family: str, name: str, **more: Any) -> nn.Module:
+def from_config(family: str, name: str, **more: Any) -> nn.Module:
     """Returns a tiny module without dropout, with random weights; ``more``: further keys of its configuration."""
     import transformers
 

@@ -104,7 +104,7 @@ print(json.dumps(imported))
 
 
 def test_short_answers_import_no_slow_library() -> None:
-    """`python -m benchmarks.reliability.wrong_configurations` measures their processor time."""
+    """Half a second of processor time for an answer: torch alone would take two."""
     answers = sorted(SHORT, key=lambda words: words[0] == "bench")  # it has numpy; what it imports stays imported
     command = [sys.executable, "-c", ANSWERS, json.dumps(answers)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

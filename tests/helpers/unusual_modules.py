@@ -89,6 +89,32 @@ class HalfInside(Perceptron):
         return h.float() * self.scales[1]
 
 
+class Habits(Perceptron):
+    """Ties weights in attributes, freezes in train(), fills parts under no_grad, branches on training, makes a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.table = nn.BatchNorm1d(WIDTH), None
+        self.tied, self.turned = [self.second.weight], self.third.weight.t()
+
+    def train(self, mode: bool = True) -> Habits:
+        super().train(mode)
+        self.norm.eval()
+        self.first.bias.requires_grad_(False)
+        return self
+
+    def changed(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH) / WIDTH
+        h = self.norm(self.second(h) + self.table) + F.linear(h, self.tied[0])
+        with torch.no_grad():
+            h[:, :4] = 0.5
+        left, right = h[:, :4], h[:, 4:]
+        left.mul_(2)
+        right[:, 1] = left[:, 0]
+        return h.sin() @ self.turned if self.training else h.cos()
+
+
 # -- these are refused -------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +134,95 @@ class ChangesParameter(Perceptron):
         with torch.no_grad():
             self.second.weight.clamp_(-0.1, 0.1)
         return super().forward(x)
+
+
+class CountsCalls(Perceptron):
+    calls = 0
+
+    def changed(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(h) / self.calls
+
+
+class ReplacesBuffer(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def changed(self, h: Tensor) -> Tensor:
+        self.centre = 0.9 * self.centre + 0.1 * h.detach().mean(0)
+        return self.second(h - self.centre)
+
+
+class ChangesBuffer(ReplacesBuffer):
+    def changed(self, h: Tensor) -> Tensor:
+        self.centre[:2].mul_(0.9)
+        return self.second(h - self.centre)
+
+
+class FreezesInForward(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        self.second.requires_grad_(False)
+        return self.second(h)
+
+
+class WritesData(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        self.second.weight.data = 0.9 * self.second.weight.data
+        return self.second(h)
+
+
+class HooksParameter(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.weight.register_hook(lambda gradient: 0 * gradient)
+
+
+class HooksActivation(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return self.second(h)
+
+
+class InnerGradient(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            h = h if h.requires_grad else h.requires_grad_()
+            return h - torch.autograd.grad(self.second(h).square().sum(), h, create_graph=True)[0]
+
+
+class OwnGenerator(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(h + torch.rand(WIDTH, generator=torch.Generator().manual_seed(5)))
+
+
+class NormalisesTwice(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def changed(self, h: Tensor) -> Tensor:
+        return self.norm(self.second(self.norm(h)))
+
+
+class MergesInEvaluation(Perceptron):
+    def train(self, mode: bool = True) -> MergesInEvaluation:
+        self.second.weight.data += -1 if mode else 1
+        return super().train(mode)
+
+
+class Mapped(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return torch.func.vmap(self.second)(h)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(WIDTH))
+
+
+def spectral_norm() -> nn.Module:
+    return parametrizations.spectral_norm(nn.Linear(3, WIDTH))
 
 
 class EvenOnly(Perceptron):

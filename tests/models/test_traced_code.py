@@ -12,8 +12,7 @@ import unusual_modules
 from torch import Tensor, nn
 
 from benchmarks.traced.check import find
-from benchmarks.traced.modules import _from_config
-from benchmarks.traced.subject import TracedSubject
+from benchmarks.traced.modules import Subject, from_config
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.module import Call, Called, CallError
@@ -32,9 +31,9 @@ def line_of(code: str) -> str:
     return f"{path}, line {1 + path.read_text(encoding='utf-8').splitlines().index(code)}"
 
 
-@pytest.mark.parametrize("module", [unusual_modules.OwnBackward, unusual_modules.Recurrent, unusual_modules.HalfInside])
-def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: type[nn.Module]) -> None:
-    found = find(TracedSubject(module.__name__, module, points), CASES)
+@pytest.mark.parametrize("module", ["OwnBackward", "Recurrent", "HalfInside", "Habits"])
+def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) -> None:
+    found = find(Subject(module, getattr(unusual_modules, module), points), CASES)
     assert found.verified and found.difference < 1e-7, found  # an LSTM evaluates by the kernel of training
 
 
@@ -48,6 +47,24 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: type[nn
             "            self.second.weight.clamp_(-0.1, 0.1)",
             "here forward changes the parameter second.weight",
         ),
+        ("CountsCalls", "        self.calls += 1", "keeps calls for its next call"),
+        (
+            "ReplacesBuffer",
+            "        self.centre = 0.9 * self.centre + 0.1 * h.detach().mean(0)",
+            "replaces the buffer centre",
+        ),
+        ("ChangesBuffer", "        self.centre[:2].mul_(0.9)", "changes centre in place"),
+        ("FreezesInForward", None, "replaces the requires_grad of the parameter second."),
+        ("WritesData", None, "puts new values into `.data`"),
+        ("HooksParameter", None, "its parameter second.weight has a hook on its gradient"),
+        ("HooksActivation", None, "here the gradient of a tensor gets a hook"),
+        ("InnerGradient", None, "here forward computes a gradient"),
+        ("OwnGenerator", None, "numbers are drawn from a generator of its own"),
+        ("NormalisesTwice", None, "the BatchNorm norm is called once more"),
+        ("MergesInEvaluation", None, "its train() or eval() changes the parameter second.weight"),
+        ("Mapped", None, "a function of torch.func, as vmap, runs"),
+        ("lazy", None, "gets a shape only from the first input"),
+        ("spectral_norm", None, "as spectral_norm does"),
         ("scripted", None, "TorchScript module: name the class"),
         ("a_list", None, "named by model._target_ alone"),
     ],
@@ -71,7 +88,7 @@ def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> N
 
 def test_a_constructor_may_read_its_weights_from_a_folder(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers").AutoModelForCausalLM
-    own = _from_config("AutoModelForCausalLM", "gpt2")
+    own = from_config("AutoModelForCausalLM", "gpt2")
     own.save_pretrained(tmp_path)
     made = layers(partial(library.from_pretrained, str(tmp_path)), [("int64", [2, 8])], inputs=["input_ids"])
     held = [weight for builder in made for weight in builder.build().parameters()]
