@@ -9,7 +9,7 @@ import pytest
 import torch
 from inline_run import train_inline
 
-from benchmarks.reliability.planted_faults.run import verified
+from benchmarks.planted_faults import verified
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory import module_itself
 from gpipe_cli.factory.build import build_model, build_task

@@ -90,7 +90,7 @@ class HalfInside(Perceptron):
 
 
 class Habits(Perceptron):
-    """Ties weights in attributes, freezes in train(), fills parts under no_grad, branches on training, makes a table."""
+    """Ties weights by attributes, freezes in train(), fills parts, asks whether it trains, makes a table."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from own_module import PaddedTexts, TiedTexts, WithLoss, smoothed_loss
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.reliability.planted_faults.run import verified
+from benchmarks.planted_faults import verified
 from gpipe_cli.commands import export
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_task

@@ -9,7 +9,7 @@ import torch
 from inline_run import train_inline
 from own_plan import planned
 
-from benchmarks.reliability.planted_faults.run import verified
+from benchmarks.planted_faults import verified
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
 

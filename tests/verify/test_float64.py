@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.reliability.planted_faults.run import verified
+from benchmarks.planted_faults import verified
 from gpipe_cli.verify.plain import PlainModel
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability.planted_faults.faults import FAULTS
-from benchmarks.reliability.planted_faults.run import verified
+from benchmarks.planted_faults import FAULTS, verified
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.pipeline.buffers import BufferGuard
 from gpipe_cli.verify.compare import PASSED_BACK

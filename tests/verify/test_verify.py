@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import command
 
-from benchmarks.reliability.planted_faults.run import SUBJECT, verified
+from benchmarks.planted_faults import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.difference import Difference, Quantity

@@ -1,0 +1,484 @@
+"""Plants faults in the engine and the trainer, one at a time: what goes wrong, and what gpipe-verify must say of it.
+
+A fault is a function that takes the place of one of gpipe_cli in a worker, and gets that one as its first argument.
+`tests/verify/test_planted_faults.py` tries them all, on a small model that shows every sort of fault in seconds.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_cli.data.source import Batch, Source
+from gpipe_cli.jobs.configuration import composed, prepare
+from gpipe_cli.jobs.job import EntryPoint, launch_program
+from gpipe_cli.launch.context import Context
+from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.schedule.instruction import Op
+from gpipe_cli.tasks.base import Task
+from gpipe_cli.verify import compare as c
+from gpipe_cli.verify import run as verify
+
+# -- the subject -------------------------------------------------------------------------------------------------------
+
+VOCABULARY, WIDTH = 11, 8
+Boundary = tuple[Tensor, ...]  # x [b, t, d], mask [b, t], ids [b, t], positions [b, t]
+
+
+class WordTable(nn.Module):
+    """Maps ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [b, t] float without gradient)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, ids: Tensor) -> Boundary:
+        return self.table(ids), ids == 0, ids, torch.arange(ids.shape[1], dtype=torch.float32).expand(len(ids), -1)
+
+
+class Residual(nn.Module):
+    """Adds a branch with dropout that uses all tensors of the boundary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        x, mask, ids, positions = inputs
+        branch = torch.tanh(self.linear(x) + 0.1 * positions[..., None].to(x.dtype))
+        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), mask, ids, positions
+
+
+class Normalised(nn.Module):
+    """Normalises the channels; its output is a transposed view, with unusual strides on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        return self.norm(inputs[0].transpose(1, 2)).transpose(1, 2), *inputs[1:]
+
+
+class Classifier(nn.Module):
+    """Maps x to the logits of every word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, inputs: Boundary) -> Any:
+        return self.out(inputs[0])
+
+
+class Judge(Classifier):
+    """Passes everything on and adds an auxiliary loss in the middle of the pipeline."""
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        return inputs
+
+    def auxiliary_loss(self, outputs: Boundary, targets: Boundary) -> Tensor:
+        """Returns 0.4 times the cross-entropy of a second classifier."""
+        return 0.4 * F.cross_entropy(self.out(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
+
+
+class Counting(Residual):
+    """Changes a buffer of its own in every forward."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        self.calls += 1
+        return super().forward(inputs)
+
+
+class Dice(Residual):
+    """Draws random numbers that are not torch's."""
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        x, *rest = super().forward(inputs)
+        return x * (1 + random.random()), *rest
+
+
+def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: str = "") -> list[LayerBuilder]:
+    """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head.
+
+    Args:
+        tied: "declared": judge and head use the matrix of embed; "shared": by modules that they share.
+    """
+    made: dict[str, Any] = {"embed": WordTable, "mix_0": Residual}
+    made |= {"norm": Normalised} if batchnorm else {"mix_1": Residual}
+    made |= {"judge": Judge} if auxiliary else {}
+    made |= {"mix_2": Residual, odd or "mix_3": {"counter": Counting, "dice": Dice}.get(odd, Residual)}
+    made["head"] = Classifier
+    if tied == "shared":
+        embed, judge, head = WordTable(), Judge(), Classifier()
+        judge.out.weight = head.out.weight = embed.table.weight
+        made |= {"judge": lambda: judge, "embed": lambda: embed, "head": lambda: head}
+    ties = {"out.weight": "embed.table.weight"} if tied == "declared" else {}
+    tying = {"judge": ties, "head": ties}
+    return [LayerBuilder(name, build, tied=tying.get(name, {})) for name, build in made.items()]
+
+
+class RandomRows(Source):
+    """Yields rows of random ids, whose targets are the ids one place further; mini-batches differ in width."""
+
+    def __init__(self, batch_size: int = 16) -> None:
+        self.batch_size = batch_size
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        for number in range(position or 0, 1000):
+            yield Batch(self._rows(number, M * replicas)[replica * M : (replica + 1) * M], number + 1)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        return (Batch(self._rows(number, M), 1) for number in (1001, 1002))
+
+    def _rows(self, number: int, parts: int) -> list[MicroBatch]:
+        drawn = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, VOCABULARY, (self.batch_size, 5 + number % 2), generator=drawn)
+        return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(parts)]
+
+
+class NextWord(Task):
+    """Computes the cross-entropy of the words that are not padding."""
+
+    statistics, metrics, unit = ("right", "tokens"), ("nll",), "tokens"
+
+    def weight(self, targets: Boundary) -> float:
+        return float((targets[0] != 0).sum())
+
+    def loss(self, outputs: Boundary, targets: Boundary) -> tuple[Tensor, Tensor]:
+        (logits,), (wanted,) = outputs, targets
+        loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
+        right = ((logits.argmax(-1) == wanted) & (wanted != 0)).sum()
+        return loss, torch.stack((right, (wanted != 0).sum())).double()
+
+
+SUBJECT = (  # cell 0: embed, mix_0; cell 1: norm, judge; cell 2: mix_2, mix_3; cell 3: head
+    *(
+        f"model._target_={__name__}.layers",
+        f"data._target_={__name__}.RandomRows",
+        f"task._target_={__name__}.NextWord",
+    ),
+    *("data.batch_size=16", "pipeline.K=4", "pipeline.M=4", "pipeline.partition=[2,2,2,1]", "trainer.steps=1000"),
+    *("optimizer=adam", "lr_schedule=constant", "optimizer.lr=0.01", "trainer.gradient_clip=0.05"),
+)
+
+
+def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) -> dict[str, Any]:
+    """Returns the report of gpipe-verify.
+
+    Args:
+        words: of the command line; without pipeline.workers and pipeline.replicas all runs in this process.
+        fault: to plant; "" plants none.
+        subject: on the model, data and task of this file.
+    """
+    typed = [*(SUBJECT if subject else ()), *words]
+    apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
+    config = prepare(composed("verify", [*typed, *(() if apart else ("launch.inline=true",))])).config
+    run_dir.mkdir(parents=True, exist_ok=True)
+    job = {"settings": config, "started_at": time.time(), "fault": fault}
+    report = launch_program(EntryPoint(f"{__name__}:main", ("torch", __name__)), job, run_dir, lambda event: None)
+    assert isinstance(report, dict)
+    return report
+
+
+def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Verifies with the fault of ``config`` planted; the entry point of a worker."""
+    with planted(config["fault"]):
+        return verify.main(context, config)
+
+
+# -- the faults --------------------------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """Describes a planted fault.
+
+    Attributes:
+        holder: module or class below gpipe_cli, or the table of a step's handlers.
+        name: of the function there, or of the operation.
+        change: stands in its place; its first argument is the usual function.
+        differs: names of the quantities that must differ.
+        said: regular expression that the findings must contain.
+        words: of the command line, beside those of the subject.
+    """
+
+    holder: str
+    name: str
+    change: Callable[..., Any]
+    differs: Sequence[str]
+    said: str
+    words: Sequence[str]
+
+
+FAULTS: dict[str, Fault] = {}
+HANDLERS = "pipeline.engine:_TrainingStep.HANDLERS"
+AVERAGE = ("trainer.average=0.9",)
+BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=false")
+FP16 = ("precision=fp16", "model.batchnorm=false")
+NO_AUXILIARY = ("model.auxiliary=false", "pipeline.partition=[2,1,2,1]")  # nothing but the boundary reaches layer norm
+TIED = ("model.tied=declared", "model.batchnorm=false")
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Plants a fault inside the context; "" plants none."""
+    if not name:
+        yield
+        return
+    fault = FAULTS[name]
+    holder: Any = pkgutil.resolve_name(f"gpipe_cli.{fault.holder}")
+    if isinstance(holder, dict):
+        op = Op[fault.name]
+        patch: Any = mock.patch.dict(holder, {op: partial(fault.change, holder[op])})
+    else:
+        usual = getattr(holder, fault.name)
+        change: Any = lambda *a, **k: fault.change(usual, *a, **k)  # noqa: E731  # a method needs a function
+        patch = mock.patch.object(holder, fault.name, property(change) if isinstance(usual, property) else change)
+    with patch:
+        yield
+
+
+def fault(holder: str, name: str, *differs: str, said: str = "", words: Sequence[str] = ()) -> Callable[..., Any]:
+    """Registers the decorated function as a fault; its docstring says what goes wrong."""
+
+    def register(change: Callable[..., Any]) -> Callable[..., Any]:
+        FAULTS[change.__name__] = Fault(holder, name, change, differs, said, words)
+        return change
+
+    return register
+
+
+@fault("distributed.cells", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
+def other_weights_in_one_layer(make: Any, builder: Any, index: int, seed: int, device: Any) -> Any:
+    """Draws the weights of one layer by another seed."""
+    return make(builder, index, seed + (index == 5), device)
+
+
+@fault("trainer.update", "load_layer", c.RESUMED, said=r"layer mix_3 \(cell 2\)")
+def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
+    """Restores a layer from the file of another one of the same shape."""
+    return load(info, "mix_2" if name == "mix_3" else name)
+
+
+@fault(
+    *("checkpoint.lr_schedule_state:LRScheduleState", "restore", c.RATES),
+    said="step 5",
+    words=("lr_schedule.warmup_steps=20",),
+)
+def resumed_with_the_first_rate(restore: Any, state: Any, saved: Any) -> None:
+    """Begins the learning rate schedule anew in a resumed run."""
+
+
+@fault("trainer.update:Updater", "update", c.SKIPPED, said=r"layer norm \(cell 1\).*norm\.norm")
+def averages_updated_by_a_skipped_step(update: Any, updater: Any, report: Any, *rest: Any) -> None:
+    """Updates BatchNorm's moving averages in a step that is not finite, too."""
+    if not report.finite:
+        finish_batchnorm(updater._batchnorms, None)
+    update(updater, report, *rest)
+
+
+@fault("trainer.batches", "training_batches", c.OUTPUTS, said="layer embed.*the data source must give the same")
+def mini_batch_skipped(read: Any, *arguments: Any) -> Any:
+    """Trains on the second mini-batch first."""
+    found = read(*arguments)
+    next(found)
+    return found
+
+
+@fault("pipeline.randomness", "pack", c.SEEDS, said=r"step 2.*layer mix_0 \(cell 0\)")
+def noise_ignores_the_step(pack: Any, form: str, *numbers: int) -> Any:
+    """Draws the same masks in every step."""
+    seed_of = form == "<6q"  # kind, seed, step, replica, micro-batch, layer
+    return pack(form, *(0 if seed_of and place == 2 else number for place, number in enumerate(numbers)))
+
+
+@fault("pipeline.cell:Cell", "run_training", c.MODES, said=r"layer mix_2 \(cell 2\).*in evaluation mode")
+def cell_in_evaluation_mode(run: Any, cell: Any, *arguments: Any) -> Any:
+    """Trains cell 2 in evaluation mode, without dropout."""
+    if cell.number == 2:
+        cell.train(False)
+    return run(cell, *arguments)
+
+
+@fault(HANDLERS, "RECOMPUTE", c.GIVEN_AGAIN, c.AGAIN, said=r"inputs in recompute.*layer mix_2 \(cell 2\)")
+def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
+    """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
+    if (i.cell, i.micro_batch) == (2, 2):
+        of_both = zip(step.buffers.inputs[2, 1], step.buffers.inputs[2, 2], strict=True)
+        step.buffers.inputs[2, 2] = tuple(other.detach().requires_grad_(own.requires_grad) for other, own in of_both)
+    run(step, i)
+
+
+@fault("pipeline.batchnorm:DeferredBatchNorm", "forward", c.AGAIN, said="layer norm.*BatchNorm normalises by other")
+def recompute_by_moving_averages(forward: Any, norm: Any, x: Tensor) -> Any:
+    """Normalises by the moving averages when a micro-batch is recomputed."""
+    if norm.gathering or not norm.training:
+        return forward(norm, x)
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+@fault("distributed.batch_plan:BatchPlanCodec", "write", c.LOSS)
+def padding_counted(write: Any, codec: Any, exchange: Any, micro_batches: Any, weights: Any) -> None:
+    """Divides by the number of all tokens, padding among them."""
+    write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
+
+
+@fault("pipeline.engine:_TrainingStep", "_score", c.LOSSES, c.STATISTICS, said="outputs of all layers agree")
+def targets_of_another_micro_batch(score: Any, step: Any, outputs: Any, micro_batch: int) -> Any:
+    """Scores every micro-batch against the targets of the next."""
+    return score(step, outputs, (micro_batch + 1) % 4)
+
+
+@fault(
+    *("pipeline.engine:_TrainingStep", "_take_output_gradients", c.PASSED_BACK, c.GRADIENTS),
+    said=r"layer norm \(cell 1\)",
+    words=NO_AUXILIARY,
+)
+def boundary_gradient_halved(take: Any, step: Any, i: Any) -> tuple[Tensor, ...]:
+    """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
+    return tuple(gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i))
+
+
+@fault(HANDLERS, "WEIGHT_GRADIENT", c.GRADIENTS, said="layer mix_3", words=("pipeline.schedule=zero_bubble",))
+def weight_half_lost(run: Any, step: Any, i: Any) -> None:
+    """Loses the second half of one backward of cell 2."""
+    if (i.cell, i.micro_batch) == (2, 1):
+        step.buffers.weight_halves.pop((2, 1))
+    else:
+        run(step, i)
+
+
+@fault("pipeline.tied_parameters:TiedParameters", "_brought_to", c.GRADIENTS, said="layer embed", words=TIED)
+def tied_gradient_lost(brought_to: Any, ties: Any, owner: Any, use: Any) -> Any:
+    """Leaves out the gradient of one use of a tied parameter."""
+    return None if use.name.startswith("head") else brought_to(ties, owner, use)
+
+
+@fault(
+    *("trainer.update", "reduce_over_replicas", c.GRADIENTS, c.REPLICAS),
+    words=("pipeline.workers=1", "pipeline.replicas=2"),
+)
+def replicas_not_added_up(reduce: Any, parameters: Any, group: Any) -> None:
+    """Leaves every replica with its own gradients."""
+
+
+@fault("metrics.step_report:StepReporter", "write_norms", c.NORM)
+def norm_of_one_cell(write: Any, reporter: Any, exchange: Any, numbers: Any, squares: Tensor) -> None:
+    """Takes the norm of the last cell's gradients for that of all."""
+    only = squares.clone()
+    only[:-2] = 0  # all but the head's weight and bias
+    write(reporter, exchange, numbers, only)
+
+
+@fault("trainer.update", "scale_gradients", c.CLIPPED, said=r"layer norm \(cell 1\)")
+def clipping_forgotten_in_a_cell(scale: Any, every: Any, factor: float) -> None:
+    """Clips all cells but cell 1."""
+    scale([*every[:3], *every[7:]], factor)  # without norm.weight, norm.bias and the judge's
+
+
+@fault("trainer.training_assembly", "build_optimizer", c.STATE, said="exp_avg")
+def momentum_of_another_optimizer(make: Any, section: Any, *others: Any) -> Any:
+    """Makes the trainer's optimizer with a beta of 0.8 instead of 0.9."""
+    return make({**section, "betas": [0.8, 0.98]}, *others)
+
+
+@fault("trainer.update:Updater", "update", c.UPDATED, said="layer judge", words=(*TIED, "pipeline.workers=4"))
+def tied_value_not_sent(update: Any, updater: Any, *rest: Any) -> None:
+    """Gives the uses on other workers the owner's value before the first step only."""
+    with mock.patch.object(type(updater._ties), "spread"):
+        update(updater, *rest)
+
+
+@fault("pipeline.batchnorm:DeferredBatchNorm", "_gather", c.BUFFERS, said="layer norm", words=("data.batch_size=14",))
+def mean_of_unequal_means(gather: Any, norm: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+    """Gives micro-batches of different sizes the same weight in BatchNorm's averages."""
+    gather(norm, 1, mean, variance)
+
+
+@fault("optim.average:WeightAverage", "update", c.AVERAGES, said="weights are right, their averages", words=AVERAGE)
+def average_follows_too_slowly(update: Any, average: Any, t: int) -> None:
+    """Counts ten updates more in the decay of the average."""
+    update(average, t + 10)
+
+
+@fault("pipeline.cell:Cell", "train", c.EVALUATED, c.METRICS, said=r"layer mix_2 \(cell 2\)")
+def one_cell_evaluated_in_training_mode(train: Any, cell: Any, training: bool) -> None:
+    """Leaves dropout of cell 2 on during an evaluation."""
+    train(cell, training or cell.number == 2)
+
+
+@fault("trainer.update:Updater", "averaged_weights", c.EVALUATED, said="layer embed", words=AVERAGE)
+def weights_evaluated_in_place_of_averages(averaged: Any, updater: Any) -> Any:
+    """Evaluates the weights where their averages are asked for."""
+    return nullcontext()
+
+
+@fault("optim.average:WeightAverage", "in_place_of_weights", c.KEPT, said="layer embed", words=AVERAGE)
+@contextmanager
+def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[None]:
+    """Leaves the averages in the layers when an evaluation ends."""
+    average._exchange()
+    yield
+
+
+@fault("trainer.update:Updater", "reduce_gradients", c.GRADIENTS, said="layer head", words=FP16)
+def loss_scale_not_divided_out(reduce: Any, updater: Any, scale: float) -> None:
+    """Leaves the loss scale in the gradients."""
+    reduce(updater)
+
+
+@fault("trainer.update", "scale_gradients", c.GRADIENTS, said="layer mix_2", words=FP16)
+def loss_scale_left_in_one_layer(scale: Any, parameters: Any, factor: float) -> None:
+    """Divides the loss scale out of the gradients of all layers but one."""
+    scale(parameters if factor != 1 / 65536 else [*parameters[:7], *parameters[9:]], factor)
+
+
+@fault("pipeline.weight_casts:WeightCasts", "forget", c.USED, said="layer mix_0", words=BF16)
+def stale_weight_casts(forget: Any, casts: Any) -> None:
+    """Keeps the casts of weights from one step to the next."""
+
+
+@fault("pipeline.weight_casts:WeightCasts", "held", c.GRADIENTS, said="layer head", words=BF16)
+def weight_casts_without_a_graph(held: Any, casts: Any) -> list[Tensor]:
+    """Casts weights without a graph, so that nothing flows back to them."""
+    return [cast.detach() for cast in casts._casts or ()]
+
+
+@fault("pipeline.cell:Cell", "run_training", c.OUTPUTS, said="layer mix_0.*it depends on something", words=BF16)
+def boundary_cast_left_out(run: Any, cell: Any, *arguments: Any) -> Any:
+    """Leaves what passes between the layers of cell 0 as they return it, in float32."""
+    left_out = mock.patch("gpipe_cli.pipeline.cell.passed_on", lambda outputs, inputs, dtype: outputs)
+    with left_out if cell.number == 0 else nullcontext():
+        return run(cell, *arguments)
+
+
+@fault(
+    *("trainer.update:Updater", "reduce_gradients", c.GRADIENTS),
+    said="layer head",
+    words=(*FP16, "precision.loss_scale=1073741824"),
+)
+def overflow_ignored(reduce: Any, updater: Any, scale: float) -> None:
+    """Takes gradients that overflow float16 for its largest number."""
+    reduce(updater, scale)
+    for parameter in updater._parameters:
+        if parameter.grad is not None:
+            torch.nan_to_num_(parameter.grad)
