@@ -9,67 +9,98 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import ROOT
+from benchmarks.common import ROOT, Row
+from gpipe_cli.terminal.text import markdown_table
 
-from .part import Part, Row, Site, Skipped
-from .parts import PARTS, part_of
-from .records import DONE, FAILED, LATE, SKIPPED, Record, Records
+from .site import Site
 
-SKIPPED_CODE = 3  # exit code of the process of a part that this machine cannot run
+Records = dict[str, Row]  # by part: status, why, where, torch, date, seconds, rows
 TIMES_ON_CPU = 3  # as long a part may take on a CPU, which other work may keep busy
 LINES_KEPT = 30  # of a failed part's output
+
+
+class Part(NamedTuple):
+    """Describes a part.
+
+    Attributes:
+        entry: "module:function" of this package, imported by the part's process alone, so that what breaks there ends
+            no other part; it yields rows as they are found. With a key "ok" a row is a check.
+        limit: seconds after which it is killed; what it had found until then stays.
+    """
+
+    title: str
+    entry: str
+    limit: float
+
+
+PARTS = {  # the most important first
+    "machine": Part("the machine", "checks:machine_facts", 40),
+    "exact": Part("steps compared with a plain model, every gradient by name", "checks:exact", 120),
+    "tests": Part("every test marked gpu", "checks:tests", 90),
+    "bits": Part("the same bits at every K", "checks:bits", 90),
+    "resume": Part("begun on the GPU, gone on on the CPU, then on the GPU", "checks:resume", 90),
+    "precision": Part("the same bits at every K in 16-bit types, and compiled", "checks:precision", 150),
+    "t_6_8192_16": Part("the paper's T(6,8192,16)", "speed:measure", 60),
+    "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", "speed:measure", 70),
+    "planned": Part("planned and measured cells, bubble and memory", "checks:plans", 120),
+    "transformer_l": Part("the paper's Transformer-L, L=13", "speed:measure", 70),
+    "t_24_8192_16": Part("the paper's T(24,8192,16)", "speed:measure", 90),
+}
 
 
 def main() -> int:
     """Runs the command; returns 0 if no part failed."""
     arguments = read(sys.argv[1:])
     if arguments.rows is not None:
-        return run_here(part_of(arguments.parts[0]), arguments)
-    started, where, slower = time.monotonic(), "CPU", TIMES_ON_CPU
+        return run_here(arguments.parts[0], arguments)
+    started, where = time.monotonic(), "CPU"
     if arguments.device == "cuda":
-        where, slower = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}", 1
-    records = Records(arguments.output)
-    for part in wanted(arguments.parts, records, where):
+        where = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+    records: Records = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
+    for name in arguments.parts or open_parts(records, where):
         left = arguments.seconds - (time.monotonic() - started)
-        if left < part.seconds:
-            print(f"{part.name}: no time left; run the same command again")
+        if left < PARTS[name].limit / 2:
+            print(f"{name}: no time left; run the same command again")
             continue
-        print(f"{part.name}: {part.title} …", flush=True)
-        record = run_apart(part, arguments, min(slower * part.limit, left), where)
-        records.keep(part.name, record)
-        print(f"{part.name}: {record.status} after {record.seconds:.0f} s {record.why}", flush=True)
-    print(f"{records.path} and {records.page} are written")
-    return int(any(record.status in (FAILED, LATE) for record in records.of.values()))
+        print(f"{name}: {PARTS[name].title} …", flush=True)
+        limit = PARTS[name].limit * (1 if arguments.device == "cuda" else TIMES_ON_CPU)
+        records[name] = {"where": where, **run_apart(name, arguments, min(limit, left))}
+        write(records, arguments.output)
+        print(
+            f"{name}: {records[name]['status']} after {records[name]['seconds']} s {records[name]['why']}", flush=True
+        )
+    print(f"{arguments.output} is written, and a page beside it")
+    return int(any(record["status"] != "passed" for record in records.values()))
 
 
 def read(words: Sequence[str]) -> Namespace:
     options = ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    names = [part.name for part in PARTS]
-    options.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(names)}")
+    options.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(PARTS)}")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="sizes for tests")
     options.add_argument("--seconds", type=float, default=480, help="for all parts (default: 480)")
     options.add_argument("--output", type=Path, metavar="FILE.json", help="default: docs/gpu-results.json")
     options.add_argument("--rows", type=Path, help="run one part in this process, for its rows")
     arguments = options.parse_args(words)
-    if unknown := [name for name in arguments.parts if name not in names]:
-        options.error(f"no part {', '.join(unknown)}: use {', '.join(names)}")
+    if not PARTS.keys() >= {*arguments.parts}:
+        options.error(f"the parts are {', '.join(PARTS)}")
     folder = "docs" if arguments.device == "cuda" else "build"  # docs/ is for what ran on a GPU
     arguments.output = arguments.output or ROOT / folder / "gpu-results.json"
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -77,21 +108,22 @@ def read(words: Sequence[str]) -> Namespace:
     return arguments
 
 
-def wanted(names: Sequence[str], records: Records, where: str) -> list[Part]:
-    """Returns the parts to run: named ones, else those never tried, then those that failed before."""
-    if names:
-        return [part_of(name) for name in names]
-    kept = records.of
-    open_parts = [p for p in PARTS if p.name not in kept or not kept[p.name].settles(where, torch.__version__)]
-    return sorted(open_parts, key=lambda part: part.name in kept)  # stable: in their order
+def open_parts(records: Records, where: str) -> list[str]:
+    """Returns the parts never tried on this device with this torch, then those that failed."""
+    settled = {
+        name
+        for name, record in records.items()
+        if (record["status"], record["where"], record["torch"]) == ("passed", where, torch.__version__)
+    }
+    return sorted((name for name in PARTS if name not in settled), key=lambda name: name in records)  # stable
 
 
-def run_apart(part: Part, arguments: Namespace, limit: float, where: str) -> Record:
+def run_apart(name: str, arguments: Namespace, limit: float) -> Row:
     """Runs a part in a process of its own, kills it and its children at the limit, and returns what it found."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpipe-gpu-", ignore_cleanup_errors=True) as folder:
         rows, output = Path(folder) / "rows.jsonl", Path(folder) / "output"
-        command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--rows", str(rows), "--device", arguments.device]
+        command = [sys.executable, "-m", "benchmarks.gpu", name, "--rows", str(rows), "--device", arguments.device]
         command += ["--tiny"] if arguments.tiny else []
         with output.open("wb") as file:
             process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
@@ -105,39 +137,45 @@ def run_apart(part: Part, arguments: Namespace, limit: float, where: str) -> Rec
                 process.wait()
         lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
-        said = output.read_text(errors="replace").strip().splitlines()
+        said = output.read_text(errors="replace").strip().splitlines()[-LINES_KEPT:]
     status, why = outcome(code, found, said, limit)
-    date = datetime.now(timezone.utc).date().isoformat()
-    return Record(status, where, torch.__version__, date, round(time.monotonic() - began, 1), found, why)
+    record = {"status": status, "why": why, "torch": torch.__version__, "seconds": round(time.monotonic() - began)}
+    return {**record, "date": datetime.now(timezone.utc).date().isoformat(), "rows": found}
 
 
 def outcome(code: int | None, rows: Sequence[Row], said: Sequence[str], limit: float) -> tuple[str, str]:
     """Returns the status of a part, and why."""
     if code is None:
-        return LATE, f"killed after {limit:.0f} s"
-    if code == SKIPPED_CODE:
-        return SKIPPED, said[-1] if said else ""
+        return "not finished", f"killed after {limit:.0f} s"
     if code != 0:
-        return FAILED, "\n".join(said[-LINES_KEPT:])
+        return "failed", "\n".join(said)
     wrong = sum(row.get("ok") is False for row in rows)
-    return (FAILED, f"{wrong} of {len(rows)} checks are wrong") if wrong else (DONE, "")
+    return ("failed", f"{wrong} of {len(rows)} checks are wrong") if wrong else ("passed", "")
 
 
-def run_here(part: Part, arguments: Namespace) -> int:
-    """Runs a part in this process and writes each row as it is found; returns the exit code."""
-    folder = Path(tempfile.mkdtemp(prefix="part-", dir=arguments.rows.parent))
-    try:
-        with arguments.rows.open("a", encoding="utf-8") as file:
-            for row in part.find(Site(part.name, arguments.device, arguments.tiny, folder)):
-                print(row, flush=True)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-    except Skipped as reason:
-        print(reason, flush=True)
-        return SKIPPED_CODE
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def run_here(name: str, arguments: Namespace) -> int:
+    """Runs a part in this process and writes each row as it is found."""
+    module, _, function = PARTS[name].entry.partition(":")
+    site = Site(name, arguments.device, arguments.tiny, arguments.rows.parent)
+    with arguments.rows.open("a", encoding="utf-8") as file:
+        for row in getattr(import_module(f"benchmarks.gpu.{module}"), function)(site):
+            print(json.dumps(row), file=file, flush=True)
     return 0
+
+
+def write(records: Mapping[str, Row], path: Path) -> None:
+    """Writes the JSON file, and the page, which has its name and ends in .md."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    lines = ["# What has run on a GPU"]
+    for name, record in records.items():
+        place = f"{record['where']}, torch {record['torch']}, {record['date']}, {record['seconds']} s"
+        lines += [f"## {name}", f"{PARTS[name].title}: **{record['status']}** ({place}) {record['why']}".rstrip()]
+        columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
+        lines.append(markdown_table(columns, [[row.get(key) for key in columns] for row in record["rows"]]))
+    path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from own_model import WORDS
 from processes import TORCHRUN, TRAIN, run, succeeded
 from run_files import rows
 
-from benchmarks.reliability.kills import same_end
+from benchmarks.kills import same_end
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.jobs import restarts
 from gpipe_cli.jobs.restarts import Restarts

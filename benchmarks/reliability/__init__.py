@@ -1,1 +1,0 @@
-"""Tries failures: planted faults, kills, wrong command lines."""
