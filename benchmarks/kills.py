@@ -1,9 +1,10 @@
 """Kills workers of one run at random moments, one at a time, and compares its end with that of an undisturbed run.
 
-The run trains a tiny AmoebaNet with dropout, BatchNorm and Adam on a worker for each cell, with a checkpoint after each
-step and `launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start (`starting`), during a step
-or an evaluation (`training`), or while a checkpoint is being written (`saving`). At the end all tensors of the last
-checkpoints (weights, buffers, optimizer states) and all losses must agree bit for bit; otherwise the exit code is 1.
+The run trains the model of `planted_faults.py`, with dropout, BatchNorm and Adam, on a worker for each cell, with a
+checkpoint after each step and `launch.restarts`. A worker drawn at random gets SIGKILL: while the workers start
+(`starting`), during a step or an evaluation (`training`), or while a checkpoint is being written (`saving`). At the end
+all tensors of the last checkpoints (weights, buffers, optimizer states) and all losses must agree bit for bit;
+otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.common import Row, environment, parser, report
+from benchmarks.planted_faults import SUBJECT
 from gpipe_cli.checkpoint.choose import latest
 from gpipe_cli.checkpoint.files import step_directories
 
@@ -32,9 +34,9 @@ POLL_SECONDS, PATIENCE_SECONDS = 0.002, 300.0
 MOMENTS = {"starting": 3.0, "training": 0.1, "saving": 0.0}  # seconds within which the kill comes
 COLUMNS = {**dict.fromkeys(("K", "steps", *MOMENTS), "d"), "minutes": ".1f", "same bits": ""}
 TRAIN = (
-    *(sys.executable, "-m", "gpipe_cli.commands.train", "model=amoebanet", "debug=tiny", "model.dropout=0.2"),
-    *("optimizer=adam", "optimizer.lr=0.01", "lr_schedule=constant", "lr_schedule.warmup_steps=0"),
-    *("logging.tensorboard=false", "trainer.evaluate_first=false", "checkpoint.every=1", "checkpoint.keep=1"),
+    *(sys.executable, "-m", "gpipe_cli.commands.train", *SUBJECT, "model.odd=slow", "pipeline.partition=auto"),
+    *("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0"),
+    *("checkpoint.every=1", "checkpoint.keep=1"),
 )
 
 

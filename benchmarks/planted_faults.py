@@ -116,6 +116,17 @@ class Dice(Residual):
         return x * (1 + random.random()), *rest
 
 
+class Slow(Residual):
+    """Takes so long that a kill can hit each part of a step."""
+
+    def forward(self, inputs: Boundary) -> Boundary:
+        time.sleep(0.01)
+        return super().forward(inputs)
+
+
+ODD = {"counter": Counting, "dice": Dice, "slow": Slow}
+
+
 def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: str = "") -> list[LayerBuilder]:
     """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head.
 
@@ -125,7 +136,7 @@ def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: 
     made: dict[str, Any] = {"embed": WordTable, "mix_0": Residual}
     made |= {"norm": Normalised} if batchnorm else {"mix_1": Residual}
     made |= {"judge": Judge} if auxiliary else {}
-    made |= {"mix_2": Residual, odd or "mix_3": {"counter": Counting, "dice": Dice}.get(odd, Residual)}
+    made |= {"mix_2": Residual, odd or "mix_3": ODD.get(odd, Residual)}
     made["head"] = Classifier
     if tied == "shared":
         embed, judge, head = WordTable(), Judge(), Classifier()

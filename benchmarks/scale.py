@@ -1,7 +1,5 @@
 """Measures what grows with the number of workers W, by processes that compute nothing, and extrapolates to 4,096.
 
-    python -m benchmarks.scale [--most 256]
-
 Every process joins gloo over a store that counts, as under torchrun, and exchanges as many numbers as a step's report
 has. On a few cores W processes share, so seconds of a whole exchange show the work of all of them; on a cluster each
 has cores of its own, and what counts is the busiest worker and the longest chain of messages. So the last table takes
@@ -10,19 +8,15 @@ from pairs, with as many numbers as W workers exchange, rank 0's processor secon
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import statistics
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from math import ceil, log2
-from pathlib import Path
-from tempfile import TemporaryFile
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -43,53 +37,37 @@ SIZES = (2, 8, 16, 32, 64, 128, 256)
 FAR = (16, 256, 4096)  # workers of the last table
 ROUNDS = 31
 PATIENCE = timedelta(seconds=120)
-LARGE_MODEL, DISK = 72e9, 1e9  # bytes of the 6-billion model with Adam's state; bytes a second of a worker
-COLUMNS = {
-    "workers": ",",
-    "store MB, all at once": ".3f",
-    "joined s, all at once": ".2f",
-    "store operations": ",",
-    "store MB": ".3f",
-    "joined s": ".2f",
-    "connections": "",
-    "star ms": ".2f",
-    "tree ms": ".2f",
-    "rank 0's CPU ms, star": ".2f",
-    "rank 0's CPU ms, tree": ".2f",
-}
+COLUMNS = {"workers": ",", "store MB, all at once": ".3f", "store MB": ".3f", "star ms": ".2f", "tree ms": ".2f"}
+COLUMNS |= {"rank 0's CPU ms, star": ".2f", "rank 0's CPU ms, tree": ".2f"}
 
 
-def main() -> int:
+def main() -> None:
     line = parser(__doc__)
     line.add_argument("--most", type=int, default=256, metavar="W", help="the largest number of processes")
     arguments = line.parse_args()
     torch.set_num_threads(1)
     most = min(arguments.most, 16) if arguments.quick else arguments.most
     report(COLUMNS, measured([size for size in SIZES if size <= most]), arguments.output, extrapolated)
-    return 0
 
 
-def measured(sizes: list[int]) -> Iterator[Row]:
+def measured(sizes: Sequence[int]) -> Iterator[Row]:
     """Yields the figures of each number of processes."""
     for size in sizes:
-        at_once = run_processes(size, on_demand=False, work=lambda rank, size: {})
-        at_once = {f"{name}, all at once": value for name, value in at_once.items()}
-        yield {"workers": size, **at_once, **run_processes(size, on_demand=True, work=exchange)}
+        at_once = run_processes(size, "0", lambda rank, size: {})["store MB"]
+        yield {"workers": size, "store MB, all at once": at_once, **run_processes(size, "1", exchange)}
 
 
 def exchange(rank: int, size: int) -> Row:
-    """Returns the seconds of an exchange, rank 0's share of them on its core, and the connections of the tree."""
+    """Returns the milliseconds of an exchange through rank 0 and over the tree, and rank 0's share on its core."""
     tree, group = Tree(dist.group.WORLD, 1), cast(dist.ProcessGroup, dist.group.WORLD)
     vector = torch.zeros(numbers(size), dtype=torch.float64)
-    by_tree = timed(lambda: tree.add_up(vector), tree)
-    found = {"connections": connections(), "tree ms": by_tree[0], "rank 0's CPU ms, tree": by_tree[1]}
-    by_star = timed(lambda: through_rank_0(vector, group), tree)
-    found |= {"star ms": by_star[0], "rank 0's CPU ms, star": by_star[1]}
+    of_tree, of_star = timed(lambda: tree.add_up(vector), tree), timed(lambda: through_rank_0(vector, group), tree)
+    found = {"tree ms": of_tree[0], "rank 0's CPU ms, tree": of_tree[1]}
+    found |= {"star ms": of_star[0], "rank 0's CPU ms, star": of_star[1]}
     for far in FAR if size == 2 else ():
         large = torch.zeros(numbers(far), dtype=torch.float64)
-        *_, fastest = timed(partial(tree.add_up, large), tree)
-        _, busy, _ = timed(partial(through_rank_0, large, group), tree)
-        found |= {f"hop {far}": fastest / 2, f"busy {far}": busy}
+        found[f"hop {far}"] = timed(partial(tree.add_up, large), tree)[2] / 2
+        found[f"busy {far}"] = timed(partial(through_rank_0, large, group), tree)[1]
     return found
 
 
@@ -150,100 +128,67 @@ def timed(act: Callable[[], object], tree: Tree) -> tuple[float, float, float]:
     return statistics.median(walls[1:]), statistics.median(busy[1:]), min(walls[1:])
 
 
-def connections() -> int:
-    """Returns the sockets of this process."""
-    paths = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return sum(str(path.readlink()).startswith("socket") for path in paths)
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 class CountingStore(dist.Store):
-    """Passes everything on to another store, and counts it."""
+    """Passes everything on to another store, and counts the bytes."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self._store, self.operations, self.bytes = store, 0, 0
-
-    def _counted(self, value: Any, *passed: Any) -> Any:
-        self.operations += 1
-        self.bytes += sum(len(part) for part in passed if isinstance(part, str | bytes))
-        self.bytes += len(value) if isinstance(value, bytes) else 8
-        return value
+        self._store, self.bytes = store, 0
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
-        self._counted(None, key, value)
+        self.bytes += len(key) + len(value)
 
     def get(self, key: str) -> Any:
-        return self._counted(self._store.get(key), key)
+        value = self._store.get(key)
+        self.bytes += len(key) + len(value)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta = PATIENCE) -> None:
         self._store.wait(keys, timeout)
-        self._counted(None, *keys)
+        self.bytes += sum(map(len, keys))
 
 
-def run_processes(size: int, on_demand: bool, work: Callable[[int, int], Row]) -> Row:
-    """Forks so many processes, which join gloo and do ``work``; returns rank 0's figures and those of joining."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(on_demand))
-    with TemporaryFile() as results, ExitStack() as closing:
-        ports, tell = os.pipe()
-        closing.callback(os.close, ports)
-        closing.callback(os.close, tell)
-        started = [_fork(rank, size, ports, results.fileno(), work) for rank in range(size)]
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # has threads: after the forks
-        os.write(tell, b"%05d" % server.port * size)
-        codes = [os.waitpid(process, 0)[1] for process in started]
-        if any(codes):
-            raise RuntimeError(f"{sum(map(bool, codes))} of {size} processes failed")
-        results.seek(0)
-        found: Row = json.loads(results.read())
-        return found
+def run_processes(size: int, on_demand: str, work: Callable[[int, int], Row]) -> Row:
+    """Forks so many processes, which join gloo and do ``work``; returns rank 0's figures and the store's megabytes."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = on_demand
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    fork = get_context("fork")
+    results = fork.SimpleQueue()
+    started = [fork.Process(target=_join, args=(rank, size, port, results, work)) for rank in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    if failed := sum(process.exitcode != 0 for process in started):
+        raise RuntimeError(f"{failed} of {size} processes failed")
+    found: Row = results.get()
+    return found
 
 
-def _fork(rank: int, size: int, ports: int, results: int, work: Callable[[int, int], Row]) -> int:
-    if process := os.fork():
-        return process
-    code = 1
-    try:
-        store = CountingStore(dist.TCPStore("127.0.0.1", int(os.read(ports, 5)), timeout=PATIENCE))
-        began = time.perf_counter()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
-        Tree(dist.group.WORLD, 1).add_up(torch.zeros(1))
-        mine = [time.perf_counter() - began, store.operations, store.bytes]
-        joined, operations, passed = zip(*all_gather_json(mine, dist.group.WORLD), strict=True)
-        found = {"joined s": max(joined), "store operations": sum(operations), "store MB": sum(passed) / 1e6}
-        found |= work(rank, size)
-        all_gather_json(None, dist.group.WORLD)
-        if rank == 0:
-            os.write(results, json.dumps(found).encode())
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
+def _join(rank: int, size: int, port: int, results: Any, work: Callable[[int, int], Row]) -> None:
+    store = CountingStore(dist.TCPStore("127.0.0.1", port, size, rank == 0, PATIENCE))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    Tree(dist.group.WORLD, 1).add_up(torch.zeros(1))
+    found = {"store MB": sum(all_gather_json(store.bytes, dist.group.WORLD)) / 1e6, **work(rank, size)}
+    all_gather_json(None, dist.group.WORLD)
+    if rank == 0:
+        results.put(found)
 
 
 def extrapolated(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of the table at `FAR` workers."""
-    pair, W = rows[0], rows[-1]["workers"]
-    gigabytes, seconds = rows[-1]["store MB, all at once"] / 1e3, rows[-1]["joined s"]
+    pair, W, gigabytes = rows[0], rows[-1]["workers"], rows[-1]["store MB, all at once"] / 1e3
     terms: list[tuple[str, Callable[[int], float], str]] = [
         ("exchange through rank 0, s", lambda w: (w - 1) * pair[f"busy {w}"] / 1e3, "(W-1) × CPU of a pair's rank 0"),
         ("exchange over the tree, s", lambda w: 2 * ceil(log2(w)) * pair[f"hop {w}"] / 1e3, "2·log₂W × hop of a pair"),
         ("joining, all at once: store GB", lambda w: gigabytes * (w / W) ** 3, f"W³, from {W}"),
-        ("joining on demand: store operations", lambda w: 5 * w - 4, "W addresses, 4 for each edge of the tree"),
-        ("joining on demand: s", lambda w: seconds * w / W, f"W, from {W} on these cores"),
-        ("connections of rank 0", lambda w: ceil(log2(w)) + 2, "log₂W + 2, and neighbours in the pipeline"),
         ("bookkeeping of rank 0 in a step, ms", bookkeeping, "measured, without the lines of logging.every"),
-        ("checkpoint of 72 GB: s a worker writes", lambda w: LARGE_MODEL / min(w, 128) / DISK, "those of replica 0"),
     ]
     lines = [f"| term | {' | '.join(f'{far:,}' for far in FAR)} | how |", "|---|" + "---|" * (len(FAR) + 1)]
     return lines + [f"| {name} | {' | '.join(f'{at(far):,.4g}' for far in FAR)} | {how} |" for name, at, how in terms]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
