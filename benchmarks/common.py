@@ -1,10 +1,9 @@
-"""Defines the command line, the printed table and the comparison that all benchmarks share."""
+"""Defines the command line and the printed table that all benchmarks share."""
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -60,10 +59,3 @@ def environment() -> dict[str, str]:
 def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
     """Runs a command of this clone; see `gpipe_cli.bench.workers.run_command`."""
     return workers.run_command(command, words, folder, environment(), codes)
-
-
-def slower_by(seconds: Sequence[float], reference: Sequence[float]) -> tuple[float, str]:
-    """Returns how much slower than the reference in the same round: the median as a share, and the quartiles."""
-    shares = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
-    low, middle, high = statistics.quantiles(shares, n=4)
-    return middle, f"{low:+.2%} … {high:+.2%}"

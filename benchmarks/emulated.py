@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.throughput import BACKWARD
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.bench.throughput import BACKWARD, measure
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
@@ -65,8 +64,7 @@ def rows(arguments: Namespace) -> Iterator[Row]:
     for K in arguments.K:
         settings = [setting(K, M, remat, arguments) for M in arguments.M for remat in ("never", "except_last")]
         repetitions = 1 if arguments.quick else arguments.repetitions
-        config = {"settings": settings, "repetitions": repetitions, "realtime": arguments.realtime}
-        answers = run_workers("gpipe_cli.bench.contenders:worker", K, config, ("torch.distributed.pipelining",))
+        answers = measure(settings, K, repetitions, arguments.realtime)
         for measured, found in zip(settings, answers, strict=True):
             seconds, place = found["seconds"], {"K": K, "M": measured["M"], "remat": measured["remat"]}
             for kind in kinds_on(K):

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.throughput import BACKWARD
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.bench.throughput import BACKWARD, measure
 from gpipe_cli.partition.partition import cell_costs, partition
 from gpipe_cli.schedule.schedule import most_kept, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
@@ -28,7 +27,7 @@ from gpipe_cli.schedule.simulate import cost_durations, simulate
 LAYERS = 64
 KINDS = (("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4))
 POLICIES = ("always", "keep")
-BOTH = {"schedule": "", "graphs": ".2f", "limit, s": ".3f", "step, s": ".3f", "of limit": ".3f"}
+BOTH = {"schedule": "", "limit, s": ".3f", "step, s": ".3f"}
 COLUMNS = {"W": "d", "costs": "", "memory": ".2f"}
 COLUMNS |= {f"{policy}: {title}": format_ for policy in POLICIES for title, format_ in BOTH.items()}
 COLUMNS |= {"gain simulated": ".1%", "gain": ".1%"}
@@ -78,16 +77,9 @@ def choices(seconds: Sequence[float], W: int, M: int, memory: float) -> list[Cho
 
 def setting(seconds: Sequence[float], M: int, chosen: Sequence[Choice]) -> dict[str, Any]:
     """Returns what the workers of gpipe-bench measure."""
-    pairs = list(zip(POLICIES, chosen, strict=True))
-    return {
-        "seconds": seconds,
-        "cuts": {str(len(choice.cuts)): choice.cuts for choice in chosen},
-        "M": M,
-        "remat": "",
-        "contenders": POLICIES,
-        "lists": {policy: (choice.kind, len(choice.cuts), choice.keep) for policy, choice in pairs},
-        "link": None,
-    }
+    lists = {p: (c.kind, len(c.cuts), c.keep) for p, c in zip(POLICIES, chosen, strict=True)}
+    cuts = {str(len(choice.cuts)): choice.cuts for choice in chosen}
+    return {"seconds": seconds, "cuts": cuts, "M": M, "remat": "", "contenders": POLICIES, "lists": lists, "link": None}
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:
@@ -102,20 +94,14 @@ def rows(arguments: Namespace) -> Iterator[Row]:
         chosen = [choices(layers[name], W, M, most) for name, most in cases]
         settings = [setting(layers[name], M, pair) for (name, _), pair in zip(cases, chosen, strict=True)]
         repetitions = 1 if arguments.quick else arguments.repetitions
-        config = {"settings": settings, "repetitions": repetitions, "realtime": arguments.realtime}
-        answers = run_workers("gpipe_cli.bench.contenders:worker", W, config, ("torch.distributed.pipelining",))
+        answers = measure(settings, W, repetitions, arguments.realtime)
         for (name, most), pair, found in zip(cases, chosen, answers, strict=True):
-            row: Row = {"W": W, "costs": name, "memory": most / graph}
+            row: Row = {"W": W, "costs": name, "memory": most / graph, "keep": pair[1].keep}
             steps = [found["seconds"][policy] for policy in POLICIES]
             for policy, choice, step in zip(POLICIES, pair, steps, strict=True):
-                figures = f"{choice.kind}, {len(choice.cuts) // W}", choice.graphs / graph, choice.limit, step
-                titled = zip(BOTH, (*figures, choice.limit / step), strict=True)
-                row |= {f"{policy}: {title}": figure for title, figure in titled}
-            yield row | {
-                "gain simulated": pair[0].limit / pair[1].limit - 1,
-                "gain": steps[0] / steps[1] - 1,
-                "keep": pair[1].keep,
-            }
+                figures = zip(BOTH, (f"{choice.kind}, {len(choice.cuts) // W}", choice.limit, step), strict=True)
+                row |= {f"{policy}: {title}": figure for title, figure in figures}
+            yield row | {"gain simulated": pair[0].limit / pair[1].limit - 1, "gain": steps[0] / steps[1] - 1}
 
 
 def main() -> None:
@@ -127,12 +113,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=6.0, help="work of each worker per step (default: 6)")
     options.add_argument("--realtime", action="store_true", help="go before the machine's other work (Linux, as root)")
     arguments = options.parse_args()
-    report(COLUMNS, rows(arguments), arguments.output, notes)
-
-
-def notes(rows: Sequence[Row]) -> list[str]:
-    share = min(row[f"{policy}: of limit"] for row in rows for policy in POLICIES)
-    return [f"least gain: {min(row['gain'] for row in rows):.1%}; least share of the limit: {share:.3f}"]
+    report(COLUMNS, rows(arguments), arguments.output)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ layer keeps for one micro-batch, measured by itself. With remat=never the formul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from benchmarks.common import Row, parser, report
 from gpipe_cli.bench.steps import cpu_transport, engine_step, make_cell, squared_loss
@@ -33,20 +31,19 @@ EXAMPLES = 2048  # of the mini-batch
 
 
 class Block(nn.Module):
-    """Maps x [b, t, width] to x + a feed-forward branch four times as wide; costs the same in every place."""
+    """Maps x [b, t, WIDTH] to x + a feed-forward branch four times as wide; costs the same in every place."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        inner, outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.branch = nn.Sequential(nn.LayerNorm(WIDTH), inner, nn.GELU(), outer)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(F.gelu(self.inner(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.branch(x)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def counted(known: Sequence[Tensor]) -> Iterator[tuple[Tracker, list[int]]]:
-    """Yields a counter of the bytes of tensors made inside, and its counts whenever autograd saves one.
+def counted(step: Callable[[], object], known: Sequence[Tensor]) -> tuple[int, int]:
+    """Returns the bytes of tensors that a step makes: those alive at its end, and the most when autograd saves one.
 
     Args:
         known: existing tensors, which do not count.
@@ -59,7 +56,8 @@ def counted(known: Sequence[Tensor]) -> Iterator[tuple[Tracker, list[int]]]:
         return tensor.detach()
 
     with tracker, torch.autograd.graph.saved_tensors_hooks(save, lambda kept: kept):
-        yield tracker, counts
+        result = step()  # noqa: F841  # its tensors count
+        return tracker.now, max(counts)
 
 
 def sum_of_squares(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
@@ -74,31 +72,26 @@ def worker(context: Context, config: dict[str, Any]) -> list[int]:
 
 def highest(M: int, remat: str, rank: int, K: int) -> int:
     """Returns the most bytes that a step keeps on any worker."""
-    modules = [Block(WIDTH) for _ in range(LAYERS // K)]
+    modules = [Block() for _ in range(LAYERS // K)]
     shape = (EXAMPLES // M, TOKENS, WIDTH)
     micro_batches: list[MicroBatch] = [((torch.randn(shape),), (torch.zeros(1),)) for _ in range(M)]
-    placement = tuple(range(K))
+    placement, cell = tuple(range(K)), make_cell(rank, modules)
     transport = cpu_transport(placement)
-    cell = make_cell(rank, modules)
     step = engine_step([cell], placement, rank, transport, micro_batches, "gpipe", remat, sum_of_squares)
     step()  # the first step exchanges the shapes of messages
     dist.barrier()
     known = [kept for module in modules for weight in module.parameters() for kept in (weight, weight.grad)]
     known += [tensor for inputs, targets in micro_batches for tensor in inputs + targets] if rank == 0 else []
-    with counted([tensor for tensor in known if tensor is not None]) as (_, counts):
-        step()
-    most = torch.tensor([max(counts) + step.engine.bytes_shared])
+    kept = counted(step, [tensor for tensor in known if tensor is not None])[1]
+    most = torch.tensor([kept + step.engine.bytes_shared])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def formula(K: int, M: int, remat: str) -> float:
     """Returns N·L/K without re-materialization, N + (L/K)·(N/M) with it, in bytes."""
-    x, layer = torch.randn(EXAMPLES, TOKENS, WIDTH, requires_grad=True), Block(WIDTH)
-    with counted([x, *layer.parameters()]) as (tracker, _):
-        y = layer(x)  # the next layer's input: its bytes are this layer's
-        kept = tracker.now
-        del y
+    x, layer = torch.randn(EXAMPLES, TOKENS, WIDTH, requires_grad=True), Block()
+    kept, _ = counted(lambda: layer(x), [x, *layer.parameters()])  # with the next layer's input
     boundary = EXAMPLES * TOKENS * WIDTH * 4
     return kept * LAYERS / K if remat == "never" else boundary + kept * LAYERS / K / M
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import WARM_UP, Row, parser, report, slower_by
+from benchmarks.common import WARM_UP, Row, parser, report
 from gpipe_cli.bench.steps import CPU, Step, engine_step, make_cell, plain_step
 from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.cpu import keep_freed_memory
-from gpipe_cli.micro_batch import Loss, MicroBatch
+from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.tasks.translation import TranslationTask
@@ -41,19 +41,15 @@ COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f"}
 COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
 
 
-def build_modules(sizes: dict[str, int]) -> list[nn.Module]:
-    vocabulary = sizes["vocabulary"]
-    others: dict[str, Any] = {name: size for name, size in sizes.items() if name != "vocabulary"}
-    builders = transformer(**others, source_vocabulary=vocabulary, target_vocabulary=vocabulary)
+def build_modules(vocabulary: int, **sizes: Any) -> list[nn.Module]:
+    builders = transformer(**sizes, source_vocabulary=vocabulary, target_vocabulary=vocabulary)
     return [build_layer(builder, index, 0, CPU) for index, builder in enumerate(builders)]
 
 
-def random_micro_batches(vocabulary: int, examples: int, tokens: int, M: int) -> list[MicroBatch]:
+def random_micro_batches(vocabulary: int) -> list[MicroBatch]:
     """Returns micro-batches of source, target input and target ids, without padding."""
-    ids = torch.randint(1, vocabulary, (3, examples, tokens))
-    return [
-        ((source, before), (after,)) for source, before, after in zip(*(x.tensor_split(M) for x in ids), strict=True)
-    ]
+    pieces = zip(*(x.tensor_split(M) for x in torch.randint(1, vocabulary, (3, EXAMPLES, TOKENS))), strict=True)
+    return [((source, before), (after,)) for source, before, after in pieces]
 
 
 def timed(step: Step, modules: Sequence[nn.Module]) -> float:
@@ -64,21 +60,20 @@ def timed(step: Step, modules: Sequence[nn.Module]) -> float:
     return time.process_time() - began
 
 
-def measure(
-    modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss, repetitions: int
-) -> dict[str, list[float]]:
-    """Returns the seconds of every repetition, of the plain loop and of the engine with each kind of schedule."""
+def measure(modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], repetitions: int) -> Iterator[Row]:
+    """Makes a row for the engine with each kind of schedule, beside the plain loop."""
+    loss, cell = TranslationTask().loss, make_cell(0, modules)
     steps: dict[str, Step] = {"plain": plain_step(modules, micro_batches, loss)}
-    cell = make_cell(0, modules)
     steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in KINDS}
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
-    return take_turns(turns, repetitions, WARM_UP)
-
-
-def row(kind: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    slower, quartiles = slower_by(seconds[kind], seconds["plain"])
-    medians = {name: statistics.median(seconds[of]) for name, of in (("plain, s", "plain"), ("engine, s", kind))}
-    return {"schedule": kind, **medians, "slower by": slower, "quartiles": quartiles, "seconds": seconds}
+    seconds = take_turns(turns, repetitions, WARM_UP)
+    plain, parameters = seconds["plain"], sum(p.numel() for module in modules for p in module.parameters())
+    for kind in KINDS:
+        shares = [mine / other - 1 for mine, other in zip(seconds[kind], plain, strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4)
+        row: Row = {"parameters": parameters, "schedule": kind, "plain, s": statistics.median(plain)}
+        row |= {"engine, s": statistics.median(seconds[kind]), "slower by": middle, "seconds": seconds}
+        yield row | {"quartiles": f"{low:+.2%} … {high:+.2%}"}
 
 
 def main() -> None:
@@ -92,12 +87,9 @@ def main() -> None:
 
     def rows() -> Iterator[Row]:
         for name in arguments.sizes:
-            modules = build_modules(SIZES[name])
-            micro_batches = random_micro_batches(SIZES[name]["vocabulary"], EXAMPLES, TOKENS, M)
-            seconds = measure(modules, micro_batches, TranslationTask().loss, repetitions)
-            parameters = sum(p.numel() for module in modules for p in module.parameters())
-            for kind in KINDS:
-                yield {"model": name, "parameters": parameters, **row(kind, seconds)}
+            micro_batches = random_micro_batches(SIZES[name]["vocabulary"])
+            for row in measure(build_modules(**SIZES[name]), micro_batches, repetitions):
+                yield {"model": name, **row}
 
     report(COLUMNS, rows(), arguments.output)
 

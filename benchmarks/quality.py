@@ -13,7 +13,7 @@ import math
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,17 @@ from torchvision.models import resnet18  # type: ignore[import-untyped]
 from benchmarks.common import Row, parser, report, run_command
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
-from gpipe_cli.data.source import Source, no_report
+from gpipe_cli.data.source import no_report
+from gpipe_cli.disk import read_rows
 from gpipe_cli.factory.build import build_source, build_task
-from gpipe_cli.micro_batch import MicroBatch
-from gpipe_cli.tasks.base import Task
 
-MAKE_TRAIN = ("pipeline.remat=never", "pipeline.schedule=zero_bubble")
 JOBS = {
-    "transformer": ("model=transformer", "pipeline.K=16", *MAKE_TRAIN),
+    "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),
     "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet",),
 }
 RATES = {"transformer": 3e-3, "transformer_lm_small": 1e-3, "amoebanet": 3e-3}  # of the plain loop: the better of two
 WARM_UP = 0.05  # share of the plain loop's time
-THREADS = 1  # two would spend processor seconds on waiting for each other
 WINDOW = 20  # steps are averaged over this part of a run
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
@@ -82,16 +79,8 @@ class TorchTranslator(nn.Module):
             table(ids) + self.places.weight[: ids.shape[1]]
             for table, ids in ((self.source, source), (self.target, target))
         )
-        answer = self.both(
-            x,
-            y,
-            tgt_mask=mask,
-            src_key_padding_mask=padding,
-            memory_key_padding_mask=padding,
-            tgt_is_causal=True,
-        )
-        logits: Tensor = self.softmax(answer)
-        return logits
+        masks = {"src_key_padding_mask": padding, "memory_key_padding_mask": padding, "tgt_mask": mask}
+        return self.softmax(self.both(x, y, **masks, tgt_is_causal=True))  # type: ignore[no-any-return]
 
 
 class TorchImages(nn.Module):
@@ -118,65 +107,53 @@ def plain_model(settings: Settings) -> nn.Module:
 
 def job(name: str, words: Sequence[str], folder: Path) -> Row:
     """Runs gpipe-train in a folder and returns its row."""
-    before = _processor_seconds()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run_command("gpipe-train", [*words, f"hydra.run.dir={folder}"])
-    seconds = _processor_seconds() - before
-    losses = [row["loss"] for row in _lines(folder / "metrics.jsonl")]
-    summary = json.loads((folder / "summary.json").read_text())
-    found = {**_lines(folder / "evaluations.jsonl")[-1]}
-    return _row(name, "gpipe-train", summary["parameters"], losses, seconds, found)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    losses = [row["loss"] for row in read_rows(folder / "metrics.jsonl")[0]]
+    parameters = json.loads((folder / "summary.json").read_text())["parameters"]
+    return _row(name, "gpipe-train", parameters, losses, seconds, read_rows(folder / "evaluations.jsonl")[0][-1])
 
 
 def plain(name: str, settings: Settings, budget: float, rate: float) -> Row:
     """Trains torch's own model for so many processor seconds and returns its row."""
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)  # two would spend processor seconds on waiting for each other
     torch.manual_seed(settings.seed)
     source, task, model = build_source(settings.data, settings.seed), build_task(settings.task), plain_model(settings)
     source.prepare(no_report)
     optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.98), weight_decay=0.01)
-    losses, began = [], time.process_time()
-    for micro_batches in _batches(source, settings.pipeline.M):
+    losses, began = list[float](), time.process_time()
+    for batch in source.train(None, settings.pipeline.M, 0, 1):
         share = (time.process_time() - began) / budget
         if share >= 1:
             break
         factor = min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * factor
-        losses.append(_step(model, task, micro_batches))
+        optimizer.param_groups[0]["lr"] = rate * factor
+        weight = sum(task.weight(targets) for _, targets in batch.micro_batches)
+        losses.append(0.0)
+        for inputs, targets in batch.micro_batches:
+            loss = task.loss((model(*inputs),), targets)[0] / weight
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            losses[-1] += float(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     seconds = time.process_time() - began
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return _row(name, f"plain loop, {rate:g}", parameters, losses, seconds, _evaluate(model, source, task))
-
-
-def _batches(source: Source, M: int) -> Iterator[Sequence[MicroBatch]]:
-    return (batch.micro_batches for batch in source.train(None, M, 0, 1))
-
-
-def _step(model: nn.Module, task: Task, micro_batches: Sequence[MicroBatch]) -> float:
-    """Adds up the gradients of a mini-batch; returns its loss."""
-    weight, total = sum(task.weight(targets) for _, targets in micro_batches), 0.0
-    for inputs, targets in micro_batches:
-        loss = task.loss((model(*inputs),), targets)[0] / weight
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        total += float(loss.detach())
-    return total
-
-
-@torch.no_grad()
-def _evaluate(model: nn.Module, source: Source, task: Task) -> dict[str, float]:
     model.eval()
     sums, weight = torch.zeros(len(task.metrics), dtype=torch.float64), 0.0
-    for batch in source.evaluation(1):
-        for inputs, targets in batch.micro_batches:
+    with torch.no_grad():
+        for inputs, targets in (pair for batch in source.evaluation(1) for pair in batch.micro_batches):
             sums += task.evaluate((model(*inputs),), targets)
             weight += task.weight(targets)
-    return task.summarize(dict(zip(task.metrics, sums.tolist(), strict=True)), weight)
+    found = task.summarize(dict(zip(task.metrics, sums.tolist(), strict=True)), weight)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _row(name, f"plain loop, {rate:g}", parameters, losses, seconds, found)
 
 
-def _row(name: str, side: str, parameters: int, losses: Sequence[float], seconds: float, found: dict[str, Any]) -> Row:
+def _row(
+    name: str, side: str, parameters: int, losses: Sequence[float], seconds: float, found: Mapping[str, Any]
+) -> Row:
     window = max(1, len(losses) // WINDOW)
 
     def at(share: float) -> float:
@@ -185,15 +162,6 @@ def _row(name: str, side: str, parameters: int, losses: Sequence[float], seconds
     row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "first": losses[0]}
     row |= {"processor seconds": seconds, "1/4": at(0.25), "1/2": at(0.5), "end": at(1.0)}
     return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:

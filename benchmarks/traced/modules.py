@@ -89,19 +89,16 @@ def _images(side: int, examples: int) -> tuple[Tensor, ...]:
 
 # -- the transformers library ------------------------------------------------------------------------------------------
 
-CAUSAL = (
+TRANSFORMERS = (
     *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neo"),
     *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mixtral", "mpt", "nemotron", "olmo"),
     *("olmo2", "olmoe", "opt", "openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
-    *("stablelm", "starcoder2", "xglm", "xlnet"),
+    *("stablelm", "starcoder2", "xglm", "xlnet", "albert", "bert", "camembert", "convbert", "deberta", "deberta-v2"),
+    *("distilbert", "electra", "ernie", "fnet", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer"),
+    *("data2vec-text", "rembert", "roberta", "roformer", "squeezebert", "xlm-roberta", "bart", "blenderbot", "m2m_100"),
+    *("marian", "mbart", "mt5", "pegasus", "t5", "beit", "deit", "dinov2", "regnet", "resnet", "swin", "vit"),
 )
-MASKED = (
-    *("albert", "bert", "camembert", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "fnet"),
-    *("megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer", "data2vec-text", "rembert", "roberta"),
-    *("roformer", "squeezebert", "xlm-roberta"),
-)
-SEQUENCES = ("bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5")
-IMAGES = ("beit", "deit", "dinov2", "regnet", "resnet", "swin", "vit")
+FAMILIES = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")  # the first that a module has
 EXPERTS = {  # a mixture of them
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
@@ -135,21 +132,28 @@ def _transformers() -> list[Subject]:
         import transformers
     except ImportError:
         return []
-    texts = {"AutoModelForCausalLM": CAUSAL, "AutoModelForMaskedLM": MASKED}
-    found = [
-        Subject(name, partial(from_config, family, name), _tokens, {"inputs": ["input_ids"]})
-        for family, names in texts.items()
-        for name in names
-    ]
-    both = {"inputs": ["input_ids", "decoder_input_ids"], "masks": {"attention_mask": "input_ids"}}
-    found += [Subject(n, partial(from_config, "AutoModelForSeq2SeqLM", n), _pairs, both) for n in SEQUENCES]
-    vision = "AutoModelForImageClassification"
-    found += [Subject(f"{n} (images)", partial(from_config, vision, n), partial(_images, 32)) for n in IMAGES]
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return found
+    return [_of_library(name) for name in TRANSFORMERS]
 
 
-def from_config(family: str, name: str, **more: Any) -> nn.Module:
+def _of_library(name: str) -> Subject:
+    family = _family(name)
+    if family == "ImageClassification":
+        return Subject(name, partial(from_config, name), partial(_images, 32))
+    if family == "Seq2SeqLM":
+        both = {"inputs": ["input_ids", "decoder_input_ids"], "masks": {"attention_mask": "input_ids"}}
+        return Subject(name, partial(from_config, name), _pairs, both)
+    return Subject(name, partial(from_config, name), _tokens, {"inputs": ["input_ids"]})
+
+
+def _family(name: str) -> str:
+    import transformers
+
+    kind = type(transformers.AutoConfig.for_model(name))
+    return next(each for each in FAMILIES if kind in getattr(transformers, f"AutoModelFor{each}")._model_mapping)
+
+
+def from_config(name: str, **more: Any) -> nn.Module:
     """Returns a tiny module without dropout, with random weights; ``more``: further keys of its configuration."""
     import transformers
 
@@ -157,7 +161,7 @@ def from_config(family: str, name: str, **more: Any) -> nn.Module:
     known = {key: value for key, value in SIZES.items() if key in vars(usual) or key in usual.attribute_map}
     without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
     config = transformers.AutoConfig.for_model(name, **{**known, **without, **EXTRA.get(name, {}), **more})
-    module: nn.Module = getattr(transformers, family).from_config(config)
+    module: nn.Module = getattr(transformers, f"AutoModelFor{_family(name)}").from_config(config)
     return module
 
 

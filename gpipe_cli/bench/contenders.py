@@ -1,9 +1,11 @@
-"""Runs a workload by every contender: the engine, a plain loop and torch.distributed.pipelining."""
+"""Counts the paper's models, and runs a workload by the engine, a plain loop and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from math import prod
+from statistics import median
 from typing import Any, cast
 
 import torch
@@ -19,21 +21,46 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_cli.distributed.values import all_gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.mailboxes import LOCAL
 from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.models.amoebanet import amoebanet
+from gpipe_cli.models.transformer_lm import transformer_lm
+from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.schedule.instruction import COMPUTE
 
 from .emulated import EXAMPLES, WIDTH, Link, Workload, join_emulation, warm_up
 from .steps import CPU, EngineStep, Step, engine_step, make_cell, plain_step, split, squared_sum
 from .throughput import PLAIN, TORCH
-from .timing import StopWatch, of_all_workers, take_turns, typical
+from .timing import StopWatch, take_turns
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 OF_SEVERAL_STAGES = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 OF_SEVERAL_STAGES |= {"interleaved_1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
 HALVES = ("zero_bubble", "zbv")
+TOKENS, VOCABULARY, IMAGE, CLASSES = 1024, 32000, 224, 1000
+
+
+def costs_worker(context: Context, config: dict[str, Any]) -> list[tuple[list[float], list[int]]]:
+    """Counts FLOPs and bytes behind each layer for one example, on fake tensors.
+
+    Args:
+        config: ``models``: family and sizes of each, as `ModelCosts` has them.
+    """
+    found = []
+    for family, sizes in config["models"]:
+        if family == "amoebanet":
+            L, D = sizes
+            inputs, builders = torch.randn(1, 3, IMAGE, IMAGE), amoebanet(L, D, CLASSES, IMAGE, auxiliary_head=False)
+        else:
+            (L,), inputs = sizes, torch.zeros(1, TOKENS, dtype=torch.int64)
+            builders = transformer_lm(L, 8192, 32, VOCABULARY)
+        layers = layer_costs(builders, (inputs,), "flops")
+        behind = [sum(prod(t.shape) * t.dtype.itemsize for t in layer.outputs or ()) for layer in layers]
+        found.append(([layer.cost for layer in layers], behind))
+    return found
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
@@ -73,8 +100,8 @@ def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: 
     turns = {name: partial(timed, name, step) for name, step in running.items()}
     seconds = take_turns(turns, repetitions)
     return {
-        "seconds": {name: typical(seconds.get(name)) for name in steps},
-        "cells": of_all_workers({kind: typical(steps) or 0.0 for kind, steps in spent.items()}, K),
+        "seconds": {name: median(seconds[name]) if name in seconds else None for name in steps},
+        "cells": all_gather_json({kind: median(steps or [0.0]) for kind, steps in spent.items()}, dist.group.WORLD),
     }
 
 

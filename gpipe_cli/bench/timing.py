@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
 from gpipe_cli.distributed.exchange import Exchange
-from gpipe_cli.distributed.values import all_gather_json
 
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 
@@ -57,13 +54,3 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_
             if number >= 0:
                 seconds[name].append(taken)
     return seconds
-
-
-def typical(seconds: Sequence[float] | None) -> float | None:
-    """Returns the median; None for no figures."""
-    return statistics.median(seconds) if seconds else None
-
-
-def of_all_workers(value: Any, workers: int) -> list[Any]:
-    """Returns every worker's ``value``, in the order of the ranks, on all of them, as JSON keeps it."""
-    return all_gather_json(value, dist.group.WORLD if workers > 1 else None)

@@ -34,11 +34,11 @@ Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .html,
 
 """
 MAKERS = {
-    1: "gpipe_cli.bench.tables.capacity_table:capacity_table",
-    2: "gpipe_cli.bench.tables.throughput_table:throughput_table",
-    3: "gpipe_cli.bench.tables.throughput_table:throughput_table",
-    4: "gpipe_cli.bench.tables.breakdown_table:breakdown_table",
-}
+    1: "capacity_table",
+    2: "throughput_table",
+    3: "throughput_table",
+    4: "breakdown_table",
+}  # module and function
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +70,8 @@ def parse(words: Sequence[str]) -> BenchOptions:
 def run(options: BenchOptions) -> int:
     """Measures one table, prints it and writes its files; returns the exit code."""
     assert options.table is not None
-    module, _, function = MAKERS[options.table].partition(":")
-    make: Callable[[int, BenchOptions, Callable[[str], None]], Table] = getattr(import_module(module), function)
+    name = MAKERS[options.table]
+    make: Callable[..., Table] = getattr(import_module(f"gpipe_cli.bench.tables.{name}"), name)
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,12 +86,7 @@ def run(options: BenchOptions) -> int:
         return FAILED
     seconds = time.monotonic() - began
     show(f"\n{table.title}\n\n{table.document().text()}")
-    about = {
-        "title": table.title,
-        "options": dataclasses.asdict(options),
-        "machine": machine(),
-        "seconds": round(seconds, 1),
-    }
+    about = {"options": dataclasses.asdict(options), "machine": machine(), "seconds": round(seconds, 1)}
     paths = table.write(folder, where, about)
     show(f"\n{duration(seconds)}; written: {', '.join(str(path) for path in paths)}")
     return 0

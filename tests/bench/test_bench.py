@@ -13,7 +13,7 @@ from processes import command, succeeded
 from gpipe_cli.bench.capacity import OverBudget, attempt
 from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.tables.capacity_table import search
-from gpipe_cli.bench.throughput import ModelCosts, PaperModel, Setting
+from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
@@ -34,7 +34,7 @@ def bench(folder: Path, *words: str) -> dict[str, Any]:
 
 def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:
     """Returns a setting of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
-    costs = ModelCosts(PaperModel("transformer", (3,)), (1.0,) * 8, (1000,) * 8)
+    costs = ModelCosts("transformer", (3,), (1.0,) * 8, (1000,) * 8)
     return Setting(costs, K, M, parse(["table=3", "seconds=3", *words]), linked)
 
 
@@ -49,7 +49,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     rows = {(row["K"], row["M"]): row for row in figures["rows"]}
     assert set(rows) == {(2, 1), (2, 2)}
     assert rows[2, 1]["ours"] == 1.0
-    assert rows[2, 2]["ideal"] == pytest.approx(4 / 3)
+    assert rows[2, 2]["K·M/(M+K−1)"] == pytest.approx(4 / 3)
     assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
     assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "plain"} <= set(rows[2, 2]["seconds"])
     assert all(seconds >= rows[2, 2]["serial_seconds"] / 2 for seconds in rows[2, 2]["seconds"].values())

@@ -21,7 +21,7 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 SAMPLE = (
     *("gpt2", "bert", "xlnet", "mamba", "mixtral", pytest.param("t5", marks=pytest.mark.slow)),
-    *("torchvision squeezenet1_1", "beit (images)", "resnet (images)"),
+    *("torchvision squeezenet1_1", "beit", "resnet"),
 )
 
 

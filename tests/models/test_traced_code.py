@@ -88,7 +88,7 @@ def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> N
 
 def test_a_constructor_may_read_its_weights_from_a_folder(tmp_path: Path) -> None:
     library = pytest.importorskip("transformers").AutoModelForCausalLM
-    own = from_config("AutoModelForCausalLM", "gpt2")
+    own = from_config("gpt2")
     own.save_pretrained(tmp_path)
     made = layers(partial(library.from_pretrained, str(tmp_path)), [("int64", [2, 8])], inputs=["input_ids"])
     held = [weight for builder in made for weight in builder.build().parameters()]

@@ -18,7 +18,7 @@ from ..paper import TABLE_4
 from ..throughput import TABLES
 from ..workers import run_command
 from .table import Say, Table
-from .throughput_table import check, make_settings, measure
+from .throughput_table import check, make_settings, measured
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)
 STEPS, QUICK_STEPS = 40, 8  # of the real run
@@ -42,19 +42,13 @@ def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
         {"share of a step": name.replace("_", " "), **{title: column[name] for title, column in columns.items()}}
         for name in TABLE_4
     ]
-    return Table(
-        "table4",
-        f"Table {number}: where a training step goes (K={K}, M={M})",
-        {"share of a step": "", **dict.fromkeys(columns, ".1%")},
-        rows,
-        [
-            f"Schedule {options.schedules[0]}, remat {options.remat}; gpipe-train with {' '.join(options.train)}. "
-            "docs/run.md says what the shares are; the paper does not.",
-            "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
-        ],
-        {"columns": columns},
-        bars=columns,
-    )
+    title, formats = f"Table {number}: where a training step goes (K={K}, M={M})", dict.fromkeys(columns, ".1%")
+    said = [
+        f"Schedule {options.schedules[0]}, remat {options.remat}; gpipe-train with {' '.join(options.train)}. "
+        "docs/run.md says what the shares are; the paper does not.",
+        "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
+    ]
+    return Table("table4", title, {"share of a step": "", **formats}, rows, said, {"columns": columns}, bars=columns)
 
 
 def one(values: list[int] | None, key: str, default: int) -> int:
@@ -66,15 +60,13 @@ def one(values: list[int] | None, key: str, default: int) -> int:
 
 def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mapping[str, float]]:
     """Returns the shares by the name of the model."""
-    kind, placement = options.schedules[0], tuple(range(K))
-    settings = make_settings(TABLES[2], options, [(K, M)], say)
+    kind, placement, found = options.schedules[0], tuple(range(K)), dict[str, Mapping[str, float]]()
     lists = schedule(kind, placement, M, kept_graphs(options.remat, K, M))
-    return {
-        setting.costs.model.name: mean_breakdown(
-            lists, placement, found["cells"], [0.0] * K, found["seconds"][kind]
-        ).shares()
-        for setting, found in zip(settings, measure(settings, options, say), strict=True)
-    }
+    settings = make_settings(TABLES[2], options, [(K, M)], say)
+    for setting, steps in zip(settings, measured(settings, options, say), strict=True):
+        shares = mean_breakdown(lists, placement, steps["cells"], [0.0] * K, steps["seconds"][kind]).shares()
+        found[setting.costs.name] = shares
+    return found
 
 
 def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:

@@ -7,7 +7,7 @@ for each other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.launch.report import WorkerOutOfMemory
@@ -41,6 +41,9 @@ COLUMNS = dict.fromkeys(("model", "devices", "how", "paper: size", "paper: param
 COLUMNS |= {"its GB a device": ".3f", "of": ".3f", "fits": "", "ours: size": "", "ours: parameters": ""}
 
 
+Row = dict[str, Any]
+
+
 def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
     """Makes rows by the planner, then rows by real steps.
 
@@ -50,78 +53,67 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         CommandFailed: gpipe-plan refused.
     """
     budget = options.memory and parse_bytes(options.memory, "memory")
-    planned = [
-        plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]
+    rows = [plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]]
+    said = [
+        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter. naive: M=1, "
+        "nothing recomputed; pipeline: remat always, micro-batches of one example. docs/tables.md says more.",
+        "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
+        "largest that fits; of AmoebaNet the width D grows at the paper's L.",
     ]
-    measured = measure(budget, options, say) if budget else []
-    return Table(
-        "table1",
-        "Table 1: the largest models that fit",
-        COLUMNS,
-        [*map(planned_row, planned), *map(measured_row, measured)],
-        notes(measured),
-        {"planned": planned, "measured": measured},
-        curves_of(planned, measured),
-        axes=("devices", "parameters"),
-        logarithmic=True,
-    )
+    if budget:
+        texts, width = options.batch or 32, NARROW if budget < WIDE_FROM else WIDE
+        rows += [real_row(K, naive, width, texts, budget, say) for K, naive in ROWS]
+        said.append(
+            f"Measured, {budget / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
+            f"with the gradient) of a Transformer-L with d_model {width}, {texts} texts, M={MEASURED_M} where pipelined. "
+            "All bytes of tensors alive count; a tensor beyond the budget is refused."
+        )
+    curves = curves_of(rows)
+    title, axes = "Table 1: the largest models that fit", ("devices", "parameters")
+    return Table("table1", title, COLUMNS, rows, said, curves=curves, axes=axes, logarithmic=True)
 
 
-# -- by the planner ----------------------------------------------------------------------------------------------------
-
-
-def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> dict[str, Any]:
+def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     """Plans one column of the paper's table: the paper's own size, and unless ``quick`` the largest that fits."""
     key = f"model.{GROWN[family]}"
     M, remat = (1, "never") if column.naive else (MICRO_BATCHES[family], "always")
     words = [
         *(*WORDS[family], *([f"model.L={column.sizes[0]}"] if family == "amoebanet" else [])),
-        *(f"plan.bytes_per_parameter={BYTES_PER_PARAMETER}", f"{key}={column.sizes[-1]}"),
+        *(f"plan.bytes_per_parameter={BYTES_PER_PARAMETER}", f"{key}={column.sizes[-1]}", "plan.format=json"),
         *(f"pipeline.K={column.K}", f"pipeline.M={M}", f"pipeline.remat={remat}"),
     ]
-    return {
-        "family": family,
-        "K": column.K,
-        "naive": column.naive,
-        "paper": {"sizes": column.sizes, "parameters": column.parameters},
-        "at_paper": plan(words, say),
-        "largest": None if quick else plan([*words, f"plan.grow={key}"], say),
-    }
-
-
-def plan(words: list[str], say: Say) -> dict[str, Any]:
-    """Returns the figures of gpipe-plan that table 1 needs."""
     say(f"gpipe-plan {' '.join(words)}")
-    found = json.loads(run_command("gpipe-plan", [*words, "plan.format=json"]))
-    names = ("K", "M", "remat", "parameters", "memory", "limit", "fits", "found", "weight_bytes", "activation_bytes")
-    return {name: found[name] for name in names}
+    plan = json.loads(run_command("gpipe-plan", words))
+    row: Row = {"model": family, "devices": column.K, "how": "naive" if column.naive else "pipeline", "planned": plan}
+    row |= {"paper: size": size_text(family, column.sizes), "paper: parameters": big(column.parameters)}
+    row |= {"its GB a device": plan["memory"] / GB, "of": plan["limit"] / GB, "fits": "yes" if plan["fits"] else "no"}
+    row["sizes"] = {"paper": column.parameters}
+    if not quick:
+        say(f"  and plan.grow={key}")
+        grown = json.loads(run_command("gpipe-plan", [*words, f"plan.grow={key}"]))
+        sizes = (*column.sizes[:-1], grown["found"][key])
+        row |= {"ours: size": size_text(family, sizes), "ours: parameters": big(grown["parameters"]), "grown": grown}
+        row["sizes"]["ours, planned"] = grown["parameters"]
+    return row
 
 
-def planned_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns one row by the planner: the paper's own size, and the largest that fits."""
-    family, paper, at_paper, largest = row["family"], row["paper"], row["at_paper"], row["largest"]
-    shown = {"model": family, "devices": row["K"], "how": how(row), "paper: size": size_text(family, paper["sizes"])}
-    shown |= {"paper: parameters": big(paper["parameters"]), "fits": "yes" if at_paper["fits"] else "no"}
-    shown |= {"its GB a device": at_paper["memory"] / GB, "of": at_paper["limit"] / GB}
-    if largest:
-        sizes = (*paper["sizes"][:-1], largest["found"][f"model.{GROWN[family]}"])
-        shown |= {"ours: size": size_text(family, sizes), "ours: parameters": big(largest["parameters"])}
-    return shown
-
-
-# -- by real steps -----------------------------------------------------------------------------------------------------
-
-
-def measure(budget: int, options: BenchOptions, say: Say) -> list[dict[str, Any]]:
-    """Measures one row for each of `ROWS` with so many bytes for each worker."""
-    texts, width = options.batch or 32, NARROW if budget < WIDE_FROM else WIDE
-    rows = []
-    for K, naive in ROWS:
-        M, remat = (1, "never") if naive else (min(MEASURED_M, texts), "always")
-        say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {'naive' if naive else 'pipeline'}")
-        trial = {"width": width, "texts": texts, "M": M, "remat": remat, "budget": budget}
-        rows.append({"K": K, "naive": naive, **trial, "found": search(K, trial, say)})
-    return rows
+def real_row(K: int, naive: bool, width: int, texts: int, budget: int, say: Say) -> Row:
+    """Measures the largest model that fits into so many bytes of each worker."""
+    how, M = ("naive", 1) if naive else ("pipeline", min(MEASURED_M, texts))
+    say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {how}")
+    trial = {"width": width, "texts": texts, "M": M, "remat": "never" if naive else "always", "budget": budget}
+    found = search(K, trial, say)
+    row: Row = {
+        "model": f"transformer, d_model {width}, measured",
+        "devices": K,
+        "how": how,
+        "of": budget / GB,
+        **trial,
+    }
+    if found is None:
+        return {**row, "ours: size": "not even L=1", "sizes": {}}
+    row |= {"its GB a device": found["peak"] / GB, "ours: size": f"L={found['L']}", "found": found}
+    return {**row, "ours: parameters": big(found["parameters"]), "sizes": {"ours": found["parameters"]}}
 
 
 def search(K: int, trial: dict[str, Any], say: Say) -> dict[str, Any] | None:
@@ -137,55 +129,25 @@ def search(K: int, trial: dict[str, Any], say: Say) -> dict[str, Any] | None:
         say(f"  L={L}: {found[L]['peak'] / GB:.3f} GB")
         return True
 
-    L = largest(fits)
-    return {"L": L, **found[L]} if L else None
-
-
-def largest(fits: Callable[[int], bool]) -> int:
-    """Returns the largest number that fits, 0 where 1 does not; where a number fits, so do all smaller ones."""
-    low, high = 0, 1
+    low, high = 0, 1  # where a number fits, so do all smaller ones
     while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return {"L": low, **found[low]} if low else None
 
 
-def measured_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns one row by real steps."""
-    found = row["found"]
-    shown = {"model": measured_name(row), "devices": row["K"], "how": how(row), "of": row["budget"] / GB}
-    if not found:
-        return {**shown, "ours: size": "not even L=1"}
-    largest = {"ours: size": f"L={found['L']}", "ours: parameters": big(found["parameters"])}
-    return {**shown, "its GB a device": found["peak"] / GB, **largest}
-
-
-def measured_name(row: dict[str, Any]) -> str:
-    return f"transformer, d_model {row['width']}, measured"
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-def curves_of(planned: Sequence[dict[str, Any]], measured: Sequence[dict[str, Any]]) -> list[Curve]:
+def curves_of(rows: Sequence[Row]) -> list[Curve]:
     """Returns parameters over devices: the paper's, planned and measured ones, naive ones as single points."""
-    points = [(row, row["family"], "paper", "paper", row["paper"]) for row in planned]
-    points += [(row, row["family"], "ours, planned", "ours", row["largest"]) for row in planned]
-    for row in measured:
-        points.append((row, measured_name(row), "ours", "ours", row["found"]))
     lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for row, panel, label, role, figures in points:
-        if figures is not None:
-            naive = (f"{label}, naive", "peer" if role == "ours" else "limit")
-            place = (panel, *(naive if row["naive"] else (label, role)))
-            lines.setdefault(place, []).append((float(row["K"]), float(figures["parameters"])))
+    for row in rows:
+        for label, parameters in row["sizes"].items():
+            role = "paper" if label == "paper" else "ours"
+            if row["how"] == "naive":
+                label, role = f"{label}, naive", "peer" if role == "ours" else "limit"
+            lines.setdefault((row["model"], label, role), []).append((float(row["devices"]), float(parameters)))
     return [Curve(panel, label, role, found) for (panel, label, role), found in lines.items()]
-
-
-def how(row: dict[str, Any]) -> str:
-    return "naive" if row["naive"] else "pipeline"
 
 
 def size_text(family: str, sizes: Sequence[int]) -> str:
@@ -194,20 +156,3 @@ def size_text(family: str, sizes: Sequence[int]) -> str:
 
 def big(parameters: float) -> str:
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M"
-
-
-def notes(measured: Sequence[dict[str, Any]]) -> list[str]:
-    said = [
-        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter. naive: M=1, "
-        "nothing recomputed; pipeline: remat always, micro-batches of one example. docs/tables.md says more.",
-        "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
-        "largest that fits; of AmoebaNet the width D grows at the paper's L.",
-    ]
-    if measured:
-        row = measured[-1]
-        said.append(
-            f"Measured, {row['budget'] / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a "
-            f"parameter with the gradient) of a Transformer-L with d_model {row['width']}, {row['texts']} texts, "
-            f"M={row['M']} where pipelined. All bytes of tensors alive count; a tensor beyond the budget is refused."
-        )
-    return said

@@ -71,7 +71,7 @@ class Table:
         document.save(text)
         document.save(page)
         facts = {"rows": self.rows} if self.facts is None else self.facts
-        content = {**(about or {}), "notes": list(self.notes), **facts}
+        content = {"title": self.title, **(about or {}), "notes": list(self.notes), **facts}
         figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if drawing is not None:
             drawing.save(picture)

@@ -7,18 +7,18 @@ fixed, so a micro-batch takes 1/M of it. Imports no torch: worker processes meas
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
+from gpipe_cli.terminal.run_table import ideal_throughput
 
 from ...svg import Curve
 from ..options import BenchOptions
-from ..throughput import PEERS, PLAIN, TABLES, GridTable, PaperModel, Row, Setting, count_models, make_rows
-from ..workers import run_workers
+from ..throughput import PEERS, PLAIN, TABLES, GridTable, Setting, count_models, measure
 from .table import Say, Table
 
-WORKER = "gpipe_cli.bench.contenders:worker"
-PRELOAD = ("torch.distributed.pipelining",)
+Row = dict[str, Any]
 IDEAL = "K·M/(M+K−1)"
 
 
@@ -33,24 +33,14 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     check(options, protocol)
     grid = [(K, M) for K in options.grid_K for M in options.M or protocol.M]
     settings = make_settings(protocol, options, grid, say)
-    rows = make_rows(settings, measure(settings, options, say), protocol)
+    rows = make_rows(settings, measured(settings, options, say), protocol)
     others = [*options.schedules[1:], *PEERS, PLAIN]
-    others = [name for name in others if any(row["normalised"].get(name) is not None for row in rows)]
     columns = {"model": "", "K": "", "M": "", "paper": ".2f", "ours": ".2f", IDEAL: ".2f", "simulated": ".2f"}
-    columns |= {"of limit": ".2f", **dict.fromkeys(others, ".2f")}
-    shown = [
-        {**row, IDEAL: row["ideal"], "of limit": row["of_limit"], **dict.fromkeys(others), **row["normalised"]}
-        for row in rows
-    ]
-    return Table(
-        f"table{number}",
-        f"Table {number}: {protocol.title}, emulated accelerators",
-        columns,
-        shown,
-        notes(settings[0], rows),
-        {"rows": rows},
-        curves(rows, options.schedules[0]),
-    )
+    columns |= {"of limit": ".2f"}
+    columns |= {name: ".2f" for name in others if any(row.get(name) is not None for row in rows)}
+    title = f"Table {number}: {protocol.title}, emulated accelerators"
+    said, found = notes(settings[0], rows), curves(rows, options.schedules[0])
+    return Table(f"table{number}", title, columns, rows, said, curves=found)
 
 
 def check(options: BenchOptions, protocol: GridTable) -> None:
@@ -74,27 +64,55 @@ def make_settings(
         ConfigurationError: more cells than layers.
     """
     say("counting the models' FLOPs on fake tensors")
-    counted = count_models([PaperModel(family, protocol.sizes[family]) for family in options.models])
+    counted = count_models({family: protocol.sizes[family] for family in options.models})
     for costs in counted:
         if (most := max(K for K, _ in grid)) > len(costs.costs):
-            raise ConfigurationError(f"K={most}: {costs.model.name} has {len(costs.costs)} layers, one for each cell")
+            raise ConfigurationError(f"K={most}: {costs.name} has {len(costs.costs)} layers, one for each cell")
     return [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
 
 
-def measure(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Row]:
-    """Measures with one set of processes for each K: in each setting the contenders take turns.
-
-    Returns:
-        What `contenders.worker` returns, for each setting.
-    """
-    measured: dict[int, Row] = {}
+def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Row]:
+    """Measures with one set of processes for each K; returns what `contenders.worker` does, for each setting."""
+    found: dict[int, Row] = {}
     for K in sorted({setting.K for setting in settings}):
         numbers = [number for number, setting in enumerate(settings) if setting.K == K]
         say(f"K={K}: {len(numbers)} settings, timed steps of each contender: {options.timed_steps}")
         configs = [settings[number].config() for number in numbers]
-        config = {"settings": configs, "repetitions": options.timed_steps, "realtime": options.realtime}
-        measured |= dict(zip(numbers, run_workers(WORKER, K, config, PRELOAD), strict=True))
-    return [measured[number] for number in range(len(settings))]
+        found |= dict(zip(numbers, measure(configs, K, options.timed_steps, options.realtime), strict=True))
+    return [found[number] for number in range(len(settings))]
+
+
+def make_rows(settings: Sequence[Setting], found: Sequence[Row], protocol: GridTable) -> list[Row]:
+    """Returns one row per setting, with throughput in units of the reference of each model.
+
+    The reference is the setting with the smallest K, then M, in which our first schedule was measured.
+
+    Args:
+        found: of each setting the seconds of a step by contender, as ``seconds``.
+    """
+    rows = []
+    for setting, steps in zip(settings, (facts["seconds"] for facts in found), strict=True):
+        kind, limit = setting.options.schedules[0], setting.limit(setting.options.schedules[0])
+        same = [(s, facts["seconds"]) for s, facts in zip(settings, found, strict=True) if s.costs is setting.costs]
+        known = [pair for pair in same if pair[1].get(kind)]
+        unit, of_unit = min(known or same, key=lambda pair: (pair[0].K, pair[0].M))
+        serial = setting.serial_seconds / unit.serial_seconds
+        normalised = {name: _times(_quotient(of_unit.get(kind), taken), serial) for name, taken in steps.items()}
+        place, reference = (setting.K, setting.M), (unit.K, unit.M)
+        row: Row = {"model": setting.costs.name, "K": setting.K, "M": setting.M, "reference": reference, **normalised}
+        row |= {"paper": protocol.paper[setting.costs.family].get(place), "ours": normalised.get(kind)}
+        row |= {IDEAL: ideal_throughput(*place, reference), "of limit": _quotient(limit, steps.get(kind))}
+        row |= {"simulated": _times(_quotient(unit.limit(kind), limit), serial), "seconds": steps}
+        rows.append(row | {"limit_seconds": limit, "serial_seconds": setting.serial_seconds})
+    return rows
+
+
+def _quotient(one: float | None, other: float | None) -> float | None:
+    return one / other if one and other else None
+
+
+def _times(one: float | None, other: float) -> float | None:
+    return None if one is None else one * other
 
 
 def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
@@ -102,15 +120,10 @@ def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
     found = []
     for model, M in dict.fromkeys((row["model"], row["M"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["M"]) == (model, M)]
-        lines = [
-            (IDEAL, "ideal", [row["ideal"] for row in mine]),
-            ("simulated limit", "limit", [row["simulated"] for row in mine]),
-            ("paper", "paper", [row["paper"] for row in mine]),
-            *((name, "peer", [row["normalised"].get(name) for row in mine]) for name in PEERS),
-            (f"ours ({kind})", "ours", [row["ours"] for row in mine]),
-        ]
-        for label, role, values in lines:
-            points = [(float(row["K"]), value) for row, value in zip(mine, values, strict=True) if value is not None]
+        lines = [(IDEAL, "ideal", IDEAL), ("simulated limit", "limit", "simulated"), ("paper", "paper", "paper")]
+        lines += [*((name, "peer", name) for name in PEERS), (f"ours ({kind})", "ours", "ours")]
+        for label, role, key in lines:
+            points = [(float(row["K"]), row[key]) for row in mine if row.get(key) is not None]
             if points:
                 found.append(Curve(f"{model}, M={M}", label, role, points))
     return found
