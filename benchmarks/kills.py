@@ -72,17 +72,15 @@ def disturb(command: subprocess.Popen[bytes], run_dir: Path, kills: int) -> Coun
                 os.kill(draw.choice(workers), signal.SIGKILL)
         return len(workers) > 1
 
-    def restarts() -> list[str]:
-        return _lines(run_dir / "restarts.jsonl")
-
     def kill_once() -> str:
         """Kills a worker at a random moment and waits for the restart; returns the moment, "" if the run has ended."""
-        moment, before, saved = draw.choice(list(MOMENTS)), restarts(), step_directories(run_dir)
+        moment, saved = draw.choice(list(MOMENTS)), step_directories(run_dir)
+        before = _lines(run_dir / "restarts.jsonl")
         reached = moment == "starting" or wait(lambda: step_directories(run_dir) not in (saved, []))
         time.sleep(draw.uniform(0, MOMENTS[moment]))
         if moment == "saving":
             reached = reached and wait(lambda: any(run_dir.glob("checkpoints/*.partial")))
-        return moment if reached and wait(kill) and wait(lambda: restarts() != before) else ""
+        return moment if reached and wait(kill) and wait(lambda: _lines(run_dir / "restarts.jsonl") != before) else ""
 
     return Counter(moment for _ in range(kills) if (moment := kill_once()))
 

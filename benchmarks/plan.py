@@ -19,6 +19,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import Row, parser, report, run_command
+from gpipe_cli.disk import read_rows
 
 MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
@@ -33,7 +34,8 @@ KINDS = {  # by remat: the kinds of computation of a cell, each with its field o
 }
 WARM_UP = 4  # steps that do not count
 COLUMNS = {"model": "", "remat": "", "cell": "", "what": ""}
-COLUMNS |= {"planned": ".2f", "measured": ".2f", "planned / measured": ".3f"}
+SIDES = {"planned": ".2f", "measured": ".2f", "planned / measured": ".3f"}
+COLUMNS |= SIDES
 
 
 def planned(words: Sequence[str]) -> dict[str, Any]:
@@ -46,9 +48,8 @@ def measured(words: Sequence[str], steps: int) -> tuple[list[Row], Row]:
     """Returns the rows of metrics.jsonl of a run, without the first, and its summary."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
         run_command("gpipe-train", [*words, *RUN, f"trainer.steps={WARM_UP + steps}", f"hydra.run.dir={directory}"])
-        lines = (Path(directory) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        summary = json.loads((Path(directory) / "summary.json").read_text(encoding="utf-8"))
-    return [json.loads(line) for line in lines[WARM_UP:]], summary
+        rows, _ = read_rows(Path(directory) / "metrics.jsonl")
+        return rows[WARM_UP:], json.loads((Path(directory) / "summary.json").read_text(encoding="utf-8"))
 
 
 def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
@@ -66,21 +67,16 @@ def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
             for kind, field in kinds.items()
         }
         pairs["all of it"] = sum(one for one, _ in pairs.values()), median(sum(one.values()) for one in taken)
-        for what, (seconds, found) in pairs.items():
-            row = {"cell": cell, "what": f"{what}, ms", "planned": 1e3 * seconds, "measured": 1e3 * found}
-            yield {**row, "planned / measured": seconds / found}
+        yield from (pair(cell, f"{what}, ms", 1e3 * seconds, 1e3 * found) for what, (seconds, found) in pairs.items())
+    bubble = mean(plan["bubble"] for plan in plans)
     for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
-        found, bubble = median(step[key] for step in steps), mean(plan["bubble"] for plan in plans)
-        row = {"cell": "all", "what": what, "planned": 100 * bubble, "measured": 100 * found}
-        yield {**row, "planned / measured": bubble / found if found else None}
+        yield pair("all", what, 100 * bubble, 100 * median(step[key] for step in steps))
 
 
-def medians(rounds: Sequence[Sequence[Row]]) -> Iterator[Row]:
-    """Combines the rows of several rounds."""
-    for rows in zip(*rounds, strict=True):
-        planned, found = (median(row[side] for row in rows) for side in ("planned", "measured"))
-        share = median(row["planned / measured"] for row in rows) if found else None
-        yield {**rows[0], "planned": planned, "measured": found, "planned / measured": share}
+def pair(cell: int | str, what: str, planned: float, measured: float) -> Row:
+    """Makes a row."""
+    ratio = planned / measured if measured else None
+    return {"cell": cell, "what": what, "planned": planned, "measured": measured, "planned / measured": ratio}
 
 
 def main() -> None:
@@ -101,7 +97,9 @@ def main() -> None:
                 taken, _ = measured(words, given.steps)
                 plans.append(planned(words))
                 rounds.append(list(compare(plans[-2:], taken)))
-            yield from ({"model": model, "remat": remat, **row} for row in medians(rounds))
+            for rows in zip(*rounds, strict=True):
+                middle = {name: median(row[name] or 0.0 for row in rows) for name in SIDES}
+                yield {"model": model, "remat": remat, **rows[0], **middle}
 
     report(COLUMNS, rows(), given.output)
 

@@ -13,7 +13,7 @@ import torch
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row
 from benchmarks.kills import losses, same_end
-from benchmarks.plan import compare, measured, planned
+from benchmarks.plan import compare, measured, pair, planned
 from gpipe_cli.bench.workers import machine
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.planner.measure.this_device import measure_rates
@@ -29,8 +29,7 @@ def machine_facts(site: Site) -> Iterator[Row]:
     """Yields what the machine is and what it reaches in products and copies."""
     yield from ({"what": name, "value": value} for name, value in machine().items())
     for number in range(site.gpus):
-        found = torch.cuda.get_device_properties(number)
-        yield {"what": f"GPU {number}", "value": f"{found.name}, {found.total_memory / 1e9:.1f} GB"}
+        yield {"what": f"GPU {number}", "value": str(torch.cuda.get_device_properties(number))}
     rates = measure_rates(make_request([f"pipeline.device={site.device}"]).settings.pipeline)
     yield {"what": "products in float32, TFLOP/s", "value": rates.flops / 1e12}
     yield {"what": "products in bfloat16, TFLOP/s", "value": rates.half_flops / 1e12}
@@ -149,12 +148,5 @@ def plans(site: Site) -> Iterator[Row]:
         plan = planned(words)
         steps, summary = measured(words, 2 if site.tiny else 20)
         yield from ({"remat": remat, **row} for row in compare([plan], steps))
-        memory = plan["memory"], summary["peak_memory_bytes"]
-        row = {
-            "remat": remat,
-            "cell": "all",
-            "what": "memory, MB",
-            "planned": memory[0] / 1e6,
-            "measured": memory[1] / 1e6,
-        }
-        yield {**row, "planned / measured": memory[0] / memory[1]}
+        memory = pair("all", "memory, MB", plan["memory"] / 1e6, summary["peak_memory_bytes"] / 1e6)
+        yield {"remat": remat, **memory}

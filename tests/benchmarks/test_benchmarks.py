@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from benchmarks.chosen import answers, gaps
+from benchmarks.common import ROOT
 from benchmarks.kept_graphs import choices
 
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "chosen": "real --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
@@ -22,12 +22,10 @@ SMALL = {
     "overhead": "--sizes tiny --repetitions 2",
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
-    "reliability.kills": "--quick --K 2",
-    "preparation": "--quick --workers 2",
+    "kills": "--quick --K 2",
     "scale": "--most 4",
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
-    "reliability.wrong_configurations": "--quick",
 }
 
 
@@ -52,12 +50,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_every_benchmark_is_tried() -> None:
     folder = ROOT / "benchmarks"
-    paths = [*folder.glob("*.py"), *folder.glob("reliability/*.py")]
-    scripts = {
-        ".".join(p.relative_to(folder).with_suffix("").parts)
-        for p in paths
-        if re.search(r"def main\(\)", p.read_text())
-    }
+    scripts = {path.stem for path in folder.glob("*.py") if re.search(r"def main\(\)", path.read_text())}
     assert scripts == set(SMALL)
 
 

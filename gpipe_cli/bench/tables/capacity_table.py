@@ -65,7 +65,7 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         rows += [real_row(K, naive, width, texts, budget, say) for K, naive in ROWS]
         said.append(
             f"Measured, {budget / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
-            f"with the gradient) of a Transformer-L with d_model {width}, {texts} texts, M={MEASURED_M} where pipelined. "
+            f"with the gradient) of a Transformer-L with d_model {width}, {texts} texts, M={MEASURED_M} if pipelined. "
             "All bytes of tensors alive count; a tensor beyond the budget is refused."
         )
     curves = curves_of(rows)
