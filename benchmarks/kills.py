@@ -103,15 +103,14 @@ def same_end(one: Path, other: Path) -> bool:
     first, second = latest(one).checkpoint, latest(other).checkpoint
     assert first is not None and second is not None
     tensors = all(_bits(first.layer_path(layer)) == _bits(second.layer_path(layer)) for layer in first.layers)
-    return tensors and first.step == second.step and losses(one) == losses(other)
+    return tensors and first.step == second.step and _losses(one) == _losses(other)
 
 
 def _bits(path: Path) -> dict[str, bytes]:
     return {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in load_file(path).items()}
 
 
-def losses(run_dir: Path) -> list[float]:
-    """Returns the loss of every step."""
+def _losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in _lines(run_dir / "metrics.jsonl")]
 
 

@@ -83,22 +83,18 @@ class TorchTranslator(nn.Module):
         return self.softmax(self.both(x, y, **masks, tgt_is_causal=True))  # type: ignore[no-any-return]
 
 
-class TorchImages(nn.Module):
-    """Classifies images [b, 3, h, w], given as bytes, by torchvision's ResNet-18."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.network = resnet18(num_classes=classes)
+class FromBytes(nn.Module):
+    """Maps the bytes of images [b, 3, h, w] to numbers from -1 to 1."""
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.float() / 127.5 - 1)  # type: ignore[no-any-return]
+        return images.float() / 127.5 - 1
 
 
 def plain_model(settings: Settings) -> nn.Module:
     """Returns torch's own model of the job's size; attention is as wide as the job's."""
     model, data = settings.model, settings.data
     if "D" in model:
-        return TorchImages(model["classes"])
+        return nn.Sequential(FromBytes(), resnet18(num_classes=model["classes"]))
     sizes = model["L"], model["H"], model["A"], model["d_model"]
     if "source_vocabulary" in model:
         return TorchTranslator(*sizes, model["target_vocabulary"], 2 * data["max_length"])

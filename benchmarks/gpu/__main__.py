@@ -15,10 +15,9 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +26,8 @@ import torch
 from benchmarks.common import ROOT, Row
 from gpipe_cli.terminal.text import markdown_table
 
-from .site import Site
+from . import checks, speed
+from .checks import Site
 
 Records = dict[str, Row]  # by part: status, why, where, torch, date, seconds, rows
 TIMES_ON_CPU = 3  # as long a part may take on a CPU, which other work may keep busy
@@ -38,28 +38,25 @@ class Part(NamedTuple):
     """Describes a part.
 
     Attributes:
-        entry: "module:function" of this package, imported by the part's process alone, so that what breaks there ends
-            no other part; it yields rows as they are found. With a key "ok" a row is a check.
+        find: yields rows as they are found; with a key "ok" a row is a check.
         limit: seconds after which it is killed; what it had found until then stays.
     """
 
     title: str
-    entry: str
+    find: Callable[[Site], Iterator[Row]]
     limit: float
 
 
 PARTS = {  # the most important first
-    "machine": Part("the machine", "checks:machine_facts", 40),
-    "exact": Part("steps compared with a plain model, every gradient by name", "checks:exact", 120),
-    "tests": Part("every test marked gpu", "checks:tests", 90),
-    "bits": Part("the same bits at every K", "checks:bits", 90),
-    "resume": Part("begun on the GPU, gone on on the CPU, then on the GPU", "checks:resume", 90),
-    "precision": Part("the same bits at every K in 16-bit types, and compiled", "checks:precision", 150),
-    "t_6_8192_16": Part("the paper's T(6,8192,16)", "speed:measure", 60),
-    "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", "speed:measure", 70),
-    "planned": Part("planned and measured cells, bubble and memory", "checks:plans", 120),
-    "transformer_l": Part("the paper's Transformer-L, L=13", "speed:measure", 70),
-    "t_24_8192_16": Part("the paper's T(24,8192,16)", "speed:measure", 90),
+    "machine": Part("the machine", checks.machine_facts, 40),
+    "exact": Part("steps compared with a plain model, every gradient by name", checks.exact, 120),
+    "tests": Part("every test marked gpu", checks.tests, 90),
+    "bits": Part("the same bits at every K, in every type of numbers, and compiled", checks.bits, 200),
+    "t_6_8192_16": Part("the paper's T(6,8192,16)", speed.measure, 60),
+    "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.measure, 70),
+    "planned": Part("planned and measured cells, bubble and memory", checks.plans, 120),
+    "transformer_l": Part("the paper's Transformer-L, L=13", speed.measure, 70),
+    "t_24_8192_16": Part("the paper's T(24,8192,16)", speed.measure, 90),
 }
 
 
@@ -155,10 +152,8 @@ def outcome(code: int | None, rows: Sequence[Row], said: Sequence[str], limit: f
 
 def run_here(name: str, arguments: Namespace) -> int:
     """Runs a part in this process and writes each row as it is found."""
-    module, _, function = PARTS[name].entry.partition(":")
-    site = Site(name, arguments.device, arguments.tiny, arguments.rows.parent)
     with arguments.rows.open("a", encoding="utf-8") as file:
-        for row in getattr(import_module(f"benchmarks.gpu.{module}"), function)(site):
+        for row in PARTS[name].find(Site(name, arguments.device, arguments.tiny, arguments.rows.parent)):
             print(json.dumps(row), file=file, flush=True)
     return 0
 

@@ -5,24 +5,64 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 import gpipe_cli.conf
-from benchmarks.common import ROOT, Row
-from benchmarks.kills import losses, same_end
+from benchmarks.common import ROOT, Row, run_command
+from benchmarks.kills import same_end
 from benchmarks.plan import compare, measured, pair, planned
 from gpipe_cli.bench.workers import machine
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.planner.measure.this_device import measure_rates
 
-from .site import Site
-
 SMALL = ("debug=tiny", "logging.tensorboard=false", "trainer.samples=0")
 PRECISIONS = Path(next(iter(gpipe_cli.conf.__path__))) / "precision"
 TO_PLAN = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "model.H=4096", "model.A=16")
+AT_ONCE = 4  # commands that share a GPU where only results matter
+
+
+class Site(NamedTuple):
+    """Describes where a part runs.
+
+    Attributes:
+        part: its name.
+        device: "cuda", or "cpu" to try the parts without a GPU.
+        tiny: sizes for tests.
+        folder: a directory for the part's own use.
+    """
+
+    part: str
+    device: str
+    tiny: bool
+    folder: Path
+
+    @property
+    def gpus(self) -> int:
+        return torch.cuda.device_count() if self.device == "cuda" else 0
+
+    def run(self, command: str, words: Sequence[str], codes: Sequence[int] = (0,)) -> str:
+        """Runs a command on this site's device, in its folder, and returns its output; see `run_command`."""
+        return run_command(command, [f"pipeline.device={self.device}", *words], self.folder, codes)
+
+    def side_by_side(self, work: Callable[[Sequence[str]], Row], cases: Sequence[Sequence[str]]) -> Iterator[Row]:
+        """Does ``work`` for every case, on a GPU several at a time: nothing is timed here.
+
+        Yields the results; of a case that fails what it said last.
+        """
+
+        def attempt(case: Sequence[str]) -> Row:
+            try:
+                return work(case)
+            except (SystemExit, Exception) as error:
+                return {"what": " ".join(case), "ok": False, "why": str(error).strip().rpartition("\n")[2]}
+
+        with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as threads:
+            yield from threads.map(attempt, cases)
 
 
 def machine_facts(site: Site) -> Iterator[Row]:
@@ -65,20 +105,15 @@ def exact(site: Site) -> Iterator[Row]:
 
 
 def bits(site: Site) -> Iterator[Row]:
-    """Compares runs at K = 1, 2 and 4: all losses and weights; and one more at K=1, for kernels that vary."""
-    for model in ("transformer",) if site.tiny else ("transformer", "amoebanet"):
-        yield from _same_bits(site, f"model={model}")
-
-
-def precision(site: Site) -> Iterator[Row]:
-    """Compares runs at K = 1, 2 and 4 in the other types of numbers that this release has, and compiled."""
-    kinds = [f"precision={path.stem}" for path in sorted(PRECISIONS.glob("*.yaml")) if path.stem != "fp32"]
-    for words in kinds[:1] if site.tiny else [*kinds, "pipeline.compile=true"]:  # a compiler takes minutes on a CPU
-        yield from _same_bits(site, "model=transformer", words)
+    """Compares runs at K = 1, 2 and 4, in every type of numbers that this release has, and compiled."""
+    kinds = [f"precision={path.stem}" for path in sorted(PRECISIONS.glob("*.yaml"))]
+    cases = [("model=amoebanet",), *(("model=transformer", kind) for kind in [*kinds, "pipeline.compile=true"])]
+    for words in cases[1:2] if site.tiny else cases:
+        yield from _same_bits(site, *words)
 
 
 def _same_bits(site: Site, *words: str) -> Iterator[Row]:
-    """Yields for each K whether the run has the losses and weights of the run at K=1."""
+    """Yields for each K, and K=1 again, for kernels that vary, whether losses and weights are those of K=1."""
     shared = ["trainer.evaluate_every=null", f"trainer.steps={2 if site.tiny else 4}", "checkpoint.every=null"]
 
     def run(case: Sequence[str]) -> Row:
@@ -94,20 +129,6 @@ def _same_bits(site: Site, *words: str) -> Iterator[Row]:
             yield failed[0]
         else:
             yield {"what": other["what"], "ok": same_end(Path(first["folder"]), Path(other["folder"]))}
-
-
-def resume(site: Site) -> Iterator[Row]:
-    """Begins a run on the device, goes on on the CPU, then on the device; compares losses with an undisturbed run."""
-    shared = [*SMALL, "trainer.evaluate_every=null", "pipeline.K=2", "pipeline.workers=2"]
-    whole, moved = site.folder / "whole", site.folder / "moved"
-    site.run("gpipe-train", [*shared, "trainer.steps=6", f"hydra.run.dir={whole}"])
-    expected = losses(whole)
-    for device, steps in ((site.device, 2), ("cpu", 4), (site.device, 6)):
-        words = ["checkpoint.resume=auto", f"hydra.run.dir={moved}", f"pipeline.device={device}"]
-        site.run("gpipe-train", [*shared, *words, f"trainer.steps={steps}"])
-        found = losses(moved)
-        far = max(abs(loss / other - 1) for loss, other in zip(found, expected, strict=False))
-        yield {"on": device, "steps": len(found), "loss differs by": far, "ok": len(found) == steps}
 
 
 def tests(site: Site) -> Iterator[Row]:

@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.position import Position
 
-from .site import Site
+from .checks import Site
 
 BACKWARD = 2.0  # a backward has so many times the FLOPs of a forward
 SECONDS = 12.0  # of the steps that count, for each model

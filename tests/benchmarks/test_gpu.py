@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common import ROOT, Row
 from benchmarks.gpu.__main__ import PARTS, open_parts, outcome
-from benchmarks.gpu.site import Site
+from benchmarks.gpu.checks import Site
 
 
 @pytest.mark.slow(2)

@@ -66,7 +66,7 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         said.append(
             f"Measured, {budget / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
             f"with the gradient) of a Transformer-L with d_model {width}, {texts} texts, M={MEASURED_M} if pipelined. "
-            "All bytes of tensors alive count; a tensor beyond the budget is refused."
+            "All bytes of tensors alive count."
         )
     curves = curves_of(rows)
     title, axes = "Table 1: the largest models that fit", ("devices", "parameters")
@@ -101,8 +101,8 @@ def real_row(K: int, naive: bool, width: int, texts: int, budget: int, say: Say)
     """Measures the largest model that fits into so many bytes of each worker."""
     how, M = ("naive", 1) if naive else ("pipeline", min(MEASURED_M, texts))
     say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {how}")
-    trial = {"width": width, "texts": texts, "M": M, "remat": "never" if naive else "always", "budget": budget}
-    found = search(K, trial, say)
+    trial = {"width": width, "texts": texts, "M": M, "remat": "never" if naive else "always"}
+    found = search(K, trial, budget, say)
     row: Row = {
         "model": f"transformer, d_model {width}, measured",
         "devices": K,
@@ -116,18 +116,18 @@ def real_row(K: int, naive: bool, width: int, texts: int, budget: int, say: Say)
     return {**row, "ours: parameters": big(found["parameters"]), "sizes": {"ours": found["parameters"]}}
 
 
-def search(K: int, trial: dict[str, Any], say: Say) -> dict[str, Any] | None:
+def search(K: int, trial: Row, budget: int, say: Say) -> Row | None:
     """Returns ``L``, ``peak`` and ``parameters`` of the largest model that fits; None where not even L=1 does."""
     found: dict[int, dict[str, int]] = {}
 
     def fits(L: int) -> bool:
         try:
-            found[L] = run_workers(WORKER, K, {**trial, "L": L}, ("gpipe_cli.bench.capacity",))
-        except WorkerOutOfMemory:
-            say(f"  L={L}: does not fit")
+            tried = run_workers(WORKER, K, {**trial, "L": L}, ("gpipe_cli.bench.capacity",))
+        except WorkerOutOfMemory:  # of the machine itself
             return False
-        say(f"  L={L}: {found[L]['peak'] / GB:.3f} GB")
-        return True
+        say(f"  L={L}: {tried['peak'] / GB:.3f} GB")
+        found[L] = tried
+        return bool(tried["peak"] <= budget)
 
     low, high = 0, 1  # where a number fits, so do all smaller ones
     while fits(high):
