@@ -22,26 +22,25 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.common import WARM_UP, Row, parser, report
 from benchmarks.plan import MODELS
-from gpipe_cli.bench.contenders import scheduled, stages_of
-from gpipe_cli.bench.steps import CPU, Step, cpu_transport, engine_step, make_cell
+from gpipe_cli.bench.contenders import contender
+from gpipe_cli.bench.emulated import Workload
+from gpipe_cli.bench.steps import CPU
 from gpipe_cli.bench.throughput import TORCH
 from gpipe_cli.bench.timing import StopWatch, take_turns
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.config import PipelineConfig
+from gpipe_cli.config import PipelineConfig, Settings
 from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.planner.options import Options
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
@@ -146,53 +145,36 @@ def contenders(words: Sequence[str], number: int) -> dict[str, Row]:
     torchs = [(kind, two) for kind in ("gpipe", "1f1b", "zero_bubble")]
     torchs += [("interleaved", turns), ("zero_bubble", turns), ("zbv", four)]
     return {name: as_contender(plan) for name, plan in plans.items()} | {
-        f"{TORCH}{kind} K={plan.K}": as_contender(plan) | {"kind": kind, "peer": True} for kind, plan in torchs
+        f"{TORCH}{kind} K={plan.K}": as_contender(plan) | {"kind": kind, "policy": "never"} for kind, plan in torchs
     }
 
 
 def as_contender(plan: Plan) -> Row:
     policy = plan.remat if plan.keep is None else plan.keep
     cut, on = [cell.layers for cell in plan.cells], [cell.worker for cell in plan.cells]
-    return {"kind": plan.schedule, "cut": cut, "on": on, "policy": policy, "peer": False}
+    return {"kind": plan.schedule, "cut": cut, "on": on, "policy": policy}
 
 
-class Stage(nn.Sequential):
-    """Runs layers one after the other on the tensors of a boundary, for torch, which passes on contiguous ones only."""
+class Layers(Workload):
+    """Holds the layers of a configuration, on M micro-batches of the usual shapes."""
 
-    def forward(self, *tensors: Tensor) -> Any:
-        value = as_argument(tensors)
-        for module in self:
-            value = module(value)
-        return as_argument([tensor.contiguous() for tensor in as_tensors(value)])
+    def __init__(self, settings: Settings, rank: int) -> None:
+        M, task = settings.pipeline.M, build_task(settings.task, settings.seed)
+        sides, _ = example_micro_batch(settings, M, longest=False)
+        inputs, targets = (tuple(torch.ones(x.shape, dtype=x.dtype) for x in side) for side in sides)
+        super().__init__(rank, W, [(inputs, targets)] * M, task.loss)
+        self._builders = build_model(with_example(settings.model, inputs), settings.seed)
+
+    def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:
+        return [build_layer(self._builders[place], place, 0, CPU) for place in part]
 
 
 def worker(context: Context, config: Mapping[str, Any]) -> dict[str, float]:
     """Returns the median seconds of a step of each contender; ``config``: words, contenders and rounds."""
-    settings, rank = make_request(config["words"]).settings, context.rank
     context.init_process_group()
-    watch, M, task = StopWatch(context.rank, W), settings.pipeline.M, build_task(settings.task, settings.seed)
-    sides, _ = example_micro_batch(settings, M, longest=False)
-    inputs, targets = (tuple(torch.ones(x.shape, dtype=x.dtype) for x in side) for side in sides)
-    whole = [torch.cat([tensor] * M) for tensor in (*inputs, *targets)]
-    builders = build_model(with_example(settings.model, inputs), settings.seed)
-
-    def layers(part: range) -> list[nn.Module]:
-        return [build_layer(builders[place], place, 0, CPU) for place in part]
-
-    def loss(outputs: Any, target: Tensor) -> Tensor:
-        return task.loss(as_tensors(outputs), (target,))[0]
-
-    def made(kind: str, cut: list[int], on: list[int], policy: Any, peer: bool) -> Step:
-        parts = cell_layers(cut)
-        if peer:
-            stages = {cell: Stage(*layers(parts[cell])) for cell in stages_of(kind, rank, len(cut), W)}
-            return scheduled(kind, stages, len(cut), rank, tuple(whole[:-1]), whole[-1], M, loss)
-        cells = [make_cell(n, layers(part), part.start) for n, part in enumerate(parts) if on[n] == rank]
-        transport = cpu_transport(tuple(on))
-        return engine_step(cells, tuple(on), rank, transport, [(inputs, targets)] * M, kind, policy, task.loss)
-
-    steps = {name: made(**facts) for name, facts in config["contenders"].items()}
-    turns = {name: partial(watch.time, step) for name, step in steps.items()}
+    watch, work = StopWatch(context.rank, W), Layers(make_request(config["words"]).settings, context.rank)
+    steps = {name: contender(name, work=work, **facts) for name, facts in config["contenders"].items()}
+    turns = {name: partial(watch.time, step) for name, step in steps.items() if step is not None}
     return {name: median(seconds) for name, seconds in take_turns(turns, config["rounds"], WARM_UP).items()}
 
 

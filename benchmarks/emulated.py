@@ -19,12 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.throughput import BACKWARD, measure
+from gpipe_cli.bench.throughput import BACKWARD, TORCH, cells_of, measure
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 LAYERS = 48
-CELLS = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}  # of a worker, by kind of schedule
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
 QUICK_SERIAL_SECONDS = {1: 0.5, 4: 1.0, 32: 4.0}
 COLUMNS = {"K": "d", "M": "d", "remat": "", "schedule": "", "limit, s": ".3f", "step, s": ".3f", "of limit": ".3f"}
@@ -33,42 +32,43 @@ COLUMNS |= {"torch, s": ".3f", "torch / ours": ".3f"}
 
 def kinds_on(workers: int) -> list[str]:
     """Returns the kinds of schedule; one worker has nothing to interleave and no bubble to fill."""
-    return [kind for kind in CELLS if workers > 1 or kind in ("gpipe", "1f1b")]
+    return ["gpipe", "1f1b", *(("interleaved_1f1b", "zero_bubble") if workers > 1 else ())]
 
 
 def setting(K: int, M: int, remat: str, arguments: Namespace) -> dict[str, Any]:
     """Returns what the workers of gpipe-bench measure, with equal layers."""
     serial = QUICK_SERIAL_SECONDS if arguments.quick else SERIAL_SECONDS
     forward = (arguments.seconds or serial.get(M, 8.0)) / (1 + BACKWARD)  # of the whole mini-batch
-    return {
-        "seconds": [forward / LAYERS / M] * LAYERS,
-        "cuts": {str(cells): [LAYERS // cells] * cells for cells in (K, 2 * K)},
-        "M": M,
-        "remat": remat,
-        "contenders": [*kinds_on(K), *(f"torch {kind}" for kind in (*kinds_on(K), *(["zbv"] if K > 1 else [])))],
-        "link": None,
-    }
+    kinds = {kind: kind for kind in kinds_on(K)}
+    kinds |= {f"{TORCH}{kind}": kind for kind in (*kinds, *(["zbv"] if K > 1 else []))}
+    contenders = {name: (kind, equal_cut(kind, K), remat) for name, kind in kinds.items()}
+    return {"seconds": [forward / LAYERS / M] * LAYERS, "M": M, "contenders": contenders, "link": None}
 
 
-def limit(kind: str, K: int, measured: Mapping[str, Any]) -> float:
+def equal_cut(kind: str, K: int) -> list[int]:
+    cells = cells_of(kind, K)
+    return [LAYERS // cells] * cells
+
+
+def limit(kind: str, K: int, remat: str, measured: Mapping[str, Any]) -> float:
     """Returns the seconds of the shortest possible step."""
-    placement = tuple(range(K)) * CELLS[kind]
+    placement = tuple(cell % K for cell in range(cells_of(kind, K)))
     costs = [sum(measured["seconds"]) / len(placement)] * len(placement)
-    keep = kept_graphs(measured["remat"], len(placement), measured["M"])
-    lists = schedule(kind, placement, measured["M"], keep)
+    lists = schedule(kind, placement, measured["M"], kept_graphs(remat, len(placement), measured["M"]))
     return simulate(lists, placement, cost_durations(costs, BACKWARD)).span
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:
     """Measures with one set of processes for each K; makes one row per kind of schedule."""
     for K in arguments.K:
-        settings = [setting(K, M, remat, arguments) for M in arguments.M for remat in ("never", "except_last")]
+        cases = [(M, remat) for M in arguments.M for remat in ("never", "except_last")]
+        settings = [setting(K, M, remat, arguments) for M, remat in cases]
         repetitions = 1 if arguments.quick else arguments.repetitions
         answers = measure(settings, K, repetitions, arguments.realtime)
-        for measured, found in zip(settings, answers, strict=True):
-            seconds, place = found["seconds"], {"K": K, "M": measured["M"], "remat": measured["remat"]}
+        for (M, remat), measured, found in zip(cases, settings, answers, strict=True):
+            seconds, place = found["seconds"], {"K": K, "M": M, "remat": remat}
             for kind in kinds_on(K):
-                least, step, peer = limit(kind, K, measured), seconds[kind], seconds.get(f"torch {kind}")
+                least, step, peer = limit(kind, K, remat, measured), seconds[kind], seconds.get(f"torch {kind}")
                 row: Row = {**place, "schedule": kind, "limit, s": least, "step, s": step, "of limit": least / step}
                 yield row | {"torch, s": peer, "torch / ours": None if peer is None else peer / step}
             if zbv := seconds.get("torch zbv"):

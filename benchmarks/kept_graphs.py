@@ -77,9 +77,8 @@ def choices(seconds: Sequence[float], W: int, M: int, memory: float) -> list[Cho
 
 def setting(seconds: Sequence[float], M: int, chosen: Sequence[Choice]) -> dict[str, Any]:
     """Returns what the workers of gpipe-bench measure."""
-    lists = {p: (c.kind, len(c.cuts), c.keep) for p, c in zip(POLICIES, chosen, strict=True)}
-    cuts = {str(len(choice.cuts)): choice.cuts for choice in chosen}
-    return {"seconds": seconds, "cuts": cuts, "M": M, "remat": "", "contenders": POLICIES, "lists": lists, "link": None}
+    contenders = {p: (c.kind, c.cuts, c.keep) for p, c in zip(POLICIES, chosen, strict=True)}
+    return {"seconds": seconds, "M": M, "contenders": contenders, "link": None}
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:

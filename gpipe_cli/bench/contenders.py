@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from functools import cache, partial
 from math import prod
 from statistics import median
@@ -24,20 +24,23 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_cli.distributed.values import all_gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.mailboxes import LOCAL
-from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.schedule.instruction import COMPUTE
 
-from .emulated import EXAMPLES, WIDTH, Link, Workload, join_emulation, warm_up
-from .steps import CPU, EngineStep, Step, engine_step, make_cell, plain_step, split, squared_sum
+from .emulated import Link, SleepingWorkload, Workload, join_emulation, warm_up
+from .steps import CPU, EngineStep, Step, engine_step, make_cell, plain_step
 from .throughput import PLAIN, TORCH
 from .timing import StopWatch, take_turns
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-OF_SEVERAL_STAGES = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+OF_SEVERAL_STAGES: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 OF_SEVERAL_STAGES |= {"interleaved_1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
 HALVES = ("zero_bubble", "zbv")
 TOKENS, VOCABULARY, IMAGE, CLASSES = 1024, 32000, 224, 1000
@@ -79,18 +82,15 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: StopWatch) -> dict[str, Any]:
     """Lets the contenders of one setting take turns."""
-    cuts = {int(cells): sizes for cells, sizes in setting["cuts"].items()}
     link = None if setting["link"] is None else Link(**setting["link"])
-    rank, K = context.rank, context.world_size
-    lists = setting.get("lists", {})
-    work = Workload(setting["seconds"], cuts, setting["M"], setting["remat"], rank, K, link, lists)
-    steps = {name: contender(name, work) for name in setting["contenders"]}
+    work = SleepingWorkload(setting["seconds"], setting["M"], context.rank, context.world_size, link)
+    steps = {name: contender(name, *facts, work=work) for name, facts in setting["contenders"].items()}
     running = {name: step for name, step in steps.items() if step is not None}
     spent: dict[str, list[float]] = {op.name.lower(): [] for op in COMPUTE}
 
     def timed(name: str, step: Step) -> float:
         seconds = watch.time(step)
-        if name == setting["contenders"][0] and isinstance(step, EngineStep):
+        if name == next(iter(steps)) and isinstance(step, EngineStep):
             found = step.engine.meter.seconds()
             for op in COMPUTE:
                 spent[op.name.lower()].append(sum(taken for (kind, _cell), taken in found.items() if kind is op))
@@ -105,42 +105,49 @@ def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: 
     }
 
 
-def contender(name: str, work: Workload) -> Step | None:
+def contender(
+    name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Workload, on: Sequence[int] | None = None
+) -> Step | None:
     """Builds the step of one contender on this worker; None, on all workers, where it refuses the workload.
 
     Args:
-        name: a kind of schedule of the engine, or one of ``work.lists``; "torch " and one of `SCHEDULES` or
-            `OF_SEVERAL_STAGES`; or "plain": one device runs all layers, while the other workers wait.
+        name: begins with "torch " for torch.distributed.pipelining.
+        kind: of schedule; or "plain": one device runs all layers, while the other workers wait.
+        cut: number of layers of each cell.
+        policy: of re-materialization, as `kept_graphs` takes it.
+        on: worker of each cell; None: round robin.
     """
-    kind = name.removeprefix(TORCH)
-    cells = 2 * work.K if kind.startswith("interleaved") or kind == "zbv" else work.K
-    kind, cells, policy = work.lists.get(name, (kind, cells, work.remat))
-    if cells not in work.cuts:
-        return None
+    parts = cell_layers(cut)
     if name.startswith(TORCH):
-        return torch_step(kind, cells, work)
-    if name == PLAIN:  # the other workers wait
-        modules = [module for cell in range(work.K) for module in work.layers(work.K, cell)]
-        return plain_step(modules, split(mini_batch(), work.M)) if work.rank == 0 else lambda: None
-    placement = tuple(cell % work.K for cell in range(cells))
+        return torch_step(kind, parts, policy, work)
+    if kind == PLAIN:
+        modules = work.layers(range(sum(cut)))
+        return plain_step(modules, work.micro_batches, work.loss) if work.rank == 0 else lambda: None
+    placement = tuple(cell % work.K for cell in range(len(cut))) if on is None else tuple(on)
     mine = [
-        make_cell(cell, work.layers(cells, cell, kind == "zero_bubble"), layers.start)
-        for cell, layers in enumerate(cell_layers(work.cuts[cells]))
+        make_cell(cell, work.layers(part, kind == "zero_bubble"), part.start)
+        for cell, part in enumerate(parts)
         if placement[cell] == work.rank
     ]
-    micro_batches = split(mini_batch(), work.M)
-    return engine_step(mine, placement, work.rank, work.transport(placement), micro_batches, kind, policy)
+    transport = work.transport(placement)
+    return engine_step(mine, placement, work.rank, transport, work.micro_batches, kind, policy, work.loss)
 
 
-def mini_batch() -> tuple[Tensor, Tensor]:
-    return torch.zeros(EXAMPLES, WIDTH), torch.zeros(EXAMPLES, WIDTH)
+class _Stage(nn.Sequential):
+    """Runs layers one after the other on the tensors of a boundary, for torch, which passes on contiguous ones only."""
+
+    def forward(self, *tensors: Tensor) -> Any:
+        value = as_argument(tensors)
+        for module in self:
+            value = module(value)
+        return as_argument([tensor.contiguous() for tensor in as_tensors(value)])
 
 
-class _Checkpointed(nn.Sequential):
+class _Checkpointed(_Stage):
     """Recomputes by torch.utils.checkpoint, the way of torch's pipelining: begun when the gradient has arrived."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+    def forward(self, *tensors: Tensor) -> Any:
+        return checkpoint(super().forward, *tensors, use_reentrant=False, preserve_rng_state=False)
 
 
 @cache
@@ -150,50 +157,33 @@ def peer_group() -> dist.ProcessGroup | None:
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if ours else None
 
 
-def torch_step(kind: str, cells: int, work: Workload) -> Step | None:
+def torch_step(kind: str, parts: Sequence[range], policy: str, work: Workload) -> Step | None:
     """Builds the step of torch.distributed.pipelining on this worker.
 
     Returns:
         None where torch refuses: 1f1b with M < K, the schedules of several stages an M that is no multiple of K,
         micro-batches of different sizes; or where it would recompute in both halves of a backward.
     """
-    K, M, rank = work.K, work.M, work.rank
-    refused = M % K if kind in OF_SEVERAL_STAGES else kind == "1f1b" and M < K
-    if refused or EXAMPLES % M or (kind in HALVES and work.remat != "never"):
+    M, rank, cells = work.M, work.rank, len(parts)
+    inputs, target = (
+        [torch.cat(tensors) for tensors in zip(*side, strict=True)] for side in zip(*work.micro_batches, strict=True)
+    )
+    refused = M % work.K if kind in OF_SEVERAL_STAGES else kind == "1f1b" and work.K > M
+    if refused or len(target[0]) % M or (kind in HALVES and policy != "never"):
         return None
-    module = nn.Sequential if work.remat == "never" else _Checkpointed
-    own = {cell: module(*work.layers(cells, cell, kind in HALVES)) for cell in stages_of(kind, rank, cells, K)}
-    return scheduled(kind, own, cells, rank, *mini_batch(), M, squared_sum)
+    mine = [rank, cells - 1 - rank] if kind == "zbv" else [*range(rank, cells, work.K)]  # ZBV: in a V
+    make = _Stage if policy == "never" else _Checkpointed
+    modules = [make(*work.layers(parts[cell], kind in HALVES)) for cell in mine]
+    stages = [PipelineStage(m, cell, cells, CPU, group=peer_group()) for m, cell in zip(modules, mine, strict=True)]
 
+    def loss(outputs: Any, target: Tensor) -> Tensor:
+        return work.loss(as_tensors(outputs), (target,))[0]
 
-def stages_of(kind: str, rank: int, cells: int, workers: int) -> list[int]:
-    """Returns the stages that lie on a worker: round robin, for ZBV in a V."""
-    return [rank, cells - 1 - rank] if kind == "zbv" else [*range(rank, cells, workers)]
-
-
-def scheduled(
-    kind: str,
-    own: Mapping[int, nn.Module],
-    cells: int,
-    rank: int,
-    inputs: Tensor | Tensors,
-    target: Tensor,
-    M: int,
-    loss: Callable[[Any, Tensor], Tensor],
-) -> Step:
-    """Builds the step of one of torch's schedules on this worker.
-
-    Args:
-        own: the modules of this worker's stages, of so many ``cells``.
-        inputs, target: the mini-batch.
-        loss: of the last stage's outputs for a micro-batch, a sum.
-    """
-    stages = [PipelineStage(module, cell, cells, CPU, group=peer_group()) for cell, module in own.items()]
-    schedule: Any
-    if kind in OF_SEVERAL_STAGES:
-        schedule = OF_SEVERAL_STAGES[kind]([*stages], M, loss, scale_grads=False)
-    else:
-        schedule = SCHEDULES[kind](stages[0], M, loss, scale_grads=False)
-    first = () if rank else (inputs,) if isinstance(inputs, Tensor) else inputs
-    last = target if cells - 1 in own else None
+    several = OF_SEVERAL_STAGES.get(kind)
+    schedule: Any = (
+        SCHEDULES[kind](stages[0], M, loss, scale_grads=False)
+        if several is None
+        else several([*stages], M, loss, scale_grads=False)
+    )
+    first, last = inputs if rank == 0 else (), target[0] if cells - 1 in mine else None
     return lambda: schedule.step(*first, target=last, return_outputs=False)

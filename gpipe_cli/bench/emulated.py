@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,14 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, TensorSpec
 from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
 
-from .steps import Step, cpu_transport
+from .steps import Step, cpu_transport, split, squared_loss
 from .throughput import BACKWARD
 from .timing import StopWatch
 
@@ -209,30 +208,45 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
     ACCELERATOR.speed = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload:
-    """Holds a model of layers that sleep, at one K and M, as every contender runs it on this worker.
+    """Holds what every contender runs on this worker.
 
     Attributes:
-        seconds: of each layer's forward of one micro-batch.
-        cuts: number of cells to the number of layers of each cell.
+        loss: as the engine takes it.
         link: None: messages as fast as this machine has them.
-        lists: contenders with numbers of their own, by name: kind of schedule, cells, and graphs that each cell keeps.
     """
 
-    seconds: Sequence[float]
-    cuts: Mapping[int, Sequence[int]]
-    M: int
-    remat: str
     rank: int
     K: int
+    micro_batches: Sequence[MicroBatch]
+    loss: Loss
     link: Link | None = None
-    lists: Mapping[str, tuple[str, int, Sequence[int]]] = field(default_factory=dict)
 
-    def layers(self, cells: int, cell: int, divisible: bool = False) -> list[nn.Module]:
-        """Makes the layers of one cell, where the model is cut into so many cells."""
-        return [SleepingLayer(self.seconds[i], divisible) for i in cell_layers(self.cuts[cells])[cell]]
+    @property
+    def M(self) -> int:
+        return len(self.micro_batches)
+
+    def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:
+        """Makes some layers of the model; ``divisible``: as `SleepingLayer`."""
+        raise NotImplementedError
 
     def transport(self, placement: tuple[int, ...]) -> Transport | None:
         """Connects this worker, given the worker of every cell."""
         return cpu_transport(placement) if self.link is None else LinkTransport(self.link, placement)
+
+
+class SleepingWorkload(Workload):
+    """Holds a model of layers that sleep.
+
+    Args:
+        seconds: of each layer's forward of one micro-batch.
+    """
+
+    def __init__(self, seconds: Sequence[float], M: int, rank: int, K: int, link: Link | None) -> None:
+        mini_batch = torch.zeros(EXAMPLES, WIDTH), torch.zeros(EXAMPLES, WIDTH)
+        super().__init__(rank, K, split(mini_batch, M), squared_loss, link)
+        self._seconds = seconds
+
+    def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:
+        return [SleepingLayer(self._seconds[i], divisible) for i in part]

@@ -123,20 +123,22 @@ class Setting:
         sizes = [size * examples // self.M for size in self.costs.boundaries(self.K)]
         return {"carry": [size / options.bandwidth * scale for size in sizes], "latency": options.latency * scale}
 
-    def contenders(self) -> list[str]:
-        """Returns the names of the contenders, ours first."""
-        kinds = [kind for kind in self.options.schedules if self.limit(kind) is not None]
-        if self.linked or not self.options.peers:
-            return kinds
-        plain = [PLAIN] if min(self.options.grid_K) == self.K else []
-        return [*kinds, *(PEERS[:1] if self.options.quick else PEERS), *plain]
+    def contenders(self) -> dict[str, tuple[str, list[int], str]]:
+        """Returns kind of schedule, cut and policy of the contenders by name, ours first."""
+        kinds = {kind: kind for kind in self.options.schedules if self.limit(kind) is not None}
+        if self.options.peers and not self.linked:
+            kinds |= {name: name.removeprefix(TORCH) for name in (PEERS[:1] if self.options.quick else PEERS)}
+            kinds |= {PLAIN: PLAIN} if min(self.options.grid_K) == self.K else {}
+        cells = {name: cells_of(kind, self.K) for name, kind in kinds.items()}
+        fitting = [name for name in kinds if cells[name] <= len(self.costs.costs)]
+        return {name: (kinds[name], self.costs.cut(cells[name]), self.options.remat) for name in fitting}
 
     def limit(self, kind: str) -> float | None:
         """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead.
 
         None where the schedule refuses the setting.
         """
-        cells = 2 * self.K if kind.startswith("interleaved") else self.K  # two a worker
+        cells = cells_of(kind, self.K)
         placement = tuple(cell % self.K for cell in range(cells))
         link, costs = self.link, cell_costs(self.seconds, self.costs.cut(cells))
 
@@ -152,15 +154,12 @@ class Setting:
 
     def config(self) -> dict[str, Any]:
         """Returns the setting as worker processes receive it."""
-        numbers = [cells for cells in (self.K, 2 * self.K) if cells <= len(self.seconds)]
-        return {
-            "seconds": self.seconds,
-            "cuts": {str(cells): self.costs.cut(cells) for cells in numbers},
-            "M": self.M,
-            "remat": self.options.remat,
-            "contenders": self.contenders(),
-            "link": self.link,
-        }
+        return {"seconds": self.seconds, "M": self.M, "contenders": self.contenders(), "link": self.link}
+
+
+def cells_of(kind: str, workers: int) -> int:
+    """Returns the number of cells that a kind of schedule has in these measurements."""
+    return 2 * workers if kind.startswith("interleaved") or kind == "zbv" else workers
 
 
 def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[dict[str, Any]]:
