@@ -222,11 +222,14 @@ class Fault(NamedTuple):
 
 
 FAULTS: dict[str, Fault] = {}
-HANDLERS = "pipeline.engine:_TrainingStep.HANDLERS"
+STEP, UPDATER = "pipeline.engine:_TrainingStep", "trainer.update:Updater"
+HANDLERS, SAVED_RATE = f"{STEP}.HANDLERS", "checkpoint.lr_schedule_state:LRScheduleState"
 AVERAGE = ("trainer.average=0.9",)
 BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=false")
 FP16 = ("precision=fp16", "model.batchnorm=false")
 NO_AUXILIARY = ("model.auxiliary=false", "pipeline.partition=[2,1,2,1]")  # nothing but the boundary reaches layer norm
+REPLICAS = ("pipeline.workers=1", "pipeline.replicas=2")
+OVERFLOWING = (*FP16, "precision.loss_scale=1073741824")
 TIED = ("model.tied=declared", "model.batchnorm=false")
 
 
@@ -271,16 +274,12 @@ def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
     return load(info, "mix_2" if name == "mix_3" else name)
 
 
-@fault(
-    *("checkpoint.lr_schedule_state:LRScheduleState", "restore", c.RATES),
-    said="step 5",
-    words=("lr_schedule.warmup_steps=20",),
-)
+@fault(SAVED_RATE, "restore", c.RATES, said="step 5", words=("lr_schedule.warmup_steps=20",))
 def resumed_with_the_first_rate(restore: Any, state: Any, saved: Any) -> None:
     """Begins the learning rate schedule anew in a resumed run."""
 
 
-@fault("trainer.update:Updater", "update", c.SKIPPED, said=r"layer norm \(cell 1\).*norm\.norm")
+@fault(UPDATER, "update", c.SKIPPED, said=r"layer norm \(cell 1\).*norm\.norm")
 def averages_updated_by_a_skipped_step(update: Any, updater: Any, report: Any, *rest: Any) -> None:
     """Updates BatchNorm's moving averages in a step that is not finite, too."""
     if not report.finite:
@@ -334,17 +333,13 @@ def padding_counted(write: Any, codec: Any, exchange: Any, micro_batches: Any, w
     write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
 
 
-@fault("pipeline.engine:_TrainingStep", "_score", c.LOSSES, c.STATISTICS, said="outputs of all layers agree")
+@fault(STEP, "_score", c.LOSSES, c.STATISTICS, said="outputs of all layers agree")
 def targets_of_another_micro_batch(score: Any, step: Any, outputs: Any, micro_batch: int) -> Any:
     """Scores every micro-batch against the targets of the next."""
     return score(step, outputs, (micro_batch + 1) % 4)
 
 
-@fault(
-    *("pipeline.engine:_TrainingStep", "_take_output_gradients", c.PASSED_BACK, c.GRADIENTS),
-    said=r"layer norm \(cell 1\)",
-    words=NO_AUXILIARY,
-)
+@fault(STEP, "_take_output_gradients", c.PASSED_BACK, c.GRADIENTS, said="layer norm", words=NO_AUXILIARY)
 def boundary_gradient_halved(take: Any, step: Any, i: Any) -> tuple[Tensor, ...]:
     """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
     return tuple(gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i))
@@ -365,10 +360,7 @@ def tied_gradient_lost(brought_to: Any, ties: Any, owner: Any, use: Any) -> Any:
     return None if use.name.startswith("head") else brought_to(ties, owner, use)
 
 
-@fault(
-    *("trainer.update", "reduce_over_replicas", c.GRADIENTS, c.REPLICAS),
-    words=("pipeline.workers=1", "pipeline.replicas=2"),
-)
+@fault("trainer.update", "reduce_over_replicas", c.GRADIENTS, c.REPLICAS, words=REPLICAS)
 def replicas_not_added_up(reduce: Any, parameters: Any, group: Any) -> None:
     """Leaves every replica with its own gradients."""
 
@@ -393,7 +385,7 @@ def momentum_of_another_optimizer(make: Any, section: Any, *others: Any) -> Any:
     return make({**section, "betas": [0.8, 0.98]}, *others)
 
 
-@fault("trainer.update:Updater", "update", c.UPDATED, said="layer judge", words=(*TIED, "pipeline.workers=4"))
+@fault(UPDATER, "update", c.UPDATED, said="layer judge", words=(*TIED, "pipeline.workers=4"))
 def tied_value_not_sent(update: Any, updater: Any, *rest: Any) -> None:
     """Gives the uses on other workers the owner's value before the first step only."""
     with mock.patch.object(type(updater._ties), "spread"):
@@ -418,7 +410,7 @@ def one_cell_evaluated_in_training_mode(train: Any, cell: Any, training: bool) -
     train(cell, training or cell.number == 2)
 
 
-@fault("trainer.update:Updater", "averaged_weights", c.EVALUATED, said="layer embed", words=AVERAGE)
+@fault(UPDATER, "averaged_weights", c.EVALUATED, said="layer embed", words=AVERAGE)
 def weights_evaluated_in_place_of_averages(averaged: Any, updater: Any) -> Any:
     """Evaluates the weights where their averages are asked for."""
     return nullcontext()
@@ -432,7 +424,7 @@ def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[
     yield
 
 
-@fault("trainer.update:Updater", "reduce_gradients", c.GRADIENTS, said="layer head", words=FP16)
+@fault(UPDATER, "reduce_gradients", c.GRADIENTS, said="layer head", words=FP16)
 def loss_scale_not_divided_out(reduce: Any, updater: Any, scale: float) -> None:
     """Leaves the loss scale in the gradients."""
     reduce(updater)
@@ -463,11 +455,7 @@ def boundary_cast_left_out(run: Any, cell: Any, *arguments: Any) -> Any:
         return run(cell, *arguments)
 
 
-@fault(
-    *("trainer.update:Updater", "reduce_gradients", c.GRADIENTS),
-    said="layer head",
-    words=(*FP16, "precision.loss_scale=1073741824"),
-)
+@fault(UPDATER, "reduce_gradients", c.GRADIENTS, said="layer head", words=OVERFLOWING)
 def overflow_ignored(reduce: Any, updater: Any, scale: float) -> None:
     """Takes gradients that overflow float16 for its largest number."""
     reduce(updater, scale)

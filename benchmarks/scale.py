@@ -2,8 +2,8 @@
 
 Every process joins gloo over a store that counts, as under torchrun, and exchanges as many numbers as a step's report
 has. On a few cores W processes share, so seconds of a whole exchange show the work of all of them; on a cluster each
-has cores of its own, and what counts is the busiest worker and the longest chain of messages. So the last table takes
-from pairs, with as many numbers as W workers exchange, rank 0's processor seconds and the seconds of a hop.
+has cores of its own, and what counts is the longest chain of messages. So the last table takes the seconds of a hop
+from pairs, with as many numbers as W workers exchange.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from functools import partial
 from math import ceil, log2
 from multiprocessing import get_context
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.common import Row, parser, report
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
@@ -37,8 +36,8 @@ SIZES = (2, 8, 16, 32, 64, 128, 256)
 FAR = (16, 256, 4096)  # workers of the last table
 ROUNDS = 31
 PATIENCE = timedelta(seconds=120)
-COLUMNS = {"workers": ",", "store MB, all at once": ".3f", "store MB": ".3f", "star ms": ".2f", "tree ms": ".2f"}
-COLUMNS |= {"rank 0's CPU ms, star": ".2f", "rank 0's CPU ms, tree": ".2f"}
+COLUMNS = {"workers": ",", "exchange, ms": ".2f", "rank 0's CPU, ms": ".2f"}
+COLUMNS |= {"store MB, all at once": ".3f", "store MB": ".3f"}
 
 
 def main() -> None:
@@ -58,17 +57,15 @@ def measured(sizes: Sequence[int]) -> Iterator[Row]:
 
 
 def exchange(rank: int, size: int) -> Row:
-    """Returns the milliseconds of an exchange through rank 0 and over the tree, and rank 0's share on its core."""
-    tree, group = Tree(dist.group.WORLD, 1), cast(dist.ProcessGroup, dist.group.WORLD)
-    vector = torch.zeros(numbers(size), dtype=torch.float64)
-    of_tree, of_star = timed(lambda: tree.add_up(vector), tree), timed(lambda: through_rank_0(vector, group), tree)
-    found = {"tree ms": of_tree[0], "rank 0's CPU ms, tree": of_tree[1]}
-    found |= {"star ms": of_star[0], "rank 0's CPU ms, star": of_star[1]}
-    for far in FAR if size == 2 else ():
-        large = torch.zeros(numbers(far), dtype=torch.float64)
-        found[f"hop {far}"] = timed(partial(tree.add_up, large), tree)[2] / 2
-        found[f"busy {far}"] = timed(partial(through_rank_0, large, group), tree)[1]
-    return found
+    """Returns the milliseconds of an exchange over the tree, and rank 0's share on its core."""
+    tree = Tree(dist.group.WORLD, 1)
+
+    def timed_for(workers: int) -> tuple[float, float, float]:
+        return timed(partial(tree.add_up, torch.zeros(numbers(workers), dtype=torch.float64)), tree)
+
+    wall, busy, _ = timed_for(size)
+    hops = {f"hop {far}": timed_for(far)[2] / 2 for far in FAR} if size == 2 else {}
+    return {"exchange, ms": wall, "rank 0's CPU, ms": busy, **hops}
 
 
 def of_step(workers: int) -> tuple[StepReporter, Exchange]:
@@ -98,22 +95,6 @@ def bookkeeping(workers: int) -> float:
         reporter.read(exchange, 1.0)
 
     return timed(keep_books, Tree(None, 0))[2]
-
-
-def through_rank_0(vector: Tensor, group: dist.ProcessGroup) -> None:
-    """Adds up as gpipe-cli did before the tree."""
-    total, others = vector.clone(), range(1, group.size())
-    if group.rank():
-        dist.send(vector, 0, group=group, tag=2)
-        dist.recv(total, 0, group=group, tag=3)
-        return
-    shares = [torch.empty_like(vector) for _ in others]
-    arriving = [dist.irecv(share, r, group=group, tag=2) for r, share in zip(others, shares, strict=True)]
-    for work, share in zip(arriving, shares, strict=True):
-        cast(dist.Work, work).wait()
-        total += share
-    for work in [dist.isend(total, r, group=group, tag=3) for r in others]:
-        cast(dist.Work, work).wait()
 
 
 def timed(act: Callable[[], object], tree: Tree) -> tuple[float, float, float]:
@@ -181,7 +162,6 @@ def extrapolated(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of the table at `FAR` workers."""
     pair, W, gigabytes = rows[0], rows[-1]["workers"], rows[-1]["store MB, all at once"] / 1e3
     terms: list[tuple[str, Callable[[int], float], str]] = [
-        ("exchange through rank 0, s", lambda w: (w - 1) * pair[f"busy {w}"] / 1e3, "(W-1) × CPU of a pair's rank 0"),
         ("exchange over the tree, s", lambda w: 2 * ceil(log2(w)) * pair[f"hop {w}"] / 1e3, "2·log₂W × hop of a pair"),
         ("joining, all at once: store GB", lambda w: gigabytes * (w / W) ** 3, f"W³, from {W}"),
         ("bookkeeping of rank 0 in a step, ms", bookkeeping, "measured, without the lines of logging.every"),
