@@ -1,4 +1,4 @@
-"""Lists modules: every family of torchvision's classification models, and architectures of the transformers library."""
+"""Makes small modules of torchvision's and of the transformers library by their names."""
 
 from __future__ import annotations
 
@@ -50,93 +50,41 @@ class Subject:
     call: Mapping[str, Any] = field(default_factory=dict)
 
 
-def subjects() -> list[Subject]:
-    """Returns all modules, without dropout."""
-    return [*_torchvision(), *_transformers()]
-
-
-# -- torchvision -------------------------------------------------------------------------------------------------------
-
-TORCHVISION = (
-    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
-    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "resnext50_32x4d"),
-    *("shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_16", "wide_resnet50_2"),
+NAMES = (  # one of each kind; others may be typed
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "inception_v3", "mobilenet_v3_small", "resnet18"),
+    *("shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11", "vit_b_16", "bloom", "gemma", "gpt2", "llama", "mamba"),
+    *(
+        "mixtral",
+        "olmoe",
+        "opt",
+        "qwen3",
+        "xlnet",
+        "albert",
+        "bert",
+        "convbert",
+        "deberta",
+        "fnet",
+        "bart",
+        "t5",
+        "beit",
+    ),
 )
 WITHOUT_HEAD = {"init_weights": False, "aux_logits": False}
 ARGUMENTS: dict[str, dict[str, Any]] = {"googlenet": WITHOUT_HEAD, "inception_v3": WITHOUT_HEAD}
 ARGUMENTS |= {"vit_b_16": {"image_size": 32}}
 SIDES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
-
-
-def _torchvision() -> list[Subject]:
-    return [
-        Subject(f"torchvision {name}", partial(_without_noise, name), partial(_images, SIDES.get(name, IMAGE)))
-        for name in TORCHVISION
-    ]
-
-
-def _without_noise(name: str) -> nn.Module:
-    module: nn.Module = getattr(torchvision.models, name)(num_classes=10, **ARGUMENTS.get(name, {}))
-    for part in module.modules():
-        if isinstance(part, torchvision.ops.StochasticDepth | nn.Dropout):
-            part.p = 0.0
-    return module
-
-
-def _images(side: int, examples: int) -> tuple[Tensor, ...]:
-    return (torch.randn(examples, 3, side, side),)
-
-
-# -- the transformers library ------------------------------------------------------------------------------------------
-
-TRANSFORMERS = (
-    *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma2", "glm", "gpt2", "gpt_bigcode", "gpt_neo"),
-    *("gpt_neox", "gptj", "granite", "helium", "llama", "mamba", "mistral", "mixtral", "mpt", "nemotron", "olmo"),
-    *("olmo2", "olmoe", "opt", "openai-gpt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "smollm3"),
-    *("stablelm", "starcoder2", "xglm", "xlnet", "albert", "bert", "camembert", "convbert", "deberta", "deberta-v2"),
-    *("distilbert", "electra", "ernie", "fnet", "megatron-bert", "mobilebert", "modernbert", "mpnet", "nystromformer"),
-    *("data2vec-text", "rembert", "roberta", "roformer", "squeezebert", "xlm-roberta", "bart", "blenderbot", "m2m_100"),
-    *("marian", "mbart", "mt5", "pegasus", "t5", "beit", "deit", "dinov2", "regnet", "resnet", "swin", "vit"),
-)
 FAMILIES = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")  # the first that a module has
 EXPERTS = {  # a mixture of them
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     "num_experts_per_tok": 2,
 }
-EXTRA: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("mixtral", "olmoe", "qwen2_moe"), EXPERTS),
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "codegen": {"rotary_dim": 4},
-    "gptj": {"rotary_dim": 4},
-    "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
-    "falcon": {"new_decoder_architecture": False},
-    "ctrl": {"dff": 64},
-    "regnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
-    "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 16, 32], "embedding_size": 8},
-    "modernbert": {"global_attn_every_n_layers": 2},
-    "nystromformer": {"num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3},
-    "deit": {"architectures": ["DeiTForImageClassification"]},
-    "swin": {
-        **{key: [2, 2] for key in ("num_attention_heads", "num_heads")},
-        **dict.fromkeys(("window_size", "patch_size"), 4),
-        "depths": [1, 1],
-        "embed_dim": 16,
-    },
-    "phi3": {"original_max_position_embeddings": 64},
-}
 
 
-def _transformers() -> list[Subject]:
-    try:
-        import transformers
-    except ImportError:
-        return []
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return [_of_library(name) for name in TRANSFORMERS]
-
-
-def _of_library(name: str) -> Subject:
+def subject(name: str) -> Subject:
+    """Returns a module of torchvision's, or an architecture of the transformers library, by its name there."""
+    if callable(getattr(torchvision.models, name, None)):
+        return Subject(name, partial(_without_noise, name), partial(_images, SIDES.get(name, IMAGE)))
     family = _family(name)
     if family == "ImageClassification":
         return Subject(name, partial(from_config, name), partial(_images, 32))
@@ -149,8 +97,17 @@ def _of_library(name: str) -> Subject:
 def _family(name: str) -> str:
     import transformers
 
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     kind = type(transformers.AutoConfig.for_model(name))
     return next(each for each in FAMILIES if kind in getattr(transformers, f"AutoModelFor{each}")._model_mapping)
+
+
+def _without_noise(name: str) -> nn.Module:
+    module: nn.Module = getattr(torchvision.models, name)(num_classes=10, **ARGUMENTS.get(name, {}))
+    for part in module.modules():
+        if isinstance(part, torchvision.ops.StochasticDepth | nn.Dropout):
+            part.p = 0.0
+    return module
 
 
 def from_config(name: str, **more: Any) -> nn.Module:
@@ -158,11 +115,16 @@ def from_config(name: str, **more: Any) -> nn.Module:
     import transformers
 
     usual = transformers.AutoConfig.for_model(name)
-    known = {key: value for key, value in SIZES.items() if key in vars(usual) or key in usual.attribute_map}
+    wanted = SIZES | (EXPERTS if hasattr(usual, "num_experts_per_tok") else {})
+    known = {key: value for key, value in wanted.items() if key in vars(usual) or key in usual.attribute_map}
     without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
-    config = transformers.AutoConfig.for_model(name, **{**known, **without, **EXTRA.get(name, {}), **more})
+    config = transformers.AutoConfig.for_model(name, **{**known, **without, **more})
     module: nn.Module = getattr(transformers, f"AutoModelFor{_family(name)}").from_config(config)
     return module
+
+
+def _images(side: int, examples: int) -> tuple[Tensor, ...]:
+    return (torch.randn(examples, 3, side, side),)
 
 
 def _tokens(examples: int) -> tuple[Tensor, ...]:

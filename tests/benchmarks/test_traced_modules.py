@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from benchmarks.traced.check import find
-from benchmarks.traced.modules import Subject, subjects
+from benchmarks.traced.modules import subject
 
 FEW = [(1, "never"), (2, "always"), (4, "never")]  # of the benchmark's cases
 LENGTH = 5  # tokens, where the test makes the benchmark's module smaller still
@@ -21,26 +21,20 @@ SMALLER: dict[str, dict[str, Any]] = {
 }
 SAMPLE = (
     *("gpt2", "bert", "xlnet", "mamba", "mixtral", pytest.param("t5", marks=pytest.mark.slow)),
-    *("torchvision squeezenet1_1", "beit", "resnet"),
+    *("squeezenet1_1", "beit"),
 )
-
-
-def named(name: str) -> Subject:
-    if not name.startswith("torchvision"):
-        pytest.importorskip("transformers")
-    (subject,) = (subject for subject in subjects() if subject.name == name)
-    return subject
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_traced_module_is_verified(name: str) -> None:
-    subject = named(name)
+    pytest.importorskip("transformers")
+    made = subject(name)
     if name in SMALLER:
-        usual = subject.inputs
+        usual = made.inputs
 
         def inputs(examples: int) -> tuple[Tensor, ...]:
             return tuple(tokens[:, -LENGTH:] for tokens in usual(examples))
 
-        subject = replace(subject, constructor=partial(subject.constructor, **SMALLER[name]), inputs=inputs)
-    found = find(subject, FEW)
+        made = replace(made, constructor=partial(made.constructor, **SMALLER[name]), inputs=inputs)
+    found = find(made, FEW)
     assert found.verified, found
