@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from gpipe_cli.distributed.pipeline import make_transport
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.planner.measure.tracking import Tracker
 
-from .steps import as_loss, engine_step, make_cell, split
+from .steps import engine_step, make_cell, split
 
 TOKENS, VOCABULARY = 64, 1000
 
@@ -45,7 +46,7 @@ def attempt(world: World, L: int, width: int, texts: int, M: int, remat: str) ->
         mine, placement = cell_layers(sizes)[world.worker], tuple(range(world.workers))
         modules = [build_layer(builders[i], i, 0, device) for i in mine]
         cell, transport = make_cell(world.worker, modules, mine.start, device), make_transport(world, placement)
-        loss, micro_batches, scale = as_loss(cross_entropy_sum), split(examples, M), 1 / texts
+        loss, micro_batches, scale = summed_cross_entropy, split(examples, M), 1 / texts
         step = engine_step(
             [cell], placement, world.worker, transport, micro_batches, "gpipe", remat, loss, scale, device
         )
@@ -59,5 +60,6 @@ def attempt(world: World, L: int, width: int, texts: int, M: int, remat: str) ->
     return {"peak": int(peak), "parameters": sum(layer.parameters for layer in costs)}
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+def summed_cross_entropy(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(outputs[0].flatten(0, -2), targets[0].flatten(), reduction="sum")
+    return loss, torch.zeros(0, dtype=torch.float64)

@@ -24,19 +24,11 @@ from gpipe_cli.schedule.schedule import kept_graphs, schedule
 CPU = torch.device("cpu")
 Step = Callable[[], None]
 Autocast = Callable[[], AbstractContextManager[Any]]  # makes the context in which forward runs
-SumLoss = Callable[[Tensor, Tensor], Tensor]  # outputs and targets of a micro-batch to the sum of its examples' losses
 
 
-def squared_sum(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(outputs, targets, reduction="sum")
-
-
-def as_loss(loss: SumLoss) -> Loss:
-    """Returns the loss as the engine takes it: of tuples of tensors, and with empty statistics."""
-    return lambda outputs, targets: (loss(outputs[0], targets[0]), torch.zeros(0, dtype=torch.float64))
-
-
-squared_loss = as_loss(squared_sum)
+def squared_loss(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+    """Returns the sum of squares, and empty statistics."""
+    return F.mse_loss(outputs[0], targets[0], reduction="sum"), torch.zeros(0, dtype=torch.float64)
 
 
 def cpu_transport(placement: tuple[int, ...]) -> Transport | None:

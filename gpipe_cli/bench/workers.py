@@ -15,7 +15,6 @@ from typing import Any
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.launch.supervisor import Job, launch
 
-MODULES = {"eval": "evaluate"}  # commands whose module has another name
 LINES_KEPT = 30  # of a failed command's output
 PRELOAD = ("torch", "torch.distributed")
 
@@ -53,8 +52,7 @@ def run_command(
     Raises:
         CommandFailed: the command failed.
     """
-    module = command.removeprefix("gpipe-")
-    line = [sys.executable, "-m", f"gpipe_cli.commands.{MODULES.get(module, module)}", *words]
+    line = [sys.executable, "-m", f"gpipe_cli.commands.{command.removeprefix('gpipe-')}", *words]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in codes:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LINES_KEPT:])
