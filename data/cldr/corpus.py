@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
-from ..defects import DEFECTS, defects_of
-from ..prepared import prepared_folder
+from ..defects import DEFECTS, Defects
+from ..prepared import in_processes, prepared_folder
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import (
@@ -27,7 +27,6 @@ from ..store import (
     write_shard,
 )
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
-from ..workers import in_processes
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
@@ -80,7 +79,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)
-    used, left_out = sum(store.sizes.values()), defects_of(folder).get("too_long", 0)
+    used, left_out = sum(store.sizes.values()), Defects.read(folder)[0].totals().get("too_long", 0)
     if 1_000 * left_out > used:
         counts = f"{left_out:,} of {used + left_out:,} pairs"
         log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)

@@ -11,15 +11,13 @@ import pytest
 from run_files import bytes_of
 
 from gpipe_cli.data.cldr import corpus as cldr_corpus
-from gpipe_cli.data.cldr import items
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
 from gpipe_cli.data.cldr.languages import LANGUAGES, check_languages, corpus_size
-from gpipe_cli.data.cldr.rendering import format_number, render
-from gpipe_cli.data.cldr.strings import locale_strings
+from gpipe_cli.data.cldr.strings import format_number, locale_strings, render
+from gpipe_cli.data.prepared import in_processes
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.vocabulary import train_vocabulary
-from gpipe_cli.data.workers import in_processes
 from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError
 
@@ -64,7 +62,7 @@ def test_nothing_is_left_as_it_is_in_english(small: dict[str, list[cldr.Pair]]) 
 
 def test_a_name_that_means_two_things_is_left_out() -> None:
     # Thai writes "Polish" and "Poland" alike.
-    names = items.unambiguous_inventory("th")
+    names = cldr.unambiguous_inventory("th")
     assert locale_strings("th").names["language", "pl"] == locale_strings("th").names["territory", "PL"]
     assert "pl" not in names["language"] and "PL" not in names["territory"]
 
