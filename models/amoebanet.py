@@ -32,7 +32,8 @@ from torch import nn
 
 from ..layers import LayerBuilder
 from ..typed_section import Count, PartAboveZero, Positive, ShareOrZero
-from .amoebanet_cells import (
+from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
+from .amoebanet_layers import (
     AUXILIARY_POOL,
     AUXILIARY_STRIDE,
     STEM_WIDTH,
@@ -43,7 +44,6 @@ from .amoebanet_cells import (
     Head,
     Stem,
 )
-from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
 
 
 def spatial_sizes(image_size: int) -> dict[str, int]:

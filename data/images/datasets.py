@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ...errors import ConfigurationError
 from ..source import Report
 from . import imagenet
 from .files import ImageArray, ImageFiles, Images
-from .folders import read_folder
+from .folders import is_flat, read_flat, read_folder
 from .tars import NEEDS as SHARDS
 from .tars import read_tars, tars_of
 
@@ -36,34 +37,29 @@ class ImageDataset(NamedTuple):
 
 CIFAR = ({"train": True}, {"train": False})
 TRAIN, TRAINVAL = ({"split": "train"}, {"split": "test"}), ({"split": "trainval"}, {"split": "test"})
+FOLDERS = "a folder for each of data.folders, in each of them a folder of images for each class; or, for each, "
+CARS = (
+    "stanford_cars/ with cars_train/*.jpg, cars_test/*.jpg, devkit/ and cars_test_annos_withlabels.mat. Its own "
+    "site is gone: look for the files at https://github.com/pytorch/vision/issues/7545"
+)
 DATASETS = {
-    "image_folder": ImageDataset(
-        "a folder for each of data.folders, in each of them a folder of images for each class; or, for each, " + SHARDS
-    ),
+    "image_folder": ImageDataset(FOLDERS + SHARDS),
     "imagenet": ImageDataset(imagenet.NEEDS),
     "cifar10": ImageDataset(
-        "cifar-10-batches-py/, as published. Where from: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-        "CIFAR10", CIFAR, "170 MB",
+        "cifar-10-batches-py/ of https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "CIFAR10", CIFAR, "170 MB"
     ),
     "cifar100": ImageDataset(
-        "cifar-100-python/, as published. Where from: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-        "CIFAR100", CIFAR, "170 MB",
+        "cifar-100-python/ of https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "CIFAR100", CIFAR, "170 MB"
     ),
-    "stanford_cars": ImageDataset(
-        "stanford_cars/ with cars_train/*.jpg, cars_test/*.jpg, devkit/ and cars_test_annos_withlabels.mat. Its own "
-        "site is gone: look for the files at https://github.com/pytorch/vision/issues/7545",
-        "StanfordCars", TRAIN,
-    ),
+    "stanford_cars": ImageDataset(CARS, "StanfordCars", TRAIN),
     "oxford_pets": ImageDataset(
-        "oxford-iiit-pet/ with images/ and annotations/. Where from: https://www.robots.ox.ac.uk/~vgg/data/pets/",
-        "OxfordIIITPet", TRAINVAL, "800 MB",
+        "oxford-iiit-pet/ of https://www.robots.ox.ac.uk/~vgg/data/pets/", "OxfordIIITPet", TRAINVAL, "800 MB"
     ),
     "food101": ImageDataset(
-        "food-101/ with images/ and meta/. Where from: http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
-        "Food101", TRAIN, "5 GB",
+        "food-101/ of http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz", "Food101", TRAIN, "5 GB"
     ),
     "fgvc_aircraft": ImageDataset(
-        "fgvc-aircraft-2013b/, as published. Where from: https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/",
+        "fgvc-aircraft-2013b/ of https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/",
         "FGVCAircraft", TRAINVAL, "2.8 GB",
     ),
 }  # fmt: skip
@@ -92,17 +88,26 @@ def open_images(
         place = Path(root).expanduser()
         if known.torchvision:
             return _from_torchvision(known, place, download, report)
-        if dataset == "imagenet":
-            return imagenet.open_imagenet(place, folders, report)
-        tars = tars_of(place, folders)
-        train = _read_split(place / folders[0], tars[0], report)
-        return train, _read_split(place / folders[1], tars[1], report, train.class_names)
+        return _on_disk(place, folders, dataset == "imagenet", report)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}. {help_for(dataset)}") from error
 
 
-def _read_split(split: Path, tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> Images:
-    return read_tars(tars, report, known) if tars else read_folder(split, report, known)
+def _on_disk(root: Path, folders: Sequence[str], is_imagenet: bool, report: Report) -> tuple[Images, Images]:
+    """Returns the images of both splits: in class folders, in tars, or, of ImageNet, flat with a label file."""
+    base = imagenet.folder_of_splits(root, folders[0]) if is_imagenet else root
+    folders_of = partial(imagenet.wnids_of, root) if is_imagenet else None
+
+    def read(folder: str, tars: Sequence[Path], known: Sequence[str] | None = None) -> Images:
+        if tars:
+            return read_tars(tars, report, known, folders_of)
+        if known is not None and folders_of is not None and is_flat(base / folder):
+            return read_flat(base / folder, known, folders_of)
+        return read_folder(base / folder, report, known)
+
+    train_tars, evaluation_tars = tars_of(base, folders)
+    train = read(folders[0], train_tars)
+    return train, read(folders[1], evaluation_tars, train.class_names)
 
 
 def help_for(dataset: str) -> str:
@@ -122,13 +127,10 @@ def _from_torchvision(known: ImageDataset, root: Path, download: bool, report: R
         try:
             opened.append(getattr(datasets, known.torchvision)(root, **split, download=download))
         except (RuntimeError, OSError, ValueError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(DOWNLOAD_ADVICE, "")
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigurationError(f"data.root={root}: {reason.rstrip('. ')}") from error
     train, evaluation = (_images(dataset, root, opened[0].classes) for dataset in opened)
     return train, evaluation
-
-
-DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's words; ours name the key
 
 
 def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:

@@ -18,12 +18,8 @@ from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
-from gpipe_cli.models.amoebanet_cells import AmoebaCell, CellShape
 from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
-from gpipe_cli.models.amoebanet_operations import (
-    SameConvolution,
-    build_operation,
-)
+from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, SameConvolution, build_operation
 from gpipe_cli.partition.cost import count_parameters
 
 small = partial(amoebanet, **SMALL)  # type: ignore[arg-type]  # whole numbers and shares
