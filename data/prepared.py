@@ -17,7 +17,7 @@ from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import sentencepiece
 
@@ -68,22 +68,12 @@ def stat_of(file: Path) -> list[object]:
     return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 
 
-class PreparedText(Protocol):
-    """Holds a prepared text: a `store.Store` or a `text.source.TextStore`."""
-
-    folder: Path
-    source_vocabulary: Any  # of `Vocabulary` or `TokenizerFile`
-    target_vocabulary: Any
-
-    def fingerprint(self) -> str: ...
-
-
 class PreparedSource(VocabularySource):
     """Reads a prepared text; `prepare` calls `_use`."""
 
-    _store: PreparedText
+    _store: Any  # a `store.Store` or `text.source.TextStore`
 
-    def _use(self, store: PreparedText) -> None:
+    def _use(self, store: Any) -> None:
         self._store, self.prepared_defects = store, Defects.read(store.folder)[0].totals()
         self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
 
@@ -120,7 +110,7 @@ class PreparedSource(VocabularySource):
 
     def fingerprint(self) -> str:
         """Returns that of the text that is trained on, which the order of reading does not change."""
-        return self._store.fingerprint()
+        return str(self._store.fingerprint())
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

@@ -259,12 +259,6 @@ class Stem(nn.Module):
         self.norm = norm(STEM_WIDTH)
 
     def forward(self, images: Tensor) -> Tensor:
-        channels = self.convolution.in_channels
-        if images.dim() != 4 or images.shape[1] != channels:
-            raise ValueError(
-                f"model.in_channels={channels}, but the images are {list(images.shape)}: they must be "
-                "[b, model.in_channels, H, W]"
-            )
         images = images.contiguous(memory_format=self.format)
         if not images.is_floating_point():
             images = (images.to(self.convolution.weight.dtype) / 255 - 0.5) / 0.5
@@ -402,11 +396,6 @@ class AuxiliaryHead(nn.Module):
         x = F.avg_pool2d(F.relu(x), AUXILIARY_POOL, AUXILIARY_STRIDE)
         x = F.relu_(self.narrow(x))
         x = F.relu_(self.norm(self.whole_map(x)))
-        if x.shape[2:] != (1, 1):
-            raise ValueError(
-                f"the auxiliary head was made for images of another size: {list(x.shape[2:])} positions are left where "
-                "one is expected: set model.image_size to the size of the images, or model.auxiliary_head=false"
-            )
         logits: Tensor = self.classifier(x.flatten(1))
         return logits
 

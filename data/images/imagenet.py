@@ -8,7 +8,6 @@ from typing import Any
 
 from ...errors import ConfigurationError
 from .folders import some_of
-from .tars import NEEDS as SHARDS
 
 KAGGLE_TREE = "ILSVRC/Data/CLS-LOC"  # holds train and val in Kaggle's archive
 KAGGLE_LABELS = "LOC_val_solution.csv"
@@ -16,12 +15,6 @@ DEVKIT = "ILSVRC2012_devkit_t12/data"
 DEVKIT_LABELS = "ILSVRC2012_validation_ground_truth.txt"
 DEVKIT_CLASSES = ("map_clsloc.txt", "meta.mat")  # a wnid for each number: of later devkits; of 2012, needs scipy
 LABEL_FILES = (KAGGLE_LABELS, DEVKIT_LABELS, f"{DEVKIT}/{DEVKIT_LABELS}")
-NEEDS = (
-    f"train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, 1,000 folders in each, or both in {KAGGLE_TREE}/, or "
-    "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar. For the latter, or a flat val (val/ILSVRC2012_val_*.JPEG), "
-    f"it must hold the labels, one of {', '.join(LABEL_FILES)}. Or {SHARDS}. Where from: "
-    "https://image-net.org/download-images (an account is needed)"
-)
 
 
 def folder_of_splits(root: Path, train: str) -> Path:

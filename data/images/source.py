@@ -18,7 +18,7 @@ from ...micro_batch import MicroBatch, Tensors
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
-from .datasets import help_for, open_images
+from .datasets import Name, open_images
 from .files import BrokenImageError, Images
 from .transforms import Transform, evaluation_transform, training_transform
 
@@ -44,7 +44,7 @@ class ImageSource(Source):
     left out. Each is logged and listed in `broken_images`; more than `broken_images_limit` of them end the run.
 
     Args:
-        dataset: one of `datasets.DATASETS`.
+        dataset: see `datasets.open_images`.
         classes: number of classes; checked.
         root: the folder that holds the data set.
         download: fetch the data set if it is not there.
@@ -66,7 +66,7 @@ class ImageSource(Source):
 
     def __init__(
         self,
-        dataset: str,
+        dataset: Name,
         classes: Count,
         root: str | None = None,
         download: bool = False,
@@ -183,7 +183,7 @@ class ImageSource(Source):
             )
             wrong += " (data.images): unpack it again, or set data.images=null to use what is there"
         if wrong:
-            raise ConfigurationError(f"data.root={self._root} has {wrong}. {help_for(self._dataset)}")
+            raise ConfigurationError(f"data.root={self._root} has {wrong}")
 
 
 def _divided_again(read: list[MicroBatch], M: int) -> list[MicroBatch]:

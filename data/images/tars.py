@@ -24,7 +24,6 @@ from ..source import Report, fingerprint_of
 from .files import ImageFiles
 from .folders import SUFFIXES, FoldersOf, numbered, some_of
 
-NEEDS = "shards of WebDataset, <folder>/*.tar or *<folder>*.tar, with each image (KEY.jpg) beside its label (KEY.cls)"
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
 IN_TAR = ".tar/"  # in a name: between a tar in a tar, which has the images of one class, and its image
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
@@ -127,7 +126,7 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
         return dict(arrays)
 
 
-def _index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[Any]]:
+def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
     """Lists the images in some tar files.
 
     Returns:

@@ -64,11 +64,10 @@ def test_each_data_set_is_read_in_its_own_layout(make: Any, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("dataset", ["imagenet", "cifar10", "oxford_pets", "food101", "fgvc_aircraft"])
-def test_an_empty_root_is_told_what_belongs_there_and_where_to_get_it(dataset: str, tmp_path: Path) -> None:
+def test_an_empty_root_is_told_where_to_read_what_belongs_there(dataset: str, tmp_path: Path) -> None:
     message = refusal(tmp_path, dataset=dataset)
-    assert f"data.root={tmp_path}" in message
-    assert "must hold" in message
-    assert "http" in message and ("data.download=true (5 GB)" in message) == (dataset == "food101")
+    assert f"data.root={tmp_path}" in message and "docs/images.md says what belongs there" in message
+    assert ("data.download=true fetches it (5 GB)" in message) == (dataset == "food101")
 
 
 # --- half-unpacked image folders

@@ -86,11 +86,6 @@ def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: 
         assert source.class_names == WNIDS and source.fingerprint() == wanted.fingerprint()
 
 
-def test_without_any_layout_the_message_says_what_was_looked_for(tmp_path: Path) -> None:
-    message = refusal(tmp_path)
-    assert all(word in message for word in ("train/<wnid>", "ILSVRC/Data/CLS-LOC/", KAGGLE, TRUTH))
-
-
 # --- label files
 
 
