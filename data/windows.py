@@ -1,6 +1,6 @@
 """Yields windows of one long sequence of tokens, for language models.
 
-`cldr.text.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
+`cldr.source.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from ..store import (
     Sizes,
     Store,
     interleave,
-    pair_ends,
     write_description,
     write_shard,
 )
@@ -130,12 +129,8 @@ def _write_language(
     if not kept:
         raise ConfigurationError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
     tokens, lengths = interleave([sources[i] for i in kept], [targets[i] for i in kept], wide=False)
-    sizes, ends, shards = Sizes(), pair_ends(lengths), list[LanguageSummary]()
-    for first in range(0, len(kept), sizes.shard):
-        last = min(len(kept), first + sizes.shard)
-        write_shard(folder, code, len(shards), tokens[ends[first] : ends[last]], lengths[first:last], sizes.block)
-        shards.append(LanguageSummary.of_shard(lengths[first:last]))
-    return LanguageSummary.of_shards(shards)
+    write_shard(folder, code, 0, tokens, lengths, Sizes().block)
+    return LanguageSummary.of_shard(lengths)
 
 
 def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:

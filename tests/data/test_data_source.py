@@ -15,8 +15,7 @@ import tiny_images
 import torch
 from torch.utils.data import Dataset
 
-from gpipe_cli.data.cldr.source import TranslationSource
-from gpipe_cli.data.cldr.text import TextSource
+from gpipe_cli.data.cldr.source import TextSource, TranslationSource
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.sampling import temperature_shares
