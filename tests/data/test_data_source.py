@@ -93,7 +93,7 @@ def rows(batch: Batch, column: int = 0) -> list[list[float]]:
 
 
 @every_source
-@pytest.mark.parametrize("stop", [1, 64, 65])
+@pytest.mark.parametrize("stop", [1, 17, 64, 65])
 def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) -> None:
     whole = first(make(cache).train(None, 2, 0, 1), stop + 3)
     rest = first(make(cache).train(whole[stop - 1].position, 2, 0, 1), 3)
