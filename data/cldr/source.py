@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature
 from ..prepared import PreparedSource
 from ..source import Report, permutation
@@ -126,11 +125,7 @@ class TextSource(WindowSource, PreparedSource):
             report("text: one stream of tokens", first, len(order))
             pieces.append(_packed(store, rows[order[first : first + PACKED_AT_ONCE]]))
         self._stream = np.concatenate(pieces)
-        if self._count() < 1:
-            raise ConfigurationError(
-                f"data.sequence_length={self._length}: the corpus has {len(self._stream)} tokens, less than one "
-                "window: lower data.sequence_length or raise data.largest"
-            )
+        self._require_a_window()
 
     def _training_tokens(self) -> TokenSequence:
         return self._stream

@@ -144,7 +144,7 @@ class TextPreparation:
         sizes = [file.stat().st_size for file in self.files]
         for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
             wanted = min(int(2 * size / max(1, sum(sizes)) * self.form.samples) + 1, self.form.samples)
-            yield self.draft / WORK / f"sample-{number:05}.json", partial(sample_texts, file, wanted, self.form)
+            yield self.draft / WORK / f"texts-{number:05}.json", partial(sample_texts, file, wanted, self.form)
 
     def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""

@@ -167,11 +167,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
         self._warn(self._policy, "text: {lines} documents are used: lines", trained)
-        if len(store.train) <= self._length:
-            raise ConfigurationError(
-                f"data.root={self._root} has {len(store.train):,} tokens to train on, less than a window: lower "
-                f"data.sequence_length={self._length}, or give more text"
-            )
+        self._require_a_window()
         if len(store.dev) < 2:
             documents = sum(piece["documents"] for piece in store.description["pieces"])
             raise ConfigurationError(
