@@ -16,9 +16,8 @@ from . import compare as c
 from .compare import Found, agrees
 from .settings import ceiling_of
 
-EXACT = {c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.SEEDS, c.MODES, c.GIVEN_AGAIN, c.AGAIN, c.CLIPPED, c.RATES}
-EXACT |= {c.REPLICAS}
-COUNTED = {c.PASSED_BACK, c.STATISTICS, c.METRICS}  # where rounding decides between two values that are far apart
+EXACT = (c.BEGIN, c.RESUMED, c.SKIPPED, c.USED, c.AGAIN, c.CLIPPED, c.RATES, c.REPLICAS)
+COUNTED = (c.PASSED_BACK, c.STATISTICS, c.METRICS)  # where rounding decides between two values that are far apart
 CEILINGS = {**dict.fromkeys(EXACT, 0.0), **dict.fromkeys(COUNTED, math.inf)}
 RELATIVE = attrgetter("relative")
 

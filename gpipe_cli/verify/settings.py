@@ -14,7 +14,7 @@ from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
 from ..layers import LayerBuilder
-from .reference import learning_rate, peak_rate
+from .reference import below_peak
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
@@ -22,7 +22,6 @@ TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, 
 # and float64 runs without their code, so little is excused. In float32 rounding may grow until nothing is left of a
 # result but its size.
 CEILING, CEILING_IN_HALF = 10.0, 0.02
-LONGEST_WARM_UP = 100_000  # steps
 
 
 def refuse_what_cannot_be_verified(settings: Settings) -> None:
@@ -85,12 +84,11 @@ def with_full_rate(settings: Settings, step: int) -> tuple[Settings, float]:
 
     In a long warm-up the first updates are too small to show what they do.
     """
-    peak = peak_rate(settings.optimizer, settings.lr_schedule, LONGEST_WARM_UP)
-    then = learning_rate(settings.optimizer, settings.lr_schedule, step)
-    if not peak or not then or peak < 2 * then:
+    factor = below_peak(settings.optimizer, settings.lr_schedule, step)
+    if factor < 2 or "lr" not in settings.optimizer:
         return settings, 1.0
-    optimizer = {**settings.optimizer, "lr": settings.optimizer["lr"] * peak / then}
-    return dataclasses.replace(settings, optimizer=optimizer), peak / then
+    optimizer = {**settings.optimizer, "lr": settings.optimizer["lr"] * factor}
+    return dataclasses.replace(settings, optimizer=optimizer), factor
 
 
 def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:

@@ -11,8 +11,7 @@ from benchmarks.reliability.planted_faults.faults import FAULTS
 from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.pipeline.buffers import BufferGuard
-from gpipe_cli.verify.compare import PASSED_BACK
-from gpipe_cli.verify.findings import HINTS, ORDER
+from gpipe_cli.verify.compare import HINTS, ORDER, PASSED_BACK
 
 FAST = {
     *("another_input_recomputed", "boundary_gradient_halved", "clipping_forgotten_in_a_cell", "mini_batch_skipped"),

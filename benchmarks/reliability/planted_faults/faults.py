@@ -150,14 +150,14 @@ def mini_batch_skipped(read: Any, source: Any, position: Any, *rest: Any) -> Any
 # -- forward and recompute ---------------------------------------------------------------------------------------------
 
 
-@fault(function(randomness, "pack"), c.SEEDS, said=r"step 2.*layer mix_0 \(cell 0\)")
+@fault(function(randomness, "pack"), c.OUTPUTS, said=r"step 2.*layer mix_0 \(cell 0\)")
 def noise_ignores_the_step(pack: Any, form: str, *numbers: int) -> Any:
     """Draws the same masks in every step."""
     seed_of = form == "<6q"  # kind, seed, step, replica, micro-batch, layer
     return pack(form, *(0 if seed_of and place == 2 else number for place, number in enumerate(numbers)))
 
 
-@fault(function(Cell, "run_training"), c.MODES, said=r"layer mix_2 \(cell 2\).*in evaluation mode")
+@fault(function(Cell, "run_training"), c.OUTPUTS, said=r"layer mix_2 \(cell 2\)")
 def cell_in_evaluation_mode(run: Any, cell: Cell, *arguments: Any) -> Any:
     """Trains cell 2 in evaluation mode, without dropout."""
     if cell.number == 2:
@@ -165,7 +165,7 @@ def cell_in_evaluation_mode(run: Any, cell: Cell, *arguments: Any) -> Any:
     return run(cell, *arguments)
 
 
-@fault(handler(Op.RECOMPUTE), c.GIVEN_AGAIN, c.AGAIN, said=r"inputs in recompute.*layer mix_2 \(cell 2\)")
+@fault(handler(Op.RECOMPUTE), c.AGAIN, said=r"outputs recomputed.*layer mix_2 \(cell 2\)")
 def another_input_recomputed(run: Any, step: _TrainingStep, i: Instruction) -> None:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
     if (i.cell, i.micro_batch) == (2, 2):
