@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..config import PrecisionConfig, Settings
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, announce
 from .reference import below_peak
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
@@ -99,11 +99,18 @@ def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:
     """
     if "float_type" in parameters_of(layers):  # of layers whose code holds types: traced modules
         layers = {**layers, "float_type": "float64"}
-    return [dataclasses.replace(layer, build=partial(_build, layer.build)) for layer in build_model(layers, seed)]
+    return [dataclasses.replace(layer, build=_Widened(_build, layer)) for layer in build_model(layers, seed)]
 
 
-def _build(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().double()
+class _Widened(partial[nn.Module]):
+    """Builds a layer in float64."""
+
+    def announce(self) -> None:
+        announce(self.args)
+
+
+def _build(layer: LayerBuilder) -> nn.Module:
+    return layer.build().double()
 
 
 @Source.register  # its other methods are those of the source inside

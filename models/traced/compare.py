@@ -11,15 +11,13 @@ import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,8 +25,7 @@ from ...difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, jud
 from ...errors import place_in_users_code
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
-from .layer import LayerMaker
-from .layers import traced_layers
+from .layers import LayerMaker, traced_layers
 from .module import Called, TracedFrom
 from .recording import seeded
 from .trace import Example
@@ -318,34 +315,27 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
 
     The context counts as one batch.
     """
-    batch_norm = F.batch_norm
-    counters = [m.num_batches_tracked for m in model.modules() if isinstance(m, _BatchNorm)]
-    counts = [(counter, counter.clone()) for counter in counters if counter is not None]
-    seen: dict[int, tuple[Tensor, Tensor, float, list[Tensor]]] = {}  # averages, momentum; count, sums, sums of squares
+    seen: dict[_BatchNorm, list[Tensor]] = {}  # count, sums and sums of squares of each call
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
 
-    def gathering(
-        x: Tensor,
-        mean: Tensor | None,
-        variance: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training or mean is None or variance is None:
-            return batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-        values = x.detach().double().transpose(0, 1).flatten(1)
-        sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
-        seen.setdefault(id(mean), (mean, variance, momentum, []))[-1].append(sums)
-        return batch_norm(x, None, None, weight, bias, True, momentum, eps)
+    def gather(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if norm.training:
+            values = inputs[0].detach().double().transpose(0, 1).flatten(1)
+            sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+            seen.setdefault(norm, []).append(sums)  # type: ignore[arg-type]
 
-    with patch.object(F, "batch_norm", gathering):
+    with ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(gather))
         yield
     with torch.no_grad():
-        for counter, count in counts:
-            counter.copy_(torch.minimum(counter, count + 1))
-        for mean, variance, momentum, parts in seen.values():
+        for norm, parts in seen.items():
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(before[norm][name])
+            counter, mean, variance = map(norm.get_buffer, ("num_batches_tracked", "running_mean", "running_var"))
+            counter += 1
+            momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
             values, total, squares = torch.stack(parts).sum(0)
             mean.lerp_((total / values).to(mean), momentum)
             variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
@@ -370,19 +360,10 @@ def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor]) -> 
 
 
 def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
-    """Returns how far two values are apart, in words where that is no number; None where they are not compared."""
+    """Returns how far two values are apart; None where they are not compared."""
     if ours is None or own is None:
         present = own if ours is None else ours
         if present is None or kind in (TRAINED, BUFFER):  # constants of a layer, tables made at first use
             return None
-        where = "traced layers" if ours is None else "module itself"
-        return replace(MISSING, said=f"none in the {where}") if bool(present.any()) else measure(present, present)
-    if kind == TRAINED and bool(ours != own):
-        said = f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
-    elif ours.shape != own.shape or ours.dtype != own.dtype:
-        shown = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (ours, own)]
-        said = f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
-    else:
-        gap = measure(ours, own)
-        return replace(gap, said="not finite on one side only") if math.isinf(gap.distance) else gap
-    return replace(MISSING, said=said)
+        return MISSING if bool(present.any()) else measure(present, present)
+    return measure(ours, own) if ours.dtype == own.dtype and (kind != TRAINED or bool(ours == own)) else MISSING
