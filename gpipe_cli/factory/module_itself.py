@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from ..cpu import free_memory
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, place_in_users_code
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors
-from ..models.traced.compare import COPIES, ModuleFailed, compare, maker_of
+from ..models.traced.compare import COPIES, compare, maker_of
 from ..models.traced.layers import LayerMaker
 from ..models.traced.refusals import WAY_OUT, name_of
 from ..partition.cost import count_parameters, layer_costs
@@ -59,18 +59,17 @@ def compare_with_module(
             None,
         )
     try:
-        found = compare(builders, micro_batches, loss)
-    except ModuleFailed as error:
-        return ModuleReport(f"DIFFERENT: it fails where its layers do not: {error}", False)
+        found, decided = compare(builders, micro_batches, loss)
     except Exception as error:
-        return ModuleReport(f"not compared: {type(error).__name__}: {error}", None)
+        place = place_in_users_code(error)
+        return ModuleReport(f"not compared: {f'{place}: ' if place else ''}{type(error).__name__}: {error}", None)
     what = f"{found.compared} outputs, gradients, buffers and requires_grad, in training and in evaluation"
-    if not found.agrees:
-        named = "; ".join(map(str, found.differing[:3]))
-        return ModuleReport(f"DIFFERENT in {len(found.differing)} of {what}: {named}", False)
-    if found.worst is None or found.worst.relative == 0:
+    if found.beyond:
+        named = "; ".join(map(str, found.beyond[:3]))
+        return ModuleReport(f"DIFFERENT in {len(found.beyond)} of {what}: {named}", False)
+    if found.relative == 0:
         return ModuleReport(f"the same bits ({what})", True)
-    decided = f"; in float64, for in float32 {found.decided}" if found.decided else ""
+    decided = f"; in float64, for in float32 {decided}" if decided else ""
     return ModuleReport(f"the same but for rounding, at most {found.worst} ({what}{decided})", True)
 
 

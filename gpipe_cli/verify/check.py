@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import Settings
 from ..difference import NO_LAYER, Difference, Key, Quantity, judge, measure
 from . import compare as c
-from .compare import Found, Gaps, VerifiedRun
+from .compare import Gaps, VerifiedRun
 from .plain import Load, MiniBatch, PlainModel, PlainStep
 from .record import AGAIN, GRADIENT, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
 from .reference import Update, average, learning_rate, update
@@ -55,29 +55,31 @@ class Checker:
 
     # -- beginning, skipped steps, resume ------------------------------------------------------------------------------
 
-    def beginning(self, moment: str) -> Quantity:
+    def beginning(self, moment: str) -> list[Quantity]:
         """Checks the weights and buffers before the first step: freshly drawn, unless the run is given others."""
         gaps: Gaps = {}
         if self.settings.checkpoint.init_from is not None:
-            return Quantity(c.BEGIN, 0, None)
+            return []
         for cell in self.model.cells:
             ours = {layer: self._load(moment)(layer) for layer in cell}
             for key, tensor in self.model.build(cell).held.items():
                 gaps[key] = measure(ours[key[0]].get(key[1]), tensor)
-        return c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)
+        return [c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)]
 
-    def unchanged(self, name: str, before: str, after: str) -> Quantity:
+    def unchanged(self, name: str, before: str, after: str) -> list[Quantity]:
         """Checks that what the workers held at two moments is equal, bit for bit."""
         gaps: Gaps = {}
         for layer in range(len(self.run.names)):
             old, new = self.spill.get(before, layer), self.spill.get(after, layer)
             for key in {*old, *new}:
                 gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
-        return c.tensors(name, gaps, 0.0)
+        return [c.tensors(name, gaps, 0.0)]
 
     # -- a whole step --------------------------------------------------------------------------------------------------
 
-    def step(self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, updates: int) -> Found:
+    def step(
+        self, number: int, record: RecordedStep, mini_batch: MiniBatch, before: str, updates: int
+    ) -> list[Quantity]:
         """Checks one step, number 1 being the first.
 
         Args:
@@ -103,23 +105,21 @@ class Checker:
             c.numbers(c.NORM, {ALL_PARAMETERS: record.gradient_norm}, norms, self.tolerance),
         ]
         if not record.finite:
-            return by_name([*whole, self.unchanged(c.SKIPPED, before, f"held {number}")])
+            return [*whole, *self.unchanged(c.SKIPPED, before, f"held {number}")]
         self.batchnorms |= plain.batchnorms
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         rate = learning_rate(self.settings.optimizer, self.settings.lr_schedule, number)
         self._measure_update(gaps, number, before, updates, rate, factor)
-        return by_name(
-            [
-                *self._of_forward(record, plain),
-                *whole,
-                c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
-                *self._of_update(record.seen, gaps[c.GRADIENTS], rate, factor),
-                c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
-                *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
-                _of_replicas(record.seen.get(HELD, {})),
-            ]
-        )
+        return [
+            *self._of_forward(record, plain),
+            *whole,
+            c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
+            *self._of_update(record.seen, gaps[c.GRADIENTS], rate, factor),
+            c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
+            *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
+            _of_replicas(record.seen.get(HELD, {})),
+        ]
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep) -> list[Quantity]:
         seen, run, tolerance = ours.seen, self.run, self.tolerance
@@ -184,7 +184,7 @@ class Checker:
 
     # -- an evaluation -------------------------------------------------------------------------------------------------
 
-    def evaluation(self, numbers: Mapping[str, float], seen: Seen, last: int, mini_batch: MiniBatch) -> Found:
+    def evaluation(self, numbers: Mapping[str, float], seen: Seen, last: int, mini_batch: MiniBatch) -> list[Quantity]:
         """Compares an evaluation with that of the plain model.
 
         Args:
@@ -196,18 +196,11 @@ class Checker:
         # averages, where there are any, in place of their weights
         right, plain = self.model.evaluate(mini_batch, self._load(f"held {last}", "average"))
         mine, theirs = ({(NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
-        return by_name(
-            [
-                c.traces(c.EVALUATED, _beside(seen, plain, OUTPUT), self.run, self.tolerance),
-                c.numbers(c.METRICS, mine, theirs, self.tolerance),
-                self.unchanged(c.KEPT, f"held {last}", "evaluated"),
-            ]
-        )
-
-
-def by_name(quantities: Iterable[Quantity]) -> Found:
-    """Returns what was compared, by name, without what had nothing to compare."""
-    return {quantity.name: quantity for quantity in quantities if quantity.compared}
+        return [
+            c.traces(c.EVALUATED, _beside(seen, plain, OUTPUT), self.run, self.tolerance),
+            c.numbers(c.METRICS, mine, theirs, self.tolerance),
+            *self.unchanged(c.KEPT, f"held {last}", "evaluated"),
+        ]
 
 
 def _of_replicas(held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:

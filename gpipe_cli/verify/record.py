@@ -101,16 +101,15 @@ class RecordedStep:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
-    def write(self, path: Path) -> None:
-        """Writes what is seen to a file, for `add`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.seen, path)
+    def rows(self) -> list[tuple[str, tuple[Any, ...], Any]]:
+        """Returns what is seen as plain values: kind, place, value."""
+        return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
 
-    def add(self, path: Path) -> None:
-        """Adds what another worker has seen."""
-        with torch.serialization.safe_globals([Point, Fingerprint]):
-            for kind, found in torch.load(path, weights_only=True).items():
-                self.seen.setdefault(kind, {}).update(found)
+    def add(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Adds the rows of another worker, of which JSON has made lists."""
+        for kind, at, value in rows:
+            point = Point(*at) if len(at) == len(Point._fields) else tuple(at)
+            self.seen.setdefault(kind, {})[point] = Fingerprint(*value) if isinstance(value, list) else value
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------

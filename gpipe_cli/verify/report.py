@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -39,7 +40,7 @@ class VerifyReport:
 
     settings: Settings
     tolerance: float
-    steps: dict[int, Found]
+    steps: Mapping[int, Found]
     findings: list[str]
     notes: list[str]
     loss: float

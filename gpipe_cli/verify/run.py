@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
@@ -40,15 +40,14 @@ from ..trainer.data_source import wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
-from .check import Checker, by_name
-from .compare import Found, VerifiedRun, findings
+from .check import Checker
+from .compare import VerifiedRun, findings
 from .plain import MiniBatch, PlainModel
 from .record import RecordedStep, RunWatch, Spill
 from .report import VerifyReport
 from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
 
 MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
-T = TypeVar("T")
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -163,7 +162,7 @@ class Verification:
         self._assembly = assemble_model(context, self._settings, world, task, self._quiet if once_more else notices)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
-        self._compared: dict[int, Found] = {}
+        self._compared: dict[int, dict[str, Quantity]] = {}
         self._loss = math.nan  # of the last step
         self._notes = [
             f"the learning rate was raised {raised:.4g} times, to its peak: in the first steps of a warm-up updates "
@@ -191,25 +190,25 @@ class Verification:
         taken = trainer.steps()
         for number in range(1, checked[-1] + 1):
             before, recorded = f"held {number - 1}", number in (*checked, skipped)
-            first: Quantity | None = None
             if recorded:
                 self._watch.hold(before)
             if number == 1:
-                first = self._on_rank_0(Checker.beginning, before)
+                self._add(number, Checker.beginning, before)
             if number == resumed:
                 trainer = self._resume(trainer)
                 self._watch.hold("resumed")
-                first = self._on_rank_0(Checker.unchanged, c.RESUMED, before, "resumed")
+                self._add(number, Checker.unchanged, c.RESUMED, before, "resumed")
                 taken = trainer.steps()
             self._watch.recorder.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
             with self._poisoned(number == skipped):
                 next(taken, None)
-            if trainer.progress.step < number:
-                return  # the data has ended
+            if trainer.progress.step < number:  # the data has ended
+                self._compared.pop(number, None)
+                return
             batch = next(batches, None)
-            if recorded and not self._check(number, batch, before, updates, first):
+            if recorded and not self._check(number, batch, before, updates):
                 return
         self._evaluate(trainer)
 
@@ -245,22 +244,19 @@ class Verification:
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 
-    def _on_rank_0(self, check: Callable[..., T], *arguments: object) -> T | None:
-        """Calls ``check(checker, *arguments)`` on rank 0 while the others wait."""
+    def _add(self, number: int, check: Callable[..., list[Quantity]], *arguments: object) -> None:
+        """Calls ``check(checker, *arguments)`` on rank 0 while the others wait; adds what was compared to a step."""
         wait_for_all(self._world)
-        found = None if self._checker is None else check(self._checker, *arguments)
+        if self._checker is not None:
+            found = {quantity.name: quantity for quantity in check(self._checker, *arguments) if quantity.compared}
+            self._compared.setdefault(number, {}).update(found)
         wait_for_all(self._world)
-        return found
 
-    def _check(
-        self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
-    ) -> bool:
+    def _check(self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int) -> bool:
         """Checks a recorded step; returns on every worker whether it agrees."""
-        record = self._gathered(number, self._watch.record)
-        found = self._on_rank_0(self._compare, number, record, batch, before, updates)
-        if found is not None:
-            self._compared[number] = by_name([*([first] if first else []), *found.values()])
-            self._loss = record.loss
+        record = self._gathered(self._watch.record)
+        self._loss = record.loss
+        self._add(number, self._compare, number, record, batch, before, updates)
         agrees = bool(self._world.broadcast(lambda: c.agrees(self._compared[number])))
         if agrees and self._checker is not None:
             for moment in (before, f"gradients {number}"):
@@ -275,9 +271,9 @@ class Verification:
         batch: list[list[MicroBatch]] | None,
         before: str,
         updates: int,
-    ) -> Found:
+    ) -> list[Quantity]:
         if number == self._steps.skipped:
-            return by_name([checker.unchanged(c.SKIPPED, before, f"held {number}")])
+            return checker.unchanged(c.SKIPPED, before, f"held {number}")
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
         order = _backward_order(self._assembly, len(batch[0]))
@@ -292,15 +288,10 @@ class Verification:
             )
         return found
 
-    def _gathered(self, number: int, own: RecordedStep) -> RecordedStep:
+    def _gathered(self, own: RecordedStep) -> RecordedStep:
         """Returns the record of a step: on rank 0 that of all workers."""
-        paths = [self._context.run_dir / "verify" / f"record {number} of rank {r}" for r in range(self._world.size)]
-        if self._world.rank:
-            own.write(paths[self._world.rank])
-        wait_for_all(self._world)
-        if self._world.rank == 0:
-            for path in paths[1:]:
-                own.add(path)
+        for rows in self._world.gather(own.rows())[1:]:
+            own.add(rows)
         return own
 
     def _evaluate(self, trainer: Trainer) -> None:
@@ -312,22 +303,18 @@ class Verification:
         evaluator = dataclasses.replace(evaluator, source=source, generator=None, keeper=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers
-        record = self._gathered(0, RecordedStep(seen=self._watch.recorder.take()))
+        record = self._gathered(RecordedStep(seen=self._watch.recorder.take()))
         self._watch.active = False
         self._watch.hold("evaluated")
-        found = self._on_rank_0(self._check_evaluation, numbers, record, last)
-        if found is not None:
-            self._compared[last] = {**self._compared[last], **found}
 
-    def _check_evaluation(
-        self, checker: Checker, numbers: Mapping[str, float], record: RecordedStep, last: int
-    ) -> Found:
-        source, M, replicas = self._assembly.source, self._settings.pipeline.M, self._world.replicas
-        assert source is not None
-        batches = {r: islice(evaluation_batches(source, M, r, replicas), 1) for r in range(replicas)}
-        given = {(r, m): pair for r, read in batches.items() for batch in read
-                 for m, pair in enumerate(batch.micro_batches)}  # fmt: skip
-        return checker.evaluation(numbers, record.seen, last, MiniBatch(last - 1, given))
+        def check(checker: Checker) -> list[Quantity]:
+            M, replicas = self._settings.pipeline.M, range(self._world.replicas)
+            reads = [evaluation_batches(cast(Source, self._assembly.source), M, r, len(replicas)) for r in replicas]
+            batches = [[*islice(read, 1)] for read in reads]
+            given = {(r, m): pair for r in replicas for b in batches[r] for m, pair in enumerate(b.micro_batches)}
+            return checker.evaluation(numbers, record.seen, last, MiniBatch(last - 1, given))
+
+        self._add(last, check)
 
 
 class _FirstBatch:

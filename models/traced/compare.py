@@ -8,12 +8,9 @@ that draws random numbers draws those of its name and shapes, so that both sides
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
-from io import StringIO
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,13 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
-from ...errors import place_in_users_code
+from ...difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
 from .layers import LayerMaker, traced_layers
 from .module import Called, TracedFrom
-from .recording import seeded
+from .recording import quiet, seeded
 from .trace import Example
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
@@ -42,6 +38,7 @@ Named = Callable[[], Mapping[str, Tensor]]
 Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
 Values = dict[Place, Tensor]
 Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind
+Compared = tuple[Quantity, str]  # see `decide`
 
 OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
 AFTER_UPDATE = " after an update"
@@ -50,42 +47,7 @@ KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
 CEILINGS = {GRADIENT: CEILING_OF_GRADIENTS, GRADIENT + AFTER_UPDATE: CEILING_OF_GRADIENTS}
 
 
-class ModuleFailed(Exception):
-    """Raised where the module itself fails; says where and how."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Holds the comparison of the layers with the module itself.
-
-    Attributes:
-        found: what was compared, in the order of `KINDS`.
-        decided: what float32 found, where float64 has decided that it is rounding.
-    """
-
-    found: Sequence[Quantity]
-    decided: str = ""
-
-    @property
-    def compared(self) -> int:
-        return sum(quantity.compared for quantity in self.found)
-
-    @property
-    def worst(self) -> Difference | None:
-        """Returns the largest difference; None where nothing was compared."""
-        return max(self.found, key=lambda quantity: quantity.relative).worst if self.found else None
-
-    @property
-    def differing(self) -> list[Difference]:
-        """Returns what differs by more than rounding."""
-        return [difference for quantity in self.found for difference in quantity.beyond]
-
-    @property
-    def agrees(self) -> bool:
-        return not self.differing
-
-
-def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Comparison:
+def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
     Args:
@@ -94,8 +56,7 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         loss: whose gradients are compared.
 
     Raises:
-        ModuleFailed: the module fails where its layers do not.
-        Exception: what the layers raise.
+        Exception: what the layers or the module itself raise.
     """
     traced_from = maker_of(builders[0]).traced_from
 
@@ -103,17 +64,12 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         given = [(widened(inputs, float_type), widened(targets, float_type)) for inputs, targets in micro_batches]
         is_wide = float_type is not torch.float32
         traced = traced_layers(traced_from, example_of(given[0][0]), float_type) if is_wide else builders
-        ours = run_layers(traced, given, loss, float_type)
-        try:
-            return ours, run_module(traced_from, given, loss, float_type)
-        except Exception as error:
-            place = place_in_users_code(error)
-            raise ModuleFailed(f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}") from error
+        return run_layers(traced, given, loss, float_type), run_module(traced_from, given, loss, float_type)
 
     return decide(run)
 
 
-def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
+def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Compared:
     """Compares two sides.
 
     Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
@@ -121,15 +77,18 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
     Args:
         run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given. Where
             it fails in float64, as the code of some modules holds types, float32 decides.
+
+    Returns:
+        All that was compared, and where float64 has decided, what float32 had found.
     """
     gaps = differences(*run(torch.float32))
-    found = Comparison(judge(gaps, ROUNDING))
-    if found.agrees or not may_be_rounding(judge(gaps, ROUNDING, SMALL), CEILINGS, CEILING):
-        return found
-    with suppress(Exception):
-        decided = Comparison(judge(differences(*run(torch.float64)), ROUNDING**2, NOTHING), str(found.worst))
-        return decided if decided.agrees else found
-    return found
+    found = _together(judge(gaps, ROUNDING))
+    if found.beyond and may_be_rounding(judge(gaps, ROUNDING, SMALL), CEILINGS, CEILING):
+        with suppress(Exception):
+            wide = _together(judge(differences(*run(torch.float64)), ROUNDING**2, NOTHING))
+            if not wide.beyond:
+                return wide, str(found.worst)
+    return found, ""
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -157,7 +116,7 @@ def run_module(
     Args:
         float_type: in which parameters and buffers are that are float32.
     """
-    with _quiet(), seeded(traced_from.seed):
+    with quiet(), seeded(traced_from.seed):
         called = Called(traced_from.constructor(), traced_from.call)
     module = called.module
     _widen(called, float_type)
@@ -211,7 +170,7 @@ def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
         All that `KINDS` lists.
     """
     values: Values = {}
-    with _quiet(), seeded(0), _SameNoise():
+    with quiet(), seeded(0), _SameNoise():
         for again in ("", AFTER_UPDATE):
             for number, output in enumerate(train()):
                 values[OUTPUT + again, f"micro-batch {number}"] = output
@@ -287,15 +246,6 @@ def _move(name: str, parameter: Tensor) -> None:
     parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01 * (size + 1e-3))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses what the module prints and warns of."""
-    prints = StringIO()
-    with warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
-        warnings.simplefilter("ignore")
-        yield
-
-
 class _SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Seeds every operation that draws random numbers by its name and shapes."""
 
@@ -347,6 +297,12 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
 def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
     """Judges what `differences` has returned, kind by kind; see `judge_tensors`."""
     return [judge_tensors(kind, gaps[kind], tolerance, small) for kind in KINDS if kind in gaps]
+
+
+def _together(found: Sequence[Quantity]) -> Quantity:
+    worst = max((quantity.worst for quantity in found if quantity.worst), key=lambda d: d.relative, default=None)
+    beyond = [difference for quantity in found for difference in quantity.beyond]
+    return Quantity("all", sum(quantity.compared for quantity in found), worst, beyond)
 
 
 def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor]) -> Gaps:

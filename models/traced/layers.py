@@ -196,11 +196,11 @@ class LayerMaker:
             holder, name = _holder(layer, path)
             setattr(holder, name, deepcopy(batch_norm))
         for path, first in segment.held.items():
-            holder, name = _holder(layer, path)
-            if isinstance(tensors[first], nn.Parameter):
-                holder.register_parameter(name, tensors[first])
+            (holder, name), tensor = _holder(layer, path), tensors[first]
+            if isinstance(tensor, nn.Parameter):
+                holder.register_parameter(name, tensor)
             else:
-                holder.register_buffer(name, tensors[first], persistent=first in self._trace.persistent)
+                holder.register_buffer(name, tensor, persistent=first in self._trace.persistent)
         return layer
 
 

@@ -29,10 +29,12 @@ REFUSED: list[tuple[Any, str, str]] = [
     (torch, "set_rng_state", SEEDS),
     (torch.random, "fork_rng", SEEDS),
 ]
+LOST: dict[Any, str] = {  # calls that a trace does not follow
+    Tensor.register_hook: "here the gradient of a tensor gets a hook, which a traced layer would not call",
+    torch.autograd.grad: "here forward computes a gradient, which tracing does not follow",
+}
 UNTRACEABLE = {  # what torch says -> what the code does
     "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
-    r"\.numpy\(\)": "here a tensor becomes a numpy array",
-    "FakeTensor.__format__": "here the value of a tensor is written into a text, but tracing has no values",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
         "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
         "ones with model.arguments={…}"
@@ -90,8 +92,6 @@ def refusing_what_gets_lost() -> Iterator[None]:
     """
     before = _states()
     with (
-        patch.object(Tensor, "register_hook", _refuse_hook),
-        patch.object(torch.autograd, "grad", _refuse_gradient),
         patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
         _data(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else USUAL_DATA.__get__(tensor)),
     ):
@@ -126,6 +126,10 @@ def _data(get: Callable[[Tensor], Tensor], put: Callable[[Tensor, Any], None] | 
     return patch.object(Tensor, "data", property(get, put or USUAL_DATA.__set__), create=True)
 
 
+def _refuse_data(tensor: Tensor, value: object) -> None:
+    raise Untraceable("here forward puts new values into `.data`")
+
+
 class _Refusing(TorchFunctionMode):
     """Refuses random numbers from a generator of its own, changes of plain tensors, and len() of a size that varies."""
 
@@ -134,6 +138,8 @@ class _Refusing(TorchFunctionMode):
         self._plain = plain
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in LOST:
+            raise Untraceable(LOST[function])
         if (kwargs or {}).get("generator") is not None:
             raise Untraceable("here numbers are drawn from a generator of its own; leave out generator=…")
         if function is Tensor.__len__ and isinstance(args[0].shape[0], torch.SymInt):
@@ -149,10 +155,6 @@ def _states() -> tuple[object, str]:
     return random.getstate(), str(np.random.get_state())
 
 
-def _refuse_hook(tensor: Tensor, hook: object) -> None:
-    raise Untraceable("here the gradient of a tensor gets a hook, which a traced layer would not call")
-
-
 def _refused(usual: Callable[..., Any], said: str) -> Callable[..., Any]:
     """Returns a function that refuses the module's code, and serves torch's own."""
 
@@ -163,14 +165,6 @@ def _refused(usual: Callable[..., Any], said: str) -> Callable[..., Any]:
         return usual(*arguments, **more)
 
     return function
-
-
-def _refuse_data(tensor: Tensor, value: object) -> None:
-    raise Untraceable("here forward puts new values into `.data`")
-
-
-def _refuse_gradient(*arguments: object, **more: object) -> None:
-    raise Untraceable("here forward computes a gradient, which tracing does not follow")
 
 
 def explained(error: Exception, constructor: Constructor) -> str:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from io import StringIO
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -29,7 +27,7 @@ from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
 from .kept_state import KeptState
 from .module import Call, Called, CallError, Constructor, Untraceable
 from .own_backward import own_backward_kept
-from .recording import ConstructorRecord, NotRecordable, recorded, seeded, without_logs
+from .recording import ConstructorRecord, NotRecordable, quiet, recorded, seeded
 from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
@@ -154,7 +152,7 @@ def _traced(called: Called, recording: ConstructorRecord | None, example: Exampl
     programs = _programs(called, example, fake)
     constants: dict[str, Tensor] = {}
     parameters = {memory_of(parameter): (name, parameter) for name, parameter in module.named_parameters()}
-    graphs = [flatten(program, INSIDE, aliases, parameters, constants) for program in programs]
+    graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
             users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
@@ -163,7 +161,8 @@ def _traced(called: Called, recording: ConstructorRecord | None, example: Exampl
     conditions = [
         c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
     ]
-    return Trace(*graphs, held, persistent, aliases, constants, recording, list(dict.fromkeys(conditions)))
+    assumed = list(dict.fromkeys(conditions))
+    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed)
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:
@@ -181,18 +180,10 @@ def _widen(module: nn.Module, float_type: torch.dtype) -> None:
 
 def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
     """Exports a module for training and for evaluation; what its code prints is suppressed."""
-    prints, kept = StringIO(), KeptState(called)
+    kept = KeptState(called)
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
-    with (
-        without_logs(),
-        warnings.catch_warnings(),
-        redirect_stdout(prints),
-        redirect_stderr(prints),
-        own_backward_kept(),
-        refusing_what_gets_lost(),
-    ):
-        warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
+    with quiet(), own_backward_kept(), refusing_what_gets_lost():
         with kept.noted():
             programs = [_export(called.train(), inputs, kept)]
             with torch.no_grad():  # as evaluation runs, which code may ask
