@@ -20,8 +20,8 @@ from ..difference import NO_LAYER, Difference, Key, Quantity, judge, measure
 from . import compare as c
 from .compare import Gaps, VerifiedRun
 from .plain import Load, MiniBatch, PlainModel, PlainStep
-from .record import AGAIN, GRADIENT, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
-from .reference import Update, average, learning_rate, update
+from .record import AGAIN, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
+from .reference import average, learning_rate, update
 
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
 MINI_BATCH, ALL_PARAMETERS = (NO_LAYER, "mini-batch"), (NO_LAYER, "all parameters")
@@ -123,9 +123,6 @@ class Checker:
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep) -> list[Quantity]:
         seen, run, tolerance = ours.seen, self.run, self.tolerance
-        names = [(NO_LAYER, name) for name in self.model.task.statistics]
-        sums = [] if plain.statistics is None else plain.statistics.tolist()
-        statistics = dict(zip(names, ours.statistics, strict=False)), dict(zip(names, sums, strict=False))
         used = []
         for point, mark in (pair for again in ("", AGAIN) for pair in seen.get(WEIGHTS + again, {}).items()):
             types = plain.used[point.layer, point.number]
@@ -134,11 +131,9 @@ class Checker:
         repeated = [(point, mark, first[point]) for point, mark in again.items() if point in first]
         return [
             c.numbers(c.LOSSES, _by_place(ours.losses), _by_place(plain.losses), tolerance),
-            c.numbers(c.STATISTICS, *statistics, tolerance),
             c.traces(c.USED, used, run, EXACT),
-            c.traces(c.OUTPUTS, _beside(seen, plain.seen, OUTPUT), run, tolerance),
+            c.traces(c.OUTPUTS, _beside(seen, plain), run, tolerance),
             c.traces(c.AGAIN, repeated, run, self.repeated),
-            c.traces(c.PASSED_BACK, _beside(seen, plain.seen, GRADIENT), run, tolerance),
         ]
 
     # -- the update ----------------------------------------------------------------------------------------------------
@@ -157,13 +152,13 @@ class Checker:
                 if owner is not None:
                     gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), owned[owner], weight)
                     continue
-                expected = Update(weight, _state_of(old, name))
+                right, state = weight, _state_of(old, name)
                 if name in gradients:
-                    expected = update(self.settings.optimizer, rate, expected, gradients[name] * factor)
-                gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), expected.weight, weight)
+                    right, state = update(self.settings.optimizer, rate, weight, state, gradients[name] * factor)
+                gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
-                    owned[layer, name] = expected.weight
-                for kind, value in expected.state.items():
+                    owned[layer, name] = right
+                for kind, value in state.items():
                     if isinstance(value, (Tensor, int, float)):
                         key = f"{name}:{kind}"
                         gaps[c.STATE][layer, key] = measure(new.get(f"state/{key}"), torch.as_tensor(value))
@@ -197,7 +192,7 @@ class Checker:
         right, plain = self.model.evaluate(mini_batch, self._load(f"held {last}", "average"))
         mine, theirs = ({(NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
         return [
-            c.traces(c.EVALUATED, _beside(seen, plain, OUTPUT), self.run, self.tolerance),
+            c.traces(c.EVALUATED, _beside(seen, plain), self.run, self.tolerance),
             c.numbers(c.METRICS, mine, theirs, self.tolerance),
             *self.unchanged(c.KEPT, f"held {last}", "evaluated"),
         ]
@@ -214,10 +209,10 @@ def _of_replicas(held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:
     return judge(c.REPLICAS, sorted(found, key=lambda difference: difference.layer), 0.0)
 
 
-def _beside(ours: Seen, plain: Seen, kind: str) -> list[tuple[Point, Fingerprint | None, Fingerprint]]:
-    """Returns the fingerprints of the plain side with those of the pipeline, for `compare.traces`."""
-    found = ours.get(kind, {})
-    return [(point, found.get(point), mark) for point, mark in plain.get(kind, {}).items()]
+def _beside(ours: Seen, plain: PlainStep) -> list[tuple[Point, Fingerprint | None, Fingerprint]]:
+    """Returns the fingerprints of the plain side's outputs with those of the pipeline, for `compare.traces`."""
+    found = ours.get(OUTPUT, {})
+    return [(point, found.get(point), mark) for point, mark in plain.outputs.items()]
 
 
 def _by_place(losses: Mapping[tuple[int, int], float]) -> dict[Key, float]:

@@ -27,7 +27,7 @@ from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.compare import averaged_over_a_mini_batch
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..tasks.base import Task
-from .record import OUTPUT, Fingerprint, Layer, Place, Recorder, Seen, fingerprint, named, named_buffers
+from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
 from .reference import noise_seed, weights_drawn
 
 
@@ -54,19 +54,17 @@ class PlainStep:
     Attributes:
         weight: of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
-        statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
         batchnorms: layers that have one.
-        seen: of the layers, as in `record.py`.
+        outputs: fingerprints of what the layers returned.
         used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
     """
 
     weight: float
     losses: dict[Place, float] = field(default_factory=dict)
-    statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
     batchnorms: set[int] = field(default_factory=set)
-    seen: Seen = field(default_factory=dict)
+    outputs: dict[Point, Fingerprint] = field(default_factory=dict)
     used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
 
     @property
@@ -161,9 +159,7 @@ class PlainModel:
             load: gives the weights and buffers before the step.
             take: called for each cell, from the last to the first, with zeros where nothing flowed back.
         """
-        mini_batch = self._on_device(mini_batch)
-        step = PlainStep(sum(self.task.weight(targets) for _, targets in mini_batch.micro_batches.values()))
-        recorder = Recorder()
+        mini_batch, step = self._on_device(mini_batch)
         given: list[dict[Place, Tensors]] = [{place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}]
         for layers in self.cells[:-1]:
             cell = self.build(layers, load, mini_batch.step)
@@ -173,41 +169,39 @@ class PlainModel:
         for layers in reversed(self.cells):
             cell = self.build(layers, load, mini_batch.step)
             with averaged_over_a_mini_batch(cell):
-                gradients, back = cell.forward_and_back(mini_batch, given.pop(), back, step, recorder)
+                gradients, back = cell.forward_and_back(mini_batch, given.pop(), back, step)
             gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(layers, gradients, {key: held for key, held in cell.held.items() if key not in cell.weights})
-        step.seen = recorder.take()
         return step
 
     @torch.no_grad()
-    def evaluate(self, mini_batch: MiniBatch, load: Load) -> tuple[dict[str, float], Seen]:
+    def evaluate(self, mini_batch: MiniBatch, load: Load) -> tuple[dict[str, float], PlainStep]:
         """Evaluates micro-batches with the weights and buffers that ``load`` returns.
 
         Args:
             mini_batch: its step is the one before the evaluation; what `begin_step` has set lasts.
 
         Returns:
-            The numbers, as the task summarizes them, and fingerprints of the layers' outputs.
+            The numbers, as the task summarizes them, and the layers' outputs.
         """
-        mini_batch = self._on_device(mini_batch)
+        mini_batch, step = self._on_device(mini_batch)
         values = {place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}
-        recorder = Recorder()
         for layers in self.cells:
             cell = self.build(layers, load, mini_batch.step).eval()
-            values = {place: cell.forward(mini_batch, place, x, recorder)[0] for place, x in values.items()}
+            values = {place: cell.forward(mini_batch, place, x, step)[0] for place, x in values.items()}
         every = mini_batch.micro_batches.items()
         sums = [self.task.evaluate(values[place], targets).cpu() for place, (_, targets) in every]
-        weight = sum(self.task.weight(targets) for _, (_, targets) in every)
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
-        return self.task.summarize(totals, weight) if weight else {}, recorder.take()
+        return self.task.summarize(totals, step.weight) if step.weight else {}, step
 
-    def _on_device(self, mini_batch: MiniBatch) -> MiniBatch:
+    def _on_device(self, mini_batch: MiniBatch) -> tuple[MiniBatch, PlainStep]:
         def moved(tensors: Tensors) -> Tensors:
             return tuple(tensor.to(self._device) for tensor in tensors)
 
         pairs = {place: (moved(x), moved(y)) for place, (x, y) in mini_batch.micro_batches.items()}
-        return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale)
+        step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
+        return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale), step
 
 
 class _Cell(nn.Module):
@@ -234,7 +228,6 @@ class _Cell(nn.Module):
         given: Mapping[Place, Tensors],
         back: Mapping[Place, Sequence[Tensor]],
         step: PlainStep,
-        recorder: Recorder,
     ) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
         """Runs forward and backward of all micro-batches.
 
@@ -251,7 +244,7 @@ class _Cell(nn.Module):
         gradients: dict[Key, Tensor] = {}
         for _, places in groupby(given, key=lambda place: place[0]):  # each replica adds up its own
             for place in places:
-                outputs, losses = self.forward(mini_batch, place, given[place], recorder, step)
+                outputs, losses = self.forward(mini_batch, place, given[place], step)
                 step.losses[place] = step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
                 roots = [*zip(_trained(outputs), back[place], strict=True)] if back else []
                 roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
@@ -284,37 +277,25 @@ class _Cell(nn.Module):
         return gradients
 
     def forward(
-        self,
-        mini_batch: MiniBatch,
-        place: Place,
-        values: Tensors,
-        recorder: Recorder | None = None,
-        step: PlainStep | None = None,
+        self, mini_batch: MiniBatch, place: Place, values: Tensors, step: PlainStep | None = None
     ) -> tuple[Tensors, list[Tensor]]:
-        """Returns outputs and, in training, unscaled losses of one micro-batch.
-
-        Args:
-            recorder: gets the outputs.
-            step: gets the statistics.
-        """
+        """Returns outputs and, in training, unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
         model, losses = self._model, []
         targets = mini_batch.micro_batches[place][1]
         with self._autocast():
             for index, _, module in self._layers:
                 torch.manual_seed(noise_seed(model.settings.seed, mini_batch.step, *place, index))
                 returned = module(as_argument(values))
-                if recorder:
-                    recorder.outputs(OUTPUT, (*place, index), as_tensors(returned), values)
+                if step:
+                    marks = enumerate(map(fingerprint, as_tensors(returned)))
+                    step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
                 auxiliary = getattr(module, "auxiliary_loss", None)
                 if auxiliary is not None and self.training:
                     losses.append(auxiliary(returned, targets))
                 is_last = index == model._last
                 values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
-            if is_last and step:
-                loss, statistics = model.task.loss(values, targets)
-                losses.append(loss)
-                so_far = step.statistics
-                step.statistics = statistics.double().cpu() + (0.0 if so_far is None else so_far)
+            if is_last and step and self.training:
+                losses.append(model.task.loss(values, targets)[0])
         return values, losses
 
 

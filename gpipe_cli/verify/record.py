@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -37,9 +37,9 @@ Place = tuple[int, int]  # (replica, micro-batch)
 Call = tuple[int, int, int]  # (replica, micro-batch, layer)
 Layer = tuple[int, str, nn.Module]  # index, name, module
 
-# What is seen of a step. By point: a layer's output, the gradient of its output, the weights that it used. With `AGAIN`
-# behind it: the same in recompute.
-OUTPUT, GRADIENT, WEIGHTS = "output", "gradient", "weights"
+# What is seen of a step. By point: a layer's output, the weights that it used. With `AGAIN` behind it: the same in
+# recompute.
+OUTPUT, WEIGHTS = "output", "weights"
 AGAIN = " in recompute"
 # By key: the learning rate and the norm of the gradient that the optimizer was given for each parameter. By replica and
 # key: all that is held after the step.
@@ -84,7 +84,6 @@ class RecordedStep:
     Attributes:
         loss: of the mini-batch, per unit of weight.
         losses: unscaled sums by (replica, micro-batch).
-        statistics: sums of the task's statistics.
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
         seen: of the layers and the update.
@@ -92,7 +91,6 @@ class RecordedStep:
 
     loss: float = math.nan
     losses: dict[Place, float] = field(default_factory=dict)
-    statistics: Sequence[float] = ()
     gradient_norm: float = math.nan
     loss_scale: float = 1.0
     seen: Seen = field(default_factory=dict)
@@ -165,18 +163,10 @@ class Recorder:
                 self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
             self.note(kind, Point(*call, number), mark)
 
-    def outputs(self, kind: str, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        """Records what a layer returned and, during backward, the gradient of each new tensor."""
+    def outputs(self, kind: str, call: Call, outputs: Tensors) -> None:
+        """Records what a layer returned."""
         for number, tensor in enumerate(outputs):
-            point = Point(*call, number)
-            self.note(kind, point, fingerprint(tensor))
-            if tensor.requires_grad and not any(tensor is one for one in inputs):
-                tensor.register_hook(partial(self._gradient, point))  # type: ignore[no-untyped-call]  # torch's own
-
-    def _gradient(self, point: Point, gradient: Tensor) -> None:
-        """Records the first gradient only: a schedule that divides backward may call the hook twice."""
-        if point not in self._seen[GRADIENT]:
-            self.note(GRADIENT, point, fingerprint(gradient))
+            self.note(kind, Point(*call, number), fingerprint(tensor))
 
 
 # -- tensors of the model's size ---------------------------------------------------------------------------------------
@@ -311,8 +301,7 @@ class RunWatch:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
             if self.active:
                 call, again = self._call(layer)
-                (argument,) = inputs  # a tensor or a tuple of them
-                self.recorder.outputs(OUTPUT + again, call, as_tensors(outputs), as_tensors(argument))
+                self.recorder.outputs(OUTPUT + again, call, as_tensors(outputs))
 
         return hook
 
@@ -343,9 +332,7 @@ class RunWatch:
         yield
         self.hold(f"held {number}")
         losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}
-        self.record = RecordedStep(
-            report.loss, losses, report.statistics, report.gradient_norm, scale, self.recorder.take()
-        )
+        self.record = RecordedStep(report.loss, losses, report.gradient_norm, scale, self.recorder.take())
 
 
 def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -60,37 +59,27 @@ def below_peak(optimizer: Section, lr_schedule: Section, n: int) -> float:
     return max(map(factor, range(LONGEST_WARM_UP))) / (factor(n - 1) or 1.0)
 
 
-@dataclass(frozen=True)
-class Update:
-    """Holds one parameter before or after an update.
-
-    Attributes:
-        weight: its value.
-        state: of the optimizer, by name; empty before the first update.
-    """
-
-    weight: Tensor
-    state: Mapping[str, Any]
-
-
-def update(section: Section, rate: float | None, before: Update, gradient: Tensor) -> Update:
-    """Returns a parameter after one update by the section `optimizer`, alone in an optimizer of its own.
+def update(
+    section: Section, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
+) -> tuple[Tensor, Any]:
+    """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 
     Args:
         rate: the learning rate.
+        state: of the optimizer before, by name; empty before the first update.
         gradient: clipped.
     """
     keys = {key: value for key, value in section.items() if key != "decay_only"}
     keys |= {} if rate is None else {"lr": rate}
-    if section.get("decay_only") == "matrices" and before.weight.dim() < 2:
+    if section.get("decay_only") == "matrices" and weight.dim() < 2:
         keys["weight_decay"] = 0.0
-    parameter = nn.Parameter(before.weight.clone())
+    parameter = nn.Parameter(weight.clone())
     alone = build_optimizer(keys, [parameter])
-    if before.state:
-        alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in before.state.items()}
+    if state:
+        alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
     parameter.grad = gradient.clone()
     alone.step()
-    return Update(parameter.detach(), dict(alone.state[parameter]))
+    return parameter.detach(), dict(alone.state[parameter])
 
 
 def average(decay: float, updates: int, before: Tensor, weight: Tensor) -> Tensor:

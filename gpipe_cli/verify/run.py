@@ -41,10 +41,9 @@ from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
 from .check import Checker
-from .compare import VerifiedRun, findings
+from .compare import VerifiedRun, VerifyReport, findings
 from .plain import MiniBatch, PlainModel
 from .record import RecordedStep, RunWatch, Spill
-from .report import VerifyReport
 from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
 
 MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
@@ -290,6 +289,7 @@ class Verification:
 
     def _gathered(self, own: RecordedStep) -> RecordedStep:
         """Returns the record of a step: on rank 0 that of all workers."""
+        wait_for_all(self._world)
         for rows in self._world.gather(own.rows())[1:]:
             own.add(rows)
         return own

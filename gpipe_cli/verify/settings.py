@@ -28,7 +28,7 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
     """Refuses settings that have no plain counterpart, before anything is built.
 
     Raises:
-        ConfigurationError: the run resumes, or float64 is asked for beside autocast.
+        ConfigurationError: the run resumes, or its replicas share the statistics of BatchNorm.
     """
     if settings.checkpoint.resume is not None:
         raise ConfigurationError(
@@ -39,13 +39,6 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
         raise ConfigurationError(
             "gpipe-verify has no plain counterpart of pipeline.sync_batchnorm=true with several replicas: leave it out "
             "to verify everything else"
-        )
-    precision = settings.precision
-    rounding = [key for key in ("autocast", "boundaries") if getattr(precision, key) is not None]
-    if settings.verify.dtype == "float64" and rounding:
-        raise ConfigurationError(
-            f"verify.dtype=float64 tells rounding from error, precision.{rounding[0]}="
-            f"{getattr(precision, rounding[0])} rounds: use precision=fp32, or leave out verify.dtype"
         )
 
 

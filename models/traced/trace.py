@@ -24,11 +24,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
-from .kept_state import KeptState
 from .module import Call, Called, CallError, Constructor, Untraceable
 from .own_backward import own_backward_kept
 from .recording import ConstructorRecord, NotRecordable, quiet, recorded, seeded
-from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
+from .refusals import WAY_OUT, KeptState, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 INSIDE = "module."  # what the names in an exported program begin with

@@ -10,7 +10,7 @@ from torch import nn
 
 from gpipe_cli.factory.build import build_optimizer
 from gpipe_cli.pipeline.randomness import NoiseSource, weights_of_layer
-from gpipe_cli.verify.reference import Update, below_peak, learning_rate, noise_seed, update, weights_drawn
+from gpipe_cli.verify.reference import below_peak, learning_rate, noise_seed, update, weights_drawn
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.5}
 
@@ -37,13 +37,13 @@ def test_updates_are_those_of_the_optimizer(decay_only: str | None) -> None:
     section: dict[str, Any] = {"_target_": target, "lr": 0.1, "weight_decay": 0.3, "decay_only": decay_only}
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(4))]
-    alone = [Update(parameter.detach().clone(), {}) for parameter in parameters]
+    alone: list[tuple[torch.Tensor, Any]] = [(parameter.detach().clone(), {}) for parameter in parameters]
     optimizer = build_optimizer(section, parameters)
     for _ in range(3):
         for place, parameter in enumerate(parameters):
             parameter.grad = torch.randn_like(parameter)
-            alone[place] = update(section, section["lr"], alone[place], parameter.grad)
+            alone[place] = update(section, section["lr"], *alone[place], parameter.grad)
         optimizer.step()
-    for parameter, own in zip(parameters, alone, strict=True):
-        torch.testing.assert_close(own.weight, parameter.detach())
-        assert own.state.keys() == optimizer.state[parameter].keys()
+    for parameter, (weight, state) in zip(parameters, alone, strict=True):
+        torch.testing.assert_close(weight, parameter.detach())
+        assert state.keys() == optimizer.state[parameter].keys()

@@ -195,7 +195,7 @@ def padding_counted(write: Any, codec: BatchPlanCodec, exchange: Any, micro_batc
     write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
 
 
-@fault(function(_TrainingStep, "_score"), c.LOSSES, c.STATISTICS, said="the outputs of all layers agree.*other targets")
+@fault(function(_TrainingStep, "_score"), c.LOSSES, said="the outputs of all layers agree.*other targets")
 def targets_of_another_micro_batch(score: Any, step: _TrainingStep, outputs: Any, micro_batch: int) -> Any:
     """Scores every micro-batch against the targets of the next."""
     return score(step, outputs, (micro_batch + 1) % 4)
@@ -206,7 +206,7 @@ def targets_of_another_micro_batch(score: Any, step: _TrainingStep, outputs: Any
 
 @fault(
     function(_TrainingStep, "_take_output_gradients"),
-    *(c.PASSED_BACK, c.GRADIENTS),
+    c.GRADIENTS,
     said=r"layer norm \(cell 1\)",
     words=NO_AUXILIARY,
 )
