@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +19,9 @@ from ..config import Settings
 from ..data.source import Source
 from ..disk import writing
 from ..factory.build import build_lr_schedule, build_optimizer, build_task, build_trackers
-from ..factory.module_itself import is_traced, look_at_first_start
+from ..factory.module_itself import is_traced, quick_look
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
-from ..micro_batch import MicroBatch
 from .assembly import Assembly, assemble_model, start_worker
 from .batches import first_batch
 from .choice import with_choice
@@ -63,9 +61,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     assembly = assemble_model(context, settings, world, task, journal)
     if world.rank == 0 and is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):
-            source, M = cast(Source, assembly.source), settings.pipeline.M
-            example = partial(_first_micro_batch, source, M, world.replicas)
-            look_at_first_start(assembly.builders, assembly.settings.model, task, example, journal.message)
+            batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
+            quick_look(assembly.builders, task, batch.micro_batches[0], journal.message)
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     if assembly.source is not None and world.rank == 0:
@@ -80,10 +77,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     trainer.draw()
     journal.close()
     return summary
-
-
-def _first_micro_batch(source: Source, M: int, replicas: int) -> MicroBatch:
-    return first_batch(source, M, replicas).micro_batches[0]
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
