@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .replicas import sum_over_replicas
+from .gradients import sum_over_replicas
 
 
 class DeferredBatchNorm(nn.Module):

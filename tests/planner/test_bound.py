@@ -131,17 +131,6 @@ def test_plans_take_at_least_their_bounds_in_the_memory_that_they_need() -> None
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("v", "halves", "seconds"),
-    [(1, False, 117), (1, True, 103.1), (2, False, 108), (2, True, 99.5), (4, False, 101.8), (4, True, 97.75)],
-)
-def test_eight_workers_with_half_of_the_memory_that_1f1b_needs(v: int, halves: bool, seconds: float) -> None:
-    # Cells go to the last worker and back, and so on; the work alone is 96.
-    there = list(range(8))
-    placement = (there + there[::-1]) * (v // 2) if v > 1 else there
-    assert step_bound([even(v)] * (8 * v), placement, 32, [4.04] * 8, halves) == pytest.approx(seconds, abs=0.05)
-
-
 def test_speeds_of_workers_may_differ() -> None:
     slow = CellLoad(3, 3, 3, 6, 3, 3, 1)
     assert step_bound([even(1), slow], (0, 1), 4, [inf] * 2, False) == 1 + 4 * 9 + 2

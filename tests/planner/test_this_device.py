@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.commands.plan import make_request
-from gpipe_cli.config import PipelineConfig
 from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
-
-
-def pipeline(*words: str) -> PipelineConfig:
-    return make_request(["pipeline.K=4", *words]).settings.pipeline
 
 
 @pytest.mark.parametrize(
@@ -31,5 +25,11 @@ def test_only_workers_of_this_machine_share_its_two_gpus(
     assert workers_per_gpu(workers, 2, environment) == sharing
 
 
-def test_workers_of_a_cpu_share_no_gpu() -> None:
-    assert this_device.workers_on_a_gpu(pipeline("pipeline.workers=4", "pipeline.device=cpu")) == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_messages_are_measured_between_two_processes(shared_memory: bool) -> None:
+    found = this_device.link_between_processes(shared_memory)
+    assert found is not None
+    assert 0 < found.host < 0.1
+    assert 0 <= found.latency < 0.1
+    assert found.rate > 1e6

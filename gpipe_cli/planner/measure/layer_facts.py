@@ -8,31 +8,28 @@ element (see `kernels_of`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ...layers import LayerBuilder
-from ...micro_batch import Tensors
+from ...micro_batch import Loss, MicroBatch, Tensors
 from ...optim.average import averaged_tensors
-from ...partition.drawn_values import Drawn, draw, measured_on_shapes
-from ...partition.fake_layers import CostError, TensorShape, build_key
+from ...partition.fake_layers import CostError, Drawn, TensorShape, build_key, draw, measured_on_shapes
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ...pipeline.halves import backward_of_inputs
 from ...pipeline.messages.boundary import canonical, passed_on
 from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.weight_casts import WeightCasts
-from .tracking import Operation, Saved, Tracker, storage_key
+from .tracking import Operation, Tracker, noting_saved, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 Run = Callable[..., tuple[Tensors, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
 
 
@@ -119,7 +116,6 @@ class LayerFacts:
         gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
         outputs: in order.
         batchnorm: whether it normalises over the examples of a micro-batch.
-        by_values: whether the layer does not run on fake tensors, and was measured on random values.
         may_end_cell: False where the shapes of its outputs depend on values.
     """
 
@@ -138,7 +134,6 @@ class LayerFacts:
     gathered: int
     outputs: tuple[LayerOutput, ...] = field(repr=False)
     batchnorm: bool
-    by_values: bool = False
     may_end_cell: bool = True
 
     @property
@@ -149,6 +144,54 @@ class LayerFacts:
     @property
     def parameter_count(self) -> int:
         return sum(shape.numel for _, shape in self.parameters)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Describes a whole model for one size of micro-batch; none of it depends on the cut.
+
+    Attributes:
+        layers: facts of each layer.
+        loss: facts of the task's loss; None where it could not be measured: it is left out.
+        inputs: inputs of the first layer.
+        target_bytes: bytes of each target of a micro-batch.
+        notes: assumptions, for the plan.
+    """
+
+    layers: list[LayerFacts]
+    loss: LayerFacts | None
+    inputs: tuple[BoundaryTensor, ...]
+    target_bytes: list[int]
+    notes: list[str]
+
+    @property
+    def with_loss(self) -> list[LayerFacts]:
+        """Returns the facts of the layers, followed by those of the loss."""
+        return self.layers if self.loss is None else [*self.layers, self.loss]
+
+
+def measure_model(
+    builders: Sequence[LayerBuilder],
+    loss: Loss,
+    example: MicroBatch,
+    autocast: Autocast,
+    boundary_type: torch.dtype | None,
+    kernels: str,
+) -> ModelFacts:
+    """Returns the facts of layers and loss; ``loss``: the task's; other arguments as in `measure_layers`.
+
+    Raises:
+        CostError: as in `measure_layers`.
+    """
+    inputs, targets = example
+    layers = measure_layers(builders, inputs, targets, autocast, boundary_type, kernels)
+    of_loss, notes = None, []
+    try:
+        of_loss = measure_loss(loss, layers[-1].boundary, targets, autocast)
+    except CostError as error:
+        notes.append(str(error))
+    first = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
+    return ModelFacts(layers, of_loss, first, [TensorShape.of(tensor).bytes for tensor in targets], notes)
 
 
 def measure_layers(
@@ -209,33 +252,22 @@ def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors
         ) from error
 
 
-@contextmanager
-def kernels_of(kernels: str) -> Iterator[None]:
-    """Makes layers run with other kernels while the body runs.
+def kernels_of(kernels: str) -> AbstractContextManager[Any]:
+    """Returns the context in which layers run with other kernels.
 
     Args:
         kernels: ``cpu``: torch's choice on a CPU. ``accelerator``: attention in one kernel that never keeps its t×s
-            matrix, dropout masks of one byte. ``plain``: such masks, and attention as matrix products that keep the
-            matrix (2019, the paper's tables).
+            matrix, dropout masks of one byte.
     """
-    with ExitStack() as stack:
-        if kernels != "cpu":
-            stack.enter_context(_AcceleratorKernels(fused=kernels == "accelerator"))
-        if kernels == "plain":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
+    return nullcontext() if kernels == "cpu" else _AcceleratorKernels()
 
 
 class _AcceleratorKernels(TorchFunctionMode):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self._fused = fused
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
             return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and self._fused:
+        if func is F.scaled_dot_product_attention:
             return _attention(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -272,8 +304,8 @@ def _measure_layer(
         return _measure_module(module, grouped_like(typed, boundary), wanted, autocast, boundary_type)
 
     shapes = grouped_like((tensor.shape for tensor in boundary), boundary)
-    found, by_values, outputs = measured_on_shapes(builder, shapes, drawn, measure)
-    return replace(found, by_values=by_values, may_end_cell=outputs is None), outputs
+    found, outputs = measured_on_shapes(builder, shapes, drawn, measure)
+    return replace(found, may_end_cell=outputs is None), outputs
 
 
 def _measure_module(
@@ -298,7 +330,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
     grads = [p.grad for _, p in parameters if p.grad is not None]
     casts = _cast_weights(run, inputs, module, autocast)
     known = [*inputs, *(p for _, p in parameters), *buffers, *grads, *others, *casts.held]
-    tracker, saved = Tracker(), Saved()
+    tracker, saved = Tracker(), dict[int, int]()
     tracker.ignore(known)
     with tracker, casts.in_place():
         tracker.begin()
@@ -307,7 +339,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         inference = LayerPass(tuple(tracker.operations), tracker.peak)
         gathered = _take_gathered(module) + sum(cast.nbytes for cast in casts.held)
         tracker.begin()
-        with saved.watch():
+        with noting_saved(saved):
             outputs, loss = _run_forward(run, inputs, autocast)
         forward = LayerPass(tuple(tracker.operations), tracker.peak)
         _take_gathered(module)
@@ -404,12 +436,16 @@ def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, 
 
 
 def _what_is_saved(
-    saved: Saved, inputs: Sequence[Tensor], outputs: Tensors, described: Sequence[LayerOutput], known: Sequence[Tensor]
+    saved: dict[int, int],
+    inputs: Sequence[Tensor],
+    outputs: Tensors,
+    described: Sequence[LayerOutput],
+    known: Sequence[Tensor],
 ) -> tuple[frozenset[int], frozenset[int], int]:
     """Returns (inputs, output storages, other bytes) that the graph keeps; ``known`` is in memory anyway."""
-    of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved.sizes}
+    of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved}
     own = {o.storage: storage_key(t) for o, t in zip(described, outputs, strict=True) if o.of_input is None}
-    of_outputs = {storage for storage, key in own.items() if key in saved.sizes}
+    of_outputs = {storage for storage, key in own.items() if key in saved}
     elsewhere = {storage_key(tensor) for tensor in known} | set(own.values())
-    inside = sum(size for key, size in saved.sizes.items() if key not in elsewhere)
+    inside = sum(size for key, size in saved.items() if key not in elsewhere)
     return frozenset(of_inputs), frozenset(of_outputs), inside
