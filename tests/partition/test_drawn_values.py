@@ -18,7 +18,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.cost import LayerCost, layer_costs
 from gpipe_cli.partition.cut import cut_model
-from gpipe_cli.planner.measure.layer_facts import measure_layers
+from gpipe_cli.planner.measure.layer_facts import measure_model
 
 IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8, device="meta")
 EXAMPLE: MicroBatch = ((IMAGES,), (torch.zeros(6, dtype=torch.long, device="meta"),))
@@ -53,8 +53,12 @@ def test_every_row_is_counted_once_whichever_expert_it_goes_to(costs: list[Layer
     assert [cost.name for cost in costs if not cost.may_end_cell] == JOINED
 
 
+def sum_of(outputs: Any, targets: Any) -> Any:
+    return outputs[0].sum(), targets[0]
+
+
 def test_the_planner_finds_the_same() -> None:
-    facts = measure_layers(layers(), *EXAMPLE, nullcontext, None, "cpu")
+    facts = measure_model(layers(), sum_of, EXAMPLE, nullcontext, None, "cpu").layers
     assert [number for number, layer in enumerate(facts) if not layer.may_end_cell] == [4, 5]
     assert facts[2].parameter_count == 243 and facts[6].boundary[0].shape.shape == (6, 8)
 

@@ -178,36 +178,12 @@ def measure_model(
     boundary_type: torch.dtype | None,
     kernels: str,
 ) -> ModelFacts:
-    """Returns the facts of layers and loss; ``loss``: the task's; other arguments as in `measure_layers`.
-
-    Raises:
-        CostError: as in `measure_layers`.
-    """
-    inputs, targets = example
-    layers = measure_layers(builders, inputs, targets, autocast, boundary_type, kernels)
-    of_loss, notes = None, []
-    try:
-        of_loss = measure_loss(loss, layers[-1].boundary, targets, autocast)
-    except CostError as error:
-        notes.append(str(error))
-    first = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
-    return ModelFacts(layers, of_loss, first, [TensorShape.of(tensor).bytes for tensor in targets], notes)
-
-
-def measure_layers(
-    builders: Sequence[LayerBuilder],
-    inputs: Tensors,
-    targets: Tensors,
-    autocast: Autocast,
-    boundary_type: torch.dtype | None,
-    kernels: str,
-) -> list[LayerFacts]:
-    """Returns the facts of every layer.
+    """Returns the facts of layers and loss.
 
     Args:
         builders: the model.
-        inputs: inputs of one micro-batch; only their shapes matter, so they may be meta tensors.
-        targets: targets of the same, for layers with an ``auxiliary_loss``.
+        loss: the task's.
+        example: a micro-batch; only its shapes matter, so it may have meta tensors.
         autocast: makes the context in which forward runs.
         boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
         kernels: see `kernels_of`.
@@ -215,10 +191,11 @@ def measure_layers(
     Raises:
         CostError: a layer runs neither on fake tensors nor on random values; the message names it.
     """
-    boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
-    target_shapes = tuple(TensorShape.of(tensor) for tensor in targets)
+    inputs, targets = example
+    first = boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
+    target_shapes = [TensorShape.of(tensor) for tensor in targets]
     known: dict[Hashable, tuple[LayerFacts, Drawn | None]] = {}
-    facts = []
+    layers: list[LayerFacts] = []
     drawn: Drawn | None = None
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
@@ -227,12 +204,17 @@ def measure_layers(
             if key not in known:
                 known[key] = _measure_layer(builder, boundary, drawn, target_shapes, autocast, passed_as)
             found, drawn = known[key]
-            facts.append(found)
+            layers.append(found)
             boundary = found.boundary
-    return facts
+    of_loss, notes = None, []
+    try:
+        of_loss = _measure_loss(loss, boundary, targets, autocast)
+    except CostError as error:
+        notes.append(str(error))
+    return ModelFacts(layers, of_loss, first, [shape.bytes for shape in target_shapes], notes)
 
 
-def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
+def _measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
     """Returns the facts of the task's loss, as of one more layer behind the last.
 
     It runs on meta tensors, because a loss may look at the device of its input.

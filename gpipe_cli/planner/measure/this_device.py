@@ -214,12 +214,8 @@ def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, flo
             else:
                 receiving.append(posted - begin + end - asked)
     transport.drain()
-    return _typical(sending), _typical(receiving), _typical(arrival)
-
-
-def _typical(seconds: list[float]) -> float:
-    """Returns the median; 0 on a worker that measured nothing of the kind."""
-    return median(seconds) if seconds else 0.0
+    # 0 on a worker that measured nothing of the kind
+    return median(sending or [0.0]), median(receiving or [0.0]), median(arrival or [0.0])
 
 
 def main(context: Context, config: dict[str, Any]) -> LinkTimes:
