@@ -14,8 +14,7 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.disk import write_whole
 from gpipe_cli.jobs.page import PLAN
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search.candidates import FREE
-from gpipe_cli.planner.search.search import Search
+from gpipe_cli.planner.search import FREE, Search
 from gpipe_cli.terminal.runs import read_run
 
 

@@ -66,7 +66,7 @@ class Request:
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
-        from gpipe_cli.planner.search.search import find_plan
+        from gpipe_cli.planner.search import find_plan
 
         plan = find_plan(self.settings, self.options, _Progress())
         return replace(plan, notes=[*self.notes, *plan.notes])
@@ -125,15 +125,12 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.trust import look_here, targets
     from gpipe_cli.jobs.workers import most_workers
-    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
+    from gpipe_cli.planner.options import Options, with_enough_examples
 
     problems = Problems()
     config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
     enough, notes = with_enough_examples(config)
-    if not problems:
-        enough, on_cut = with_free_cut(enough, options)
-        notes += on_cut
     settings = Settings.read(enough, problems)
     problems.refuse()
     look_here(targets(config))

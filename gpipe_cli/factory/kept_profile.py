@@ -23,9 +23,8 @@ from ..config import Settings
 from ..data.cache import cache_folder, made, writing_cache
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost
+from ..partition.cost import LayerCost, LayerTimes
 from ..partition.fake_layers import TensorShape
-from ..partition.layer_times import LayerTimes
 from ..partition.model_profile import profile_layers
 from .build import boundary_type_of, build_autocast, build_task
 

@@ -27,14 +27,13 @@ from ..errors import ConfigurationError
 from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
-from ..schedule.posting import Posts, post_ahead
+from ..schedule.posting import Posts, Receives, post_ahead
 from .cell import Cell, LayerFailed
 from .finite import FiniteWatch
 from .halves import WeightHalf, backward_of_inputs
 from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .messages.grouping import grouped, grouped_like, grouping_of
 from .messages.process_group import Wait
-from .messages.receives import Receives
 from .messages.transport import Transport
 from .meter import Meter
 
@@ -153,11 +152,6 @@ class Engine:
         """Returns the transport; only for instructions that send or receive."""
         assert self._transport is not None
         return self._transport
-
-    @property
-    def bytes_shared(self) -> int:
-        """Returns the bytes of memory that this worker shares with the workers it sends to."""
-        return 0 if self._transport is None else self._transport.bytes_shared
 
     def train_step(
         self,

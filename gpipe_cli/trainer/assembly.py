@@ -39,11 +39,10 @@ from ..metrics.journal import Notices
 from ..metrics.predictions import PredictionKeeper
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
-from ..pipeline.cell import Cell
-from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
+from ..pipeline.cell import COMPILED_BACKWARD, Cell
 from ..pipeline.engine import TASK
+from ..planner.fitting_cut import cut_for_run
 from ..planner.measure.this_device import workers_on_a_gpu
-from ..planner.room import cut_for_run
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch
 from .data_source import open_source
@@ -131,8 +130,6 @@ def start_worker(context: Context, settings: Settings) -> World:
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
-    if pipeline.compile:
-        require_compiler(world.device)
     allow_tf32(settings.precision, world.device)
     return world
 

@@ -43,11 +43,11 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
 def _choose(settings: Settings, devices: int) -> dict[str, Any]:
     from ..planner.options import Options  # a run without `auto` needs no planner
     from ..planner.planner import Planner
-    from ..planner.search.search import Search
+    from ..planner.search import Search
 
     pipeline = settings.pipeline
     free = {*pipeline.auto} | ({"workers"} if {"K", "replicas"} & {*pipeline.auto} else set())
     if "K" not in free and "replicas" not in free and pipeline.worker_count * pipeline.replicas != devices:
         raise ConfigurationError(f"{devices} workers do not fit the pipeline: use pipeline.workers=auto")
-    found = Search(Planner(settings, Options.of_this_machine(devices)), free).fastest(devices).found
+    found = Search(Planner(settings, Options(best=True, most_workers=devices)), free).fastest(devices).found
     return {key.removeprefix("pipeline."): value for key, value in found.items()}

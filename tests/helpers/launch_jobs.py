@@ -175,7 +175,7 @@ def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
     from gpipe_cli.distributed.exchange import Exchange
     from gpipe_cli.distributed.pipeline import make_transport
     from gpipe_cli.distributed.world import join_world
-    from gpipe_cli.pipeline.replicas import sum_over_replicas
+    from gpipe_cli.pipeline.gradients import sum_over_replicas
 
     world = join_world(context, 2, context.world_size // 2, "cpu", "auto")
     make_transport(world, (0, 1))

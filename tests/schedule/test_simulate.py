@@ -15,7 +15,6 @@ from gpipe_cli.schedule.simulate import (
     Timeline,
     bubble_by_formula,
     cost_durations,
-    ideal_bubble,
     simulate,
     unit_durations,
 )
@@ -34,10 +33,6 @@ def start_of(timeline: Timeline, text: str) -> float:
 
 @pytest.mark.parametrize(("K", "M"), SIZES)
 class TestClosedFormula:
-    @pytest.mark.parametrize("backward", [1.0, 2.0, 2.5])
-    def test_gpipe_idles_for_the_ideal_bubble(self, K: int, M: int, backward: float) -> None:
-        assert timeline("gpipe", K, M, backward=backward).bubble == pytest.approx(ideal_bubble(K, M))
-
     def test_zero_bubble_idles_for_a_third_of_it(self, K: int, M: int) -> None:
         line = timeline("zero_bubble", K, M, backward=2.0)
         if M >= K:
