@@ -20,7 +20,6 @@ from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import TASK, Engine, StepInput, StepRecord
-from ..pipeline.finite import FiniteWatch
 from ..pipeline.gradients import fill_gradients
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
@@ -267,14 +266,14 @@ class Pipeline:
     def train_step(
         self,
         mini_batch: MiniBatch,
-        watch: FiniteWatch | None = None,
         on_complete: Callable[[int], None] | None = None,
+        timed: bool = True,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
         Args:
-            watch: as in `Engine.train_step`.
             on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
+            timed: as in `Engine.train_step`.
         """
         plan = mini_batch.plan
         instructions, posts = self._training(len(plan.signatures))
@@ -284,7 +283,7 @@ class Pipeline:
         if on_complete is not None:
             cells = gradients_complete(instructions)
             after = {position: partial(on_complete, cell) for position, cell in cells.items()}
-        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, watch, after)
+        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, timed, after)
 
     def run_forward(
         self,

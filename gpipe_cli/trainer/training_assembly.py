@@ -22,12 +22,12 @@ from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
 from ..optim.sharding import OptimizerShards
 from ..pipeline.cell import Cell
-from . import loss_scale
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
 from .initial_weights import begin_with_weights
 from .loop import Trainer
+from .nonfinite import begin_scale
 from .saving import Saver
 from .update import Updater
 
@@ -71,7 +71,7 @@ def assemble_training(
     for cell in cells:
         cell.guard_buffers()
     pipeline.ties.spread()
-    loss_scale.begin(progress, settings.precision.loss_scale)
+    begin_scale(progress, settings.precision.loss_scale)
     warn_of_single_examples(assembly, journal)
     return Trainer(
         assembly=assembly,
