@@ -19,6 +19,7 @@ from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.engine import TASK, Engine, StepInput, StepRecord
 from ..pipeline.gradients import fill_gradients
 from ..pipeline.messages.transport import Transport, connect_workers
@@ -169,6 +170,11 @@ class Pipeline:
             cell.guard_buffers()
         return made
 
+    @property
+    def layers(self) -> list[BuiltLayer]:
+        """Returns the layers of this worker, in order."""
+        return [layer for cell in self.cells for layer in cell.layers]
+
     # -- for a loop of one's own; every worker calls these at the same time ------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
@@ -220,8 +226,7 @@ class Pipeline:
         self.ties.spread()
         return {
             own_name(layer.name, name): value
-            for cell in self.cells
-            for layer in cell.layers
+            for layer in self.layers
             for name, value in layer.module.state_dict().items()
         }
 
@@ -231,10 +236,9 @@ class Pipeline:
         Raises:
             KeyError: one of them is missing.
         """
-        for cell in self.cells:
-            for layer in cell.layers:
-                own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
-                layer.module.load_state_dict(own)
+        for layer in self.layers:
+            own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
+            layer.module.load_state_dict(own)
 
     @cached_property
     def _exchange(self) -> Exchange:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
-# may take longer to prepare: trainer/data_source.py has a timeout of its own.
+# may take longer to prepare: trainer/batches.py has a timeout of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
 
 

@@ -66,7 +66,7 @@ def find_cause(report: StepReport, pipeline: Pipeline, mini_batch: MiniBatch) ->
             found.append((where.micro_batch, world.replica, where.cell, where.layer))
 
     with ExitStack() as hooks:
-        for layer in (layer for cell in pipeline.cells for layer in cell.layers):
+        for layer in pipeline.layers:
             hooks.callback(layer.module.register_forward_hook(look).remove)
         pipeline.train_step(mini_batch, timed=False)
     everyone = [tuple(place) for places in world.all_gather(found) for place in places]

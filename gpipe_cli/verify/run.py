@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
 
-from ..checkpoint.choose import latest
-from ..checkpoint.files import checkpoints_directory
+from ..checkpoint.files import checkpoints_directory, latest
 from ..config import Settings
 from ..data.source import Source
 from ..difference import Quantity
@@ -32,8 +31,7 @@ from ..micro_batch import MicroBatch
 from ..pipeline.engine import Engine
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
-from ..trainer.batches import training_batches
-from ..trainer.data_source import wait_for_all
+from ..trainer.batches import training_batches, wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
@@ -217,7 +215,7 @@ class Verification:
         wait_for_all(self._world)
         self._muted = True
         try:
-            return self._trainer(latest(self._context.run_dir).checkpoint)
+            return self._trainer(latest(self._context.run_dir)[0])
         finally:
             self._muted = False
 

@@ -151,7 +151,7 @@ def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
         When each rank began to prepare; 0 for one that reads no data.
     """
     from gpipe_cli.distributed.world import join_world
-    from gpipe_cli.trainer.data_source import prepare_in_turn
+    from gpipe_cli.trainer.batches import prepare_in_turn
 
     began = 0.0
 
