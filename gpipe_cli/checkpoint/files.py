@@ -420,12 +420,6 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     return info
 
 
-def older(directory: Path) -> Path | None:
-    """Returns the newest older checkpoint of the same run that `latest` would take; None: there is none."""
-    before = [path for path in step_directories(directory.absolute().parent.parent) if path.name < directory.name]
-    return next((path for path in reversed(before) if not problems_of(path)), None)
-
-
 def is_one(path: Path) -> bool:
     """Returns whether a path names one checkpoint, not a run."""
     return STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
@@ -437,7 +431,8 @@ def _run_dir(path: Path) -> Path:
 
 def advice(damaged: Path) -> str:
     """Returns which older checkpoint of the same run to use in place of a damaged one."""
-    usable = older(damaged)
+    before = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
+    usable = next((path for path in reversed(before) if not problems_of(path)), None)
     return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
 
 

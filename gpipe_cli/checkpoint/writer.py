@@ -23,8 +23,6 @@ from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from .. import __version__
 from ..disk import DiskError, Vanished, cannot_write, open_for_writing, writing
 from .files import (
@@ -181,13 +179,12 @@ class CheckpointWriter:
         """Turns what the disk refuses inside the context into a DiskError."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             if not self._run_dir.is_dir():
                 raise Vanished(self._run_dir) from error
-            reason = cannot_write(path, error) if isinstance(error, OSError) else f"{path}: {error}"
             raise DiskError(
-                f"worker {self._worker}, {action}: {reason}. Earlier checkpoints are untouched: free disk space or "
-                f"restore the right to write, then type checkpoint.resume={self._run_dir}"
+                f"worker {self._worker}, {action}: {cannot_write(path, error)}. Earlier checkpoints are untouched: "
+                f"free disk space or restore the right to write, then type checkpoint.resume={self._run_dir}"
             ) from error
 
 

@@ -86,12 +86,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             with sole_writer(run_dir), record:
                 prepared = sweep.prepared or prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
-                named = prepared.settings.checkpoint.resume
-                config = {
-                    "settings": config,
-                    "started_at": time.time() if is_sweep else started_at,
-                    "may_take_older": named is None or not checkpoints.is_one(Path(named).expanduser()),
-                }
+                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console, record)
                 record.begin()
                 if program.conclude is not None:

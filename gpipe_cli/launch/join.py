@@ -121,14 +121,8 @@ def _base_store() -> Store:
 def _fail(context: Context, error: BaseException) -> NoReturn:
     """Records the error, and always ends this process."""
     try:
-        directory, where = context.run_dir / "workers", context.where.known()
-        shown = report.publish(directory, report.failure_of(context.rank, error, where))
-        if report.suspicion(error) == 2 and report.error_path(directory, context.rank).exists():
-            shown = (
-                f"{report.who(context.rank, where)}: {report.first_line(error)}; the worker that failed first prints "
-                f"the cause (traceback of this one: {report.error_path(directory, context.rank)})"
-            )
-        print(visible(shown), file=sys.stderr)
+        failure = report.failure_of(context.rank, error, context.where.known())
+        print(visible(report.publish(context.run_dir / "workers", failure)), file=sys.stderr)
     except Exception:
         traceback.print_exc()
     finally:

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.disk import open_for_writing, writing
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import WorkerChannel
+from gpipe_cli.launch.channel import WorkerChannel, open_place
 from gpipe_cli.launch.context import Context, call_entry
-from gpipe_cli.launch.mailboxes import Mailboxes
-from gpipe_cli.launch.places import open_place
+from gpipe_cli.launch.messenger import Messenger
 from gpipe_cli.parent import die_with_parent
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def main(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
 
 def _run(job: dict[str, Any], rank: int) -> None:
     _keep_running_on_signals()
-    channel, mailboxes = _take_descriptors(job, rank)
+    channel, messenger = _take_descriptors(job, rank)
     context = Context(
         rank=rank,
         world_size=job["workers"],
@@ -54,7 +53,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
         open_store=partial(_open_store, job["store"], job["workers"]),
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
-        mailboxes=mailboxes,
+        messenger=messenger,
         where=open_place(job["places"], rank),
     )
     try:
@@ -131,7 +130,7 @@ def _mask_sigterm(how: int) -> None:
     signal.pthread_sigmask(how, {signal.SIGTERM})
 
 
-def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Mailboxes]:
+def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Messenger]:
     """Takes this worker's own descriptors out of the job's, and closes those that only another worker may have."""
     channels, mailboxes = job["channels"], job["mailboxes"]
     for other in set(range(job["workers"])) - {rank}:
@@ -139,7 +138,7 @@ def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Ma
         os.close(mailboxes[other][0])
     for memory in job["store_memory"]:
         os.set_inheritable(memory, False)
-    return WorkerChannel(channels[rank]), Mailboxes(rank, mailboxes[rank][0], [sending for _, sending in mailboxes])
+    return WorkerChannel(channels[rank]), Messenger(rank, mailboxes[rank][0], [sending for _, sending in mailboxes])
 
 
 def _open_store(path: str, workers: int) -> Store:

@@ -15,7 +15,7 @@ from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_optimizer, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
-from ..factory.optimizer_bytes import optimizer_state_bytes
+from ..factory.memory_check import optimizer_state_bytes
 from ..optim.sharding import shares
 from ..partition.cut import Cut
 from ..partition.layer_times import LayerTimes

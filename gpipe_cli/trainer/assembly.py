@@ -169,7 +169,7 @@ def list_layers(context: Context, settings: Settings, world: World, trains: bool
         builders = build_model(settings.model, settings.seed)
         refuse_more_cells_than_layers(len(builders), settings.pipeline)
         if world.rank == 0:
-            one_machine = context.mailboxes is not None or world.size == 1
+            one_machine = context.messenger is not None or world.size == 1
             refuse_too_large(builders, settings, memory_of(world, one_machine), trains)
     return builders
 

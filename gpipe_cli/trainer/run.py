@@ -38,7 +38,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     Args:
         context: this worker's place in the job.
         config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`,
-            "restarts" of the run so far, and "may_take_older": whether an older checkpoint may replace a damaged one.
+            and "restarts" of the run so far.
 
     Returns:
         The summary, as in summary.json.

@@ -10,17 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.compatibility import require_compatible, require_same_data, vocabularies
-from ..checkpoint.files import (
-    CheckpointError,
-    CheckpointInfo,
-    DamagedFile,
-    RunState,
-    advice,
-    older,
-    read_manifest,
-    shorten,
-)
+from ..checkpoint.compatibility import require_compatible, vocabularies
+from ..checkpoint.files import CheckpointInfo, DamagedFile, RunState, advice, shorten
 from ..checkpoint.writer import CheckpointWriter, prepare_directory
 from ..distributed.exchange import Exchange
 from ..distributed.pipeline import Pipeline
@@ -64,7 +55,7 @@ def assemble_training(
     updater = make_updater(assembly)
     if resumed is not None:
         with context.where.doing("reading the checkpoint"):
-            resumed = restore(config, assembly, updater, journal, resumed)
+            restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
     pipeline, layout = assembly.pipeline, assembly.layout
     reporter = StepReporter(pipeline, layout.losses, layout.parameters, len(task.statistics))
@@ -109,35 +100,22 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
 
 def restore(
     config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Notices, resumed: CheckpointInfo
-) -> CheckpointInfo:
-    """Restores weights, optimizer and learning rate; returns the checkpoint. Every worker calls it at the same time.
+) -> None:
+    """Restores weights, optimizer and learning rate; every worker calls it at the same time.
 
-    Where a worker finds a damaged file, all take the newest older checkpoint, if `checkpoint.resume` names none.
+    Raises:
+        DamagedFile: a file of the checkpoint is damaged.
+        CheckpointError: something in the checkpoint does not fit this run.
     """
-    settings, damage = config["settings"], None
     saved: Mapping[str, Any] = resumed.state.configuration
-    before, now = (tree["optimizer"]["_target_"] for tree in (saved, settings))
+    before, now = (tree["optimizer"]["_target_"] for tree in (saved, config["settings"]))
     try:
         updater.restore_layers(resumed, keep_memory=before == now)
     except DamagedFile as error:
-        damage = str(error)
-    damages = [text for text in assembly.world.all_gather(damage) if text is not None]
-    if damages:
-        path = older(resumed.path) if config.get("may_take_older") else None
-        if path is None:
-            raise CheckpointError(f"{damages[0]}. {advice(resumed.path)}")
-        other = read_manifest(path)
-        journal.warn(f"{damages[0]}; using {other.path.name}")
-        allowed = assembly.settings.checkpoint.allow_changes
-        require_compatible(other, settings, allowed)
-        _check_steps(config, assembly, other)
-        if assembly.world.rank == 0:
-            require_same_data(other, assembly.source, allowed)
-        return restore(config, assembly, updater, journal, other)
+        raise DamagedFile(f"{error}. {advice(resumed.path)}") from error
     if before != now:
         journal.warn(f"optimizer._target_ was {before} in the checkpoint: {now} begins without memory")
-    updater.restore_lr(resumed, settings)
-    return resumed
+    updater.restore_lr(resumed, config["settings"])
 
 
 def layers_that_depend_on_steps(pipeline: Pipeline) -> list[str]:

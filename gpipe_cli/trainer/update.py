@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..distributed.pipeline import Pipeline
-from ..launch.mailboxes import LOCAL
+from ..launch.messenger import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..optim.sharding import OptimizerShards
@@ -174,7 +174,7 @@ class Updater:
             keep_memory: False: the optimizer begins without state.
 
         Raises:
-            DamagedFile: a file of the checkpoint is damaged; another checkpoint may be restored then.
+            DamagedFile: a file of the checkpoint is damaged.
             CheckpointError: something in the checkpoint does not fit this run.
         """
         for layer in self._layers:

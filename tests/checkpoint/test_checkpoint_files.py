@@ -259,19 +259,18 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp
         checkpoint_files.resolve("auto", tmp_path)
 
 
-def test_one_flipped_bit_is_found_by_the_worker_that_loads_it_and_the_checkpoint_before_is_used(
+def test_one_flipped_bit_is_found_by_the_worker_that_loads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     words = [*WORDS, "pipeline.K=1", "checkpoint.every=2", "launch.inline=true", f"hydra.run.dir={run}"]
     assert train.main([*words, "trainer.steps=4"]) == 0
     flip_last_bit(layer_file(run, 4, "last"))
-    named = checkpoint_files.step_directory(run, 4)
-    assert train.main([*words, "trainer.steps=6", f"checkpoint.resume={named}"]) == 2
+    assert train.main([*words, "trainer.steps=6", "checkpoint.resume=auto"]) == 2
     said = r"last\.safetensors is damaged: its SHA-256 is not the manifest's"
     assert re.search(rf"{said}\. Use .*step_00000002 instead", capsys.readouterr().err)
-    assert train.main([*words, "trainer.steps=6", "checkpoint.resume=auto"]) == 0
-    assert re.search(rf"{said}; using step_00000002", capsys.readouterr().out)
+    named = checkpoint_files.step_directory(run, 2)
+    assert train.main([*words, "trainer.steps=6", f"checkpoint.resume={named}"]) == 0
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
