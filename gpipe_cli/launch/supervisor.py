@@ -169,7 +169,7 @@ class _Processes:
                 "store_memory": memory,
             }
             self.zygote = subprocess.Popen(
-                bootstrap("zygote"),
+                bootstrap("run_zygote"),
                 stdin=subprocess.PIPE,
                 env=_environment(job),
                 pass_fds=[*ends.values(), *chain(*mailboxes), self.places.descriptor, *memory],
