@@ -47,14 +47,14 @@ class TrainedStep:
         plan: of its mini-batch.
         lr: learning rate of its update.
         seconds: of the whole step, its update included.
-        not_finite: where it first had a value that is not finite; None for a finite step.
+        not_finite: where it first had a value that is not finite, in words; None for a finite step.
     """
 
     report: StepReport
     plan: BatchPlan
     lr: float
     seconds: float
-    not_finite: Mapping[str, int | str | None] | None
+    not_finite: str | None
 
 
 @dataclass(frozen=True)

@@ -141,15 +141,6 @@ class Cell:
             (layer, BufferGuard(layer.name, layer.module, forward), loss) for layer, forward, loss in self._calls
         ]
 
-    @contextmanager
-    def calls_replaced(self, replace: Callable[[int, Call], Call]) -> Iterator[None]:
-        """Makes `run_training` use, inside the context, what ``replace`` returns for (this cell's number, a call)."""
-        calls, self._calls = self._calls, [replace(self.number, call) for call in self._calls]
-        try:
-            yield
-        finally:
-            self._calls = calls
-
     def begin_step(self, step: int, steps: int) -> None:
         """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
         for module in self._step_aware:

@@ -10,7 +10,7 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..factory.build import boundary_type_of, build_autocast, build_optimizer, build_task
-from ..factory.optimizer_bytes import optimizer_state_bytes
+from ..factory.memory_check import optimizer_state_bytes
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.balance import Bytes

@@ -19,7 +19,7 @@ from ..cpu import as_worker, usable_cores
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.kept_profile import kept_costs, profile_file
-from ..factory.optimizer_bytes import optimizer_state_bytes
+from ..factory.memory_check import optimizer_state_bytes
 from ..micro_batch import MicroBatch
 from ..optim.sharding import shares
 from ..partition.cost import LayerCost, LayerTimes, layer_costs

@@ -19,11 +19,10 @@ from ..metrics.records import Progress, TrainedStep
 from ..metrics.step_report import StepReport, StepReporter
 from ..metrics.totals import Totals
 from ..metrics.trace import record_everyone
-from . import loss_scale
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
-from .nonfinite import NonFinite, find_cause
+from .nonfinite import NonFinite, adjust_scale, find_cause
 from .saving import Saver
 from .update import Updater
 
@@ -114,10 +113,11 @@ class Trainer:
             overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
-            cause = find_cause(report, self.pipeline, self.updater, mini_batch)
+            cause = find_cause(report, self.pipeline, mini_batch)
+            self.updater.forget_step()
         self._report(TrainedStep(report, plan, lr, seconds, cause))
         if cause is not None:
-            self._warn_of_non_finite(cause["text"])
+            self._warn_of_non_finite(cause)
         return next_plan
 
     def _announce(self) -> None:
@@ -138,7 +138,7 @@ class Trainer:
     def _update(self, report: StepReport) -> bool:
         """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
         progress = self.progress
-        overflowed = loss_scale.adjust(progress, report)
+        overflowed = adjust_scale(progress, report)
         self.updater.update(report, progress.step - progress.skipped)
         if report.finite:
             progress.loss, progress.skipped_in_a_row = report.loss, 0

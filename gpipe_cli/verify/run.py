@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
 
-from ..checkpoint.choose import latest
-from ..checkpoint.files import checkpoints_directory
+from ..checkpoint.files import checkpoints_directory, latest
 from ..config import Settings
 from ..data.source import Batch, Source, no_report
 from ..difference import Quantity
@@ -35,8 +34,7 @@ from ..micro_batch import MicroBatch
 from ..pipeline.engine import Engine
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
-from ..trainer.batches import evaluation_batches, training_batches
-from ..trainer.data_source import wait_for_all
+from ..trainer.batches import evaluation_batches, training_batches, wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
@@ -223,7 +221,7 @@ class Verification:
         trainer.saver.finish(trainer.exchange)
         self._watch.forget()
         wait_for_all(self._world)
-        return self._trainer(latest(self._context.run_dir).checkpoint)
+        return self._trainer(latest(self._context.run_dir)[0])
 
     @contextmanager
     def _poisoned(self, active: bool) -> Iterator[None]:

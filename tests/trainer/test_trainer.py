@@ -93,12 +93,11 @@ def test_the_layer_of_a_skipped_step_is_named_and_looking_for_it_changes_no_loss
     summary, events = train_inline(tmp_path / "named", *OVERFLOW, "pipeline.K=3")
     warnings = [event["text"] for event in events if event["kind"] == "warning"]
     symptom = "step 2: the loss is nan, the norm of its gradient nan"
-    assert warnings == [f"{symptom}; {CAUSE}: its output is infinite; update skipped (1 so far)"]
+    assert warnings == [f"{symptom}; {CAUSE}; update skipped (1 so far)"]
     steps = rows(tmp_path / "named" / "metrics.jsonl")
     assert [row["step"] for row in steps if "not_finite" in row] == [2]
-    where = {"cell": 2, "layer": "middle", "micro_batch": 0, "replica": 0, "pass": "forward", "what": "output"}
-    assert where.items() <= steps[1]["not_finite"].items()
-    monkeypatch.setattr(loop, "find_cause", lambda *_: {"text": "not looked for"})
+    assert CAUSE in steps[1]["not_finite"]
+    monkeypatch.setattr(loop, "find_cause", lambda *_: "not looked for")
     unseen, _ = train_inline(tmp_path / "unseen", *OVERFLOW, "pipeline.K=3")
     assert unseen["loss"] == summary["loss"] and unseen["skipped_updates"] == 1
 
@@ -108,7 +107,7 @@ def test_workers_of_two_replicas_find_the_layer_together(tmp_path: Path) -> None
     words = [*OVERFLOW, "pipeline.K=3", "pipeline.workers=2", "pipeline.replicas=2", "trainer.nonfinite_limit=1"]
     done = command("train", *words, f"hydra.run.dir={tmp_path}")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"{CAUSE} of replica 0: its output is infinite; 1 updates in a row had to be skipped" in done.stderr
+    assert f"{CAUSE} of replica 0; 1 updates in a row had to be skipped" in done.stderr
     assert CAUSE in (tmp_path / "train.log").read_text()
 
 

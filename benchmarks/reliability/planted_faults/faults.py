@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
 from gpipe_cli.distributed import cells as built_cells
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
@@ -122,8 +121,8 @@ def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
     return load(info, "mix_2" if name == "mix_3" else name)
 
 
-@fault(function(LRScheduleState, "restore"), c.RATES, said="step 5", words=WARM_UP)
-def resumed_with_the_first_rate(restore: Any, state: LRScheduleState, saved: Any) -> None:
+@fault(function(Updater, "restore_lr"), c.RATES, said="step 5", words=WARM_UP)
+def resumed_with_the_first_rate(restore: Any, updater: Updater, info: Any, settings: Any) -> None:
     """Begins the learning rate schedule anew in a resumed run."""
 
 
