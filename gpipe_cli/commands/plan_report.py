@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from gpipe_cli.jobs.page import beside_rivals, words_of
 from gpipe_cli.jobs.workers import plural
-from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
+from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.text import number, percent, seconds_text, size_text
@@ -31,26 +31,8 @@ def document(plan: Plan) -> Document:
 
 def _found(plan: Plan) -> list[Block]:
     """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
-    if not plan.found:
-        return []
-    rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
-    for rival in plan.rivals:
-        more = rival.step_seconds / plan.step_seconds - 1
-        slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
-        rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
-    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"])
-    return [said, *([Grid(["step", "memory", "", "pipeline"], rows)] if plan.rivals else [])]
-
-
-def _in_short(keys: Mapping[str, Any]) -> str:
-    """Returns what distinguishes one pipeline from another; the cut follows from it."""
-    short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
-    return f"{short.pop('schedule', '')} {words_of(short)}".strip()
-
-
-def words_of(keys: Mapping[str, Any]) -> str:
-    """Returns keys and values as they are typed."""
-    return " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in keys.items())
+    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
+    return [said, *([beside_rivals(plan.to_json())] if plan.rivals else [])]
 
 
 def _head(plan: Plan) -> list[str]:
@@ -123,5 +105,5 @@ def _picture(plan: Plan) -> list[Block]:
     text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
     lines = text.splitlines()
     fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
-    drawing = draw_panels([Panel(plan.timeline, f"{plan.schedule}, a planned step")], "s")
+    drawing = draw_panels({f"{plan.schedule}, a planned step": plan.timeline}, "s")
     return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from PIL import Image
 
 from .step_report import PHASES, StepReport
 
@@ -16,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Board:
-    """Writes scalars, samples and pictures. Any method may raise an OSError.
+    """Writes scalars and samples. Any method may raise an OSError.
 
     Args:
         folder: of TensorBoard's files.
@@ -42,15 +39,12 @@ class Board:
             scalars |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
         self._scalars(step, scalars)
 
-    def evaluation(self, step: int, result: Evaluation, pictures: Sequence[Path]) -> None:
-        """Writes the numbers of an evaluation, its outputs beside their references, and pictures."""
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """Writes the numbers of an evaluation, and its outputs beside their references."""
         self._scalars(step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
-        for number, sample in enumerate(result.samples):
-            self._writer.add_text(f"samples/{number}", sample.as_markdown(), step)
-        for path in pictures:
-            with Image.open(path) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-            self._writer.add_image(f"evaluation/{path.stem}", pixels, step, dataformats="HWC")
+        for number, of in enumerate(result.samples):
+            text = f"**{of.language}** {of.source}\n\n* reference: {of.reference}\n* output: {of.output}"
+            self._writer.add_text(f"samples/{number}", text, step)
         self._writer.flush()
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:

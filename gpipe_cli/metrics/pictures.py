@@ -1,102 +1,61 @@
-"""Draws pictures of a run: a step as measured, the loss, and where the time of a step goes."""
+"""Draws a measured step beside the planned one, and sample images with their predictions."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import io
+from collections import defaultdict
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-from ..disk import json_lines
-from ..schedule.picture import Panel, draw_panels
+import torch
+from PIL import Image
+
+from ..schedule.instruction import COMPUTE, Op
+from ..schedule.picture import draw_panels
 from ..schedule.simulate import Timeline
-from ..svg import Curve, Drawing, plot
-from .breakdown import mean_durations, simulate_with
+from ..svg import Drawing
+from .breakdown import simulate_with
 
 if TYPE_CHECKING:
     from ..distributed.pipeline import Pipeline
+    from .predictions import Predictions
 
-# As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
-_COLOURS = (
-    ("blue", "white"),
-    ("pale", "ink"),
-    ("light", "ink"),
-    ("red", "white"),
-    ("grey", "white"),
-    ("leaf", "white"),
-)
-MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
-WHOLE = 16 << 20  # bytes; a larger file is not read as a whole, because all workers wait
+COLUMNS, SIDE = 8, 84  # of sample images; pixels
+LONGEST_NAME = 14  # characters below an image
 
 
 def draw_step(title: str, measured: Timeline, pipeline: Pipeline) -> Drawing:
     """Draws a measured step above the simulation of its schedule with the mean measured durations, in milliseconds."""
-    lists = pipeline.training_lists(measured.micro_batches)
-    simulated = simulate_with(lists, pipeline.placement, mean_durations(measured))
-    return draw_panels([Panel(measured, title), Panel(simulated, "planned with the same durations")], "ms")
+    taken: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for instruction, start, end in (span for spans in measured.spans for span in spans):
+        if instruction.op in COMPUTE:
+            taken[instruction.op, instruction.cell].append(end - start)
+    durations = {key: fmean(seconds) for key, seconds in taken.items()}
+    simulated = simulate_with(pipeline.training_lists(measured.micro_batches), pipeline.placement, durations)
+    return draw_panels({title: measured, "planned with the same durations": simulated}, "ms")
 
 
-def draw_loss(run_dir: Path) -> Drawing:
-    """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
-    known = ((row["step"], row["loss"]) for row in _rows(run_dir / "metrics.jsonl", MOST_POINTS))
-    trained = [(step, loss) for step, loss in known if loss is not None]
-    evaluations = list(_rows(run_dir / "evaluations.jsonl"))
-    numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
-    metric = next(numbers, None)  # the task's first metric is the loss
-    points = [(row["step"], row[metric]) for row in evaluations if metric and row.get(metric) is not None]
-    smoothed = zip((step for step, _ in trained), _smooth([loss for _, loss in trained]), strict=True)
-    curves = [
-        Curve("", "training, each step", "raw", trained),
-        Curve("", "training, smoothed", "smooth", list(smoothed)),
-        *([Curve("", f"evaluation ({metric})", "paper", points)] * bool(points)),
-    ]
-    return plot(curves, ("step", "loss"), "Loss over the steps", from_zero=False)
-
-
-def draw_breakdown(columns: Mapping[str, Mapping[str, float]], title: str = "Where a step goes") -> Drawing:
-    """Draws a horizontal bar for each column, such as {"measured": …}: shares of the workers' time in percent."""
-    names = [name.replace("_", " ") for name in next(iter(columns.values()))]
-    margin = 16 + 6.6 * max(map(len, columns))
-    scale = (700 - margin - 12) / 100
-    said = (
-        f"{title}, {column}: " + ", ".join(f"{k} {v:.1%}" for k, v in row.items()) for column, row in columns.items()
-    )
-    drawing = Drawing(700, 78 + 34 * len(columns), "; ".join(said).replace("_", " "))
-    drawing.text(8, 14, f"{title}, % of the workers' time", size=13, bold=True)
-    for row, (column, shares) in enumerate(columns.items()):
-        left, y = margin, 30.0 + 34 * row
-        drawing.text(margin - 8, y + 13, column, "end")
-        for share, (colour, ink) in zip(shares.values(), _COLOURS, strict=True):
-            width = 100 * share * scale
-            drawing.bars([(left, y, max(0.0, width - 0.7), 26)], colour)
-            if width >= 28:
-                drawing.text(left + width / 2, y + 13, f"{100 * share:.1f}", "middle", 11, ink)
-            left += width
-    drawing.legend(list(zip(names, (colour for colour, _ in _COLOURS), strict=True)), 44.0 + 34 * len(columns))
+def draw_images(found: Predictions) -> Drawing:
+    """Draws sample images, each with its predicted class and, if that is wrong, with the true class."""
+    columns = min(COLUMNS, len(found.images))
+    rows = -(-len(found.images) // columns)
+    alt = "Images of the evaluation set with their predicted classes; wrong ones are red, with the true class"
+    drawing = Drawing(8 + columns * (SIDE + 12), 8 + rows * (SIDE + 42), alt)
+    stacked = torch.stack([image for _, image in found.images]).cpu().expand(-1, 3, -1, -1)
+    if stacked.is_floating_point():  # of any range: all are scaled by the same factor
+        low, high = stacked.float().aminmax()
+        stacked = (255 * (stacked.float() - low) / (high - low).clamp(min=1e-12)).round()
+    pixels = stacked.to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    for number, (example, _) in enumerate(found.images):
+        x, y = 8.0 + number % columns * (SIDE + 12), 8.0 + number // columns * (SIDE + 42)
+        label, predicted, confidence = found.rows[example]
+        right = label == predicted
+        picture, content = Image.fromarray(pixels[number]), io.BytesIO()
+        picture.thumbnail((2 * SIDE, 2 * SIDE))
+        picture.save(content, "png")
+        drawing.image(x, y, SIDE, content.getvalue())
+        colour, name = "green" if right else "red", found.names[int(predicted)][:LONGEST_NAME]
+        drawing.text(x, y + SIDE + 10, f"{name} {confidence:.0%}", size=11, colour=colour)
+        if not right:
+            drawing.text(x, y + SIDE + 24, f"is {found.names[int(label)][:LONGEST_NAME]}", size=11, colour=colour)
     return drawing
-
-
-def _rows(path: Path, most: int = 0) -> Iterator[Mapping[str, Any]]:
-    """Reads the rows of a JSON-lines file; of a long one about ``most`` rows, evenly spread, if that is given."""
-    if not path.exists():
-        return
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if not most or size <= WHOLE:
-            rows = [row for _, row in json_lines(file) if row is not None]
-            yield from rows[:: max(1, len(rows) // (most or len(rows) or 1))]
-            return
-        for number in range(most):
-            file.seek(number * size // most)
-            file.readline()  # the rest of a line
-            yield from (row for _, row in json_lines([file.readline()]) if row is not None)
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Returns the exponential moving average over about a fiftieth of the run."""
-    keep = 1 - 1 / max(2.0, len(values) / 50)
-    smoothed, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append(total / weight if weight else math.nan)
-    return smoothed

@@ -7,12 +7,11 @@ end of the evaluation. Other tasks have no extra cost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ..data.sampling import EvenSample
@@ -21,7 +20,8 @@ from ..distributed.world import World
 from ..micro_batch import MicroBatch
 from ..tasks.base import Task
 
-IMAGES = 24  # in the picture; enough to judge, few enough to draw in half a second
+IMAGES = 24  # in the picture, which is drawn while all workers wait
+MISTAKES = 10  # most frequent ones, by name
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,23 @@ class Predictions:
     """Holds all predictions of one evaluation.
 
     Attributes:
-        labels, predicted: class numbers of every example, int64 [n]; those of replica 0 come first.
-        class_names: by class number.
-        images: some examples, [s, 3 or 1, H, W]; None if the data are no images.
-        shown: index in `labels` of each of these examples.
-        confidences: the model's probability of its prediction, for each of these examples.
+        rows: label, predicted class and its probability of every example; those of replica 0 come first.
+        names: by class number.
+        images: some examples, each with its place in `rows`: [3 or 1, H, W], all alike; none if the data are no images.
     """
 
-    labels: npt.NDArray[np.int64]
-    predicted: npt.NDArray[np.int64]
-    class_names: Sequence[str]
-    images: Tensor | None
-    shown: Sequence[int]
-    confidences: Sequence[float]
+    rows: Sequence[tuple[float, float, float]]
+    names: Sequence[str]
+    images: Sequence[tuple[int, Tensor]]
+
+    def mistakes(self) -> list[dict[str, Any]]:
+        """Returns the most frequent mistakes: true class, predicted class, how often, of how many examples."""
+        wrong = Counter((int(label), int(predicted)) for label, predicted, _ in self.rows if label != predicted)
+        examples = Counter(int(label) for label, _, _ in self.rows)
+        return [
+            {"class": self.names[label], "taken for": self.names[predicted], "times": times, "of": examples[label]}
+            for (label, predicted), times in wrong.most_common(MISTAKES)
+        ]
 
 
 class PredictionKeeper:
@@ -54,7 +58,7 @@ class PredictionKeeper:
 
     def __init__(self, world: World, task: Task, source: Source | None) -> None:
         self._world, self._task, self._source = world, task, source
-        self._rows: list[Tensor] = []
+        self._rows: list[list[float]] = []
         self._images = EvenSample[Tensor](IMAGES)
 
     def read(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -67,21 +71,17 @@ class PredictionKeeper:
 
     def judged(self, outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> None:
         """Keeps the predictions of a micro-batch at the last cell; called in the order of reading."""
-        self._rows.append(self._task.predictions(outputs, targets).float().cpu())
+        self._rows += self._task.predictions(outputs, targets).tolist()
 
     def finish(self) -> Predictions | None:
         """Gathers the predictions of all workers on rank 0 and resets; returns None elsewhere and without data."""
-        mine = torch.cat(self._rows).tolist() if self._rows else None
+        rows = [(*row,) for rows in self._world.gather(self._rows) for row in rows]
         kept, self._rows, self._images = self._images.kept, [], EvenSample(IMAGES)
-        seen = [np.array(rows, dtype=np.float32) for rows in self._world.gather(mine) if rows is not None]
-        if not seen:
+        if not rows:
             return None
-        rows = np.concatenate(seen)
-        labels, predicted = rows[:, 0].astype(np.int64), rows[:, 1].astype(np.int64)
         known = () if self._source is None else self._source.class_names
-        classes = max(len(known), int(max(labels.max(), predicted.max())) + 1)
+        classes = int(max(max(label, predicted) for label, predicted, _ in rows)) + 1
         names = [*known, *(str(number) for number in range(len(known), classes))]
+        alike = len({image.shape for _, image in kept}) == 1
         count = min(IMAGES, len(kept))
-        shown, images = zip(*(kept[i * len(kept) // count] for i in range(count)), strict=True) if kept else ((), ())
-        stacked = torch.stack(images) if len({image.shape for image in images}) == 1 else None
-        return Predictions(labels, predicted, names, stacked, shown, [float(rows[place, 2]) for place in shown])
+        return Predictions(rows, names, [kept[i * len(kept) // count] for i in range(count)] if alike else ())

@@ -66,9 +66,6 @@ class Sample:
     reference: str
     output: str
 
-    def as_markdown(self) -> str:
-        return f"**{self.language}** {self.source}\n\n* reference: {self.reference}\n* output: {self.output}"
-
 
 @dataclass(frozen=True)
 class Evaluation:

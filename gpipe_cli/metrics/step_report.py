@@ -65,26 +65,6 @@ class StepReport:
         """Returns the numbers of each rank by their names."""
         return [dict(zip(self.numbers, row, strict=True)) for row in zip(*self.numbers.values(), strict=True)]
 
-    @property
-    def waited_for_data(self) -> float:
-        """Returns the seconds that the slowest first worker waited for its mini-batch."""
-        return max(self.numbers["waited_for_data"])
-
-    @property
-    def updates(self) -> list[float]:
-        """Returns the seconds of every worker's weight update before this step."""
-        return self.numbers["update"]
-
-    @property
-    def update_seconds(self) -> float:
-        """Returns the seconds of the weight update before this step, on the slowest worker."""
-        return max(self.updates)
-
-    @property
-    def exchange_seconds(self) -> float:
-        """Returns the seconds of the exchange before this step, on the last worker to arrive: it did not wait."""
-        return min(self.numbers["exchange"])
-
 
 @dataclass
 class StepReporter:
