@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from gpipe_cli.errors import ConfigurationError
@@ -32,8 +31,8 @@ split=test        translation: held-out sentences by which no run has chosen its
 output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
                   source, reference and output of each sentence, with tabs between
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
-compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
-                  each run, as output=DIR/report.html (default: comparison). A sweep stands for its runs;
+compare=[RUNS]    shows quality over languages (the paper's figure 3) and levels of resource, from the newest report
+                  of each run, also as output=DIR/report.html (default: comparison). A sweep stands for its runs;
                   RUN/evaluations/NAME chooses one report
 baseline=[RUNS]   bilingual runs: the page also shows the differences to them
 
@@ -44,6 +43,7 @@ OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split":
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
+LEVEL_COLUMNS = ("resource", "model", "parameters", "languages", "BLEU")
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 
@@ -97,28 +97,21 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
         lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
     levels = level_rows([report])
     if levels:
-        lines += ["", text_table(["resource", "languages", "BLEU", "Latin script", "other scripts"], levels)]
+        lines += ["", text_table(LEVEL_COLUMNS, levels)]
         lines += ["", text_table(["language", "pairs", "BLEU"] * 3, language_rows(report))]
     return lines
 
 
 def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Returns a row for each resource level and report: languages, BLEU, BLEU by script (number of languages)."""
-    from gpipe_cli.metrics.translation_scores import LATIN, LEVELS, OTHER, by_script_and_level, languages_of
+    """Returns a row for each resource level and report: name, parameters, number of languages, BLEU."""
+    from gpipe_cli.metrics.translation_scores import LEVELS
 
-    rows: list[list[object]] = []
-    for level, report in ((level, report) for level in LEVELS for report in reports):
-        numbers = report["numbers"]
-        if f"bleu_{level}" not in numbers:
-            continue
-        counts = by_script_and_level(languages_of(numbers), report["sizes"], report["scripts"])
-        cells = []
-        for script in (LATIN, OTHER):
-            bleu = numbers.get(f"bleu_{level}/{script}")
-            cells.append(None if bleu is None else f"{bleu:.1f} ({counts[script, level]})")
-        label = level if len(reports) == 1 else f"{level}, {report['name']}"
-        rows.append([label, len(_languages(report, level)), f"{numbers[f'bleu_{level}']:.1f}", *cells])
-    return rows
+    return [
+        [level, report["name"], report["parameters"], len(_languages(report, level)), f"{bleu:.1f}"]
+        for level in LEVELS
+        for report in reports
+        if (bleu := report["numbers"].get(f"bleu_{level}")) is not None
+    ]
 
 
 def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
@@ -161,10 +154,7 @@ def compare(words: Sequence[str]) -> int:
     require_writable("output", output)
     scores = {str(report["name"]): languages_of(report["numbers"]) for report in reports}
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
-    parameters = [report["parameters"] for report in reports]
-    columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
-    tables, pictures = [Grid(columns, level_rows(reports))], [_draw_languages(scores, sizes)]
-    pictures.append(_draw_capacity(list(scores.values()), parameters, sizes))
+    tables, pictures = [Grid(LEVEL_COLUMNS, level_rows(reports))], [_draw_languages(scores, sizes)]
     if single:
         bleu = {code: value for report in single for code, value in _one_language(report).items()}
         tables.append(_difference_table(scores, sizes, bleu))
@@ -176,14 +166,6 @@ def compare(words: Sequence[str]) -> int:
     return 0
 
 
-def _common(scores: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> list[str]:
-    """Returns the languages that all have a score for, most training data first."""
-    known = set(sizes).intersection(*scores)
-    if not known:
-        raise ConfigurationError("compare: there is no language that all runs have")
-    return sorted(known, key=lambda code: (-sizes[code], code))
-
-
 def _draw_languages(
     scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float] | None = None
 ) -> Drawing:
@@ -192,8 +174,10 @@ def _draw_languages(
     Args:
         baselines: BLEU of bilingual models; if given, the picture shows the differences to them.
     """
-    of_all = [*scores.values(), *([] if baselines is None else [baselines])]
-    codes = _common(of_all, sizes)
+    known = set(sizes).intersection(*scores.values(), *([] if baselines is None else [baselines]))
+    if not known:
+        raise ConfigurationError("compare: there is no language that all runs have")
+    codes = sorted(known, key=lambda code: (-sizes[code], code))
     named = "BLEU" if baselines is None else "BLEU, difference to the bilingual model"
     curves = []
     for name, of_model in scores.items():
@@ -201,22 +185,6 @@ def _draw_languages(
         curves.append(Curve("", name, "peer", list(enumerate(running_means(values, 0.1), 1))))
     title = f"{named}, from the language with the most training data to the one with the least"
     return plot(curves, ("language", "BLEU"), title, from_zero=baselines is None)
-
-
-def _draw_capacity(
-    scores: Sequence[Mapping[str, float]], parameters: Sequence[float], sizes: Mapping[str, int]
-) -> Drawing:
-    """Draws the mean BLEU of high-, middle- and low-resource languages over the number of parameters."""
-    from gpipe_cli.metrics.translation_scores import resource_levels
-
-    levels = resource_levels({code: sizes[code] for code in _common(scores, sizes)})
-    models = sorted(zip(parameters, scores, strict=True), key=lambda model: model[0])
-    curves = []
-    for level in dict.fromkeys(levels.values()):
-        codes = [code for code, at in levels.items() if at == level]
-        points = [(size / 1e6, fmean(of_model[code] for code in codes)) for size, of_model in models]
-        curves.append(Curve("", f"{level} resource, {len(codes)} languages", "peer", points))
-    return plot(curves, ("parameters, millions", "BLEU"), "Mean BLEU over languages, by resource")
 
 
 def expand(run: str) -> list[Path]:

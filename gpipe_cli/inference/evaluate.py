@@ -64,7 +64,6 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
         "mistakes": [] if result.predictions is None else result.predictions.mistakes(),
         "sizes": dict(result.sizes),
-        "scripts": {} if assembly.source is None else dict(assembly.source.scripts),
     }
 
 

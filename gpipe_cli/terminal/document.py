@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import COLOURS, DARK
@@ -40,16 +41,14 @@ figure,tr,pre{{break-inside:avoid}}div{{overflow:visible}}}}
 """
 
 
-class Link(str):
-    """Is text that leads to another file on a page."""
+class Link(NamedTuple):
+    """Holds text that leads to another file on a page."""
 
+    text: str
     address: str
 
-    @classmethod
-    def to(cls, text: str, address: str) -> Link:
-        link = cls(text)
-        link.address = address
-        return link
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -188,5 +187,5 @@ class Document:
 
 def _inline(value: object) -> str:
     if isinstance(value, Link):
-        return f'<a href="{escape(value.address)}">{escape(value)}</a>'
+        return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
     return escape(number(value), quote=False)

@@ -19,6 +19,12 @@ GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
 FACTS = ("K", "M", "workers", "status", "error", "outcome", *FIGURES, "evaluation")
 SETTINGS_AT_MOST = EVALUATIONS_AT_MOST = 4  # columns; `facts` has all
+NAMED_AT_MOST = 8  # keys that differ, in a note
+NOTES = (
+    "×: examples/s in units of the run with the smallest K, then M, of those that differ in nothing else; ideal: "
+    "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
+    "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
+)
 
 
 @dataclass(frozen=True)
@@ -26,32 +32,38 @@ class RunTable:
     """Holds figures of runs.
 
     Attributes:
-        columns: titles.
-        rows: one for each run: values by title.
         facts: of each run: its directory, settings that differ, and figures in full precision.
         differing: keys of the configuration whose values differ.
-        notes: what the columns mean, a sentence each.
     """
 
-    columns: list[str]
-    rows: list[dict[str, Any]]
     facts: list[dict[str, Any]]
     differing: list[str]
-    notes: list[str]
 
     def document(self, folder: Path) -> Document:
-        """Returns the table, with links to the runs' own pages, the plot and the notes.
+        """Returns the table, with links to the runs' own pages, the plot and what the columns mean.
 
         Args:
             folder: in which the page will lie.
         """
-        rows = [[row.get(title) for title in self.columns] for row in self.rows]
-        for row, facts in zip(rows, self.facts, strict=True):
-            page = Path(facts["run"]) / "report.html"
-            row[0] = Link.to(str(row[0]), quote(os.path.relpath(page, folder))) if page.is_file() else row[0]
+        others = [key for key in self.differing if key not in GRID]
+        settings, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
+        scores = list(dict.fromkeys(name for run in self.facts for name in run["evaluation"]))[:EVALUATIONS_AT_MOST]
+        columns = ["run", *settings, "K", "M", "loss", "examples/s", "×", "ideal", "bubble", "predicted", *scores]
+        rows: list[list[object]] = []
+        for run in self.facts:
+            page, name = Path(run["run"]) / "report.html", run["name"]
+            row = [Link(name, quote(os.path.relpath(page, folder))) if page.is_file() else name]
+            row += [run["settings"][key] for key in settings]
+            row += [run[key] for key in ("K", "M", "loss", "examples_per_second")]
+            row += [run[key] and f"{run[key]:.2f}" for key in ("normalised", "ideal")]
+            row += [percent(run[key]) for key in ("bubble", "bubble_predicted")]
+            rows.append([*row, *(run["evaluation"].get(score) for score in scores), run["outcome"]])
         drawing = self.drawing()
         plots = [] if drawing is None else [Picture(str(drawing), drawing.alt, "report.svg")]
-        return Document(f"{len(rows)} runs of gpipe-train", [Grid(self.columns, rows), *plots, Lines(self.notes, "* ")])
+        more = f" and {len(hidden) - NAMED_AT_MOST} more keys" if len(hidden) > NAMED_AT_MOST else ""
+        differ = [f"The runs also differ in {', '.join(hidden[:NAMED_AT_MOST])}{more}."] if hidden else []
+        notes = Lines([*NOTES, *differ], "* ")
+        return Document(f"{len(rows)} runs of gpipe-train", [Grid([*columns, "status"], rows), *plots, notes])
 
     def drawing(self) -> Drawing | None:
         """Returns measured and ideal throughput over K, a panel for each M and setting that differs; None without."""
@@ -73,24 +85,15 @@ def compare(runs: Sequence[FinishedRun]) -> RunTable:
     """Compares runs; × is examples/s in units of the smallest K, then M, among runs that differ in nothing else."""
     differing = differing_keys(runs)
     others = [key for key in differing if key not in GRID]
-    shown, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
     references: dict[tuple[str, ...], FinishedRun] = {}
     for run in sorted((run for run in runs if run.measured), key=lambda run: (run.K or 0, run.M or 0)):
         references.setdefault(_group(run, others), run)
-    scores = list(dict.fromkeys(name for run in runs for name in run.evaluation))[:EVALUATIONS_AT_MOST]
-    rows, facts = list[dict[str, Any]](), []
+    facts = []
     for run, name in zip(runs, short_names(runs), strict=True):
         speed, ideal = _compared(run, references.get(_group(run, others)))
-        settings = {key: _value(run, key) for key in differing}
-        figures = {name: getattr(run, name) for name in FACTS}
-        facts.append({"run": str(run.folder), "settings": settings, **figures, "normalised": speed, "ideal": ideal})
-        shares = {"bubble": percent(run.bubble), "predicted": percent(run.bubble_predicted)}
-        rounded = {"×": speed and f"{speed:.2f}", "ideal": ideal and f"{ideal:.2f}"}
-        speeds = {"loss": run.loss, "examples/s": run.examples_per_second, **rounded, **shares}
-        place = {"run": name, "K": run.K, "M": run.M, "status": run.outcome}
-        rows.append({**settings, **run.evaluation, **place, **speeds})
-    columns = ["run", *shown, "K", "M", "loss", "examples/s", "×", "ideal", "bubble", "predicted", *scores, "status"]
-    return RunTable(columns, rows, facts, differing, _notes(runs, hidden))
+        about = {"run": str(run.folder), "name": name, "settings": {key: _value(run, key) for key in differing}}
+        facts.append({**about, **{key: getattr(run, key) for key in FACTS}, "normalised": speed, "ideal": ideal})
+    return RunTable(facts, differing)
 
 
 def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:
@@ -140,22 +143,9 @@ def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | 
 
     With W workers a pipeline of K cells cannot be faster than one of W cells.
     """
-    if not run.measured or reference is None:
+    if not (run.measured and reference is not None and run.examples_per_second and reference.examples_per_second):
         return None, None
-    assert run.examples_per_second and reference.examples_per_second
-    assert run.K and run.M and reference.K and reference.M
-    ideal = ideal_throughput(run.workers or run.K, run.M, (reference.workers or reference.K, reference.M))
+    width, M, reference_width, reference_M = run.workers or run.K, run.M, reference.workers or reference.K, reference.M
+    assert width and M and reference_width and reference_M
+    ideal = ideal_throughput(width, M, (reference_width, reference_M))
     return run.examples_per_second / reference.examples_per_second, ideal
-
-
-def _notes(runs: Sequence[FinishedRun], hidden: Sequence[str]) -> list[str]:
-    said = [
-        "×: examples/s in units of the run with the smallest K, then M, of those that differ in nothing else; ideal: "
-        "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
-        "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
-    ]
-    if hidden:
-        said.append(f"The runs also differ in {', '.join(hidden)}.")
-    if unread := [run.folder.name for run in runs if not run.measured]:
-        said.append(f"Without a speed: {', '.join(unread)}.")
-    return said

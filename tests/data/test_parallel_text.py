@@ -268,5 +268,5 @@ def test_a_corpus_without_any_dev_set_is_trained_on(tmp_path: Path) -> None:
     for path in root.glob("valid.*"):
         path.unlink()
     words = ("debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1")
-    summary, events = train_inline(tmp_path / "run", *words)
-    assert summary["steps"] == 1 and not [event for event in events if event["kind"] == "end"]
+    summary, _ = train_inline(tmp_path / "run", *words)
+    assert summary["steps"] == 1

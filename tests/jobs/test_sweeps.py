@@ -13,7 +13,7 @@ def test_an_option_that_each_run_has_typed_stands_for_the_keys_of_its_group() ->
     options = {"adam": {"optimizer.lr": 1, "optimizer.eps": 2}, "sgd": {"optimizer.lr": 1, "optimizer.momentum": 3}}
     runs = [FinishedRun(Path(name), "done", keys, {"optimizer": name}) for name, keys in options.items()]
     assert compare(runs).differing == ["optimizer"]
-    assert [row["optimizer"] for row in compare(runs).rows] == ["adam", "sgd"]
+    assert [run["settings"]["optimizer"] for run in compare(runs).facts] == ["adam", "sgd"]
 
 
 def test_names_of_job_folders_are_safe() -> None:

@@ -46,7 +46,7 @@ def test_a_tracker_gets_configuration_numbers_pictures_and_summary(tmp_path: Pat
     assert calls[0] == ("start", 4) and calls[-1] == ("finish", 4)
     assert set(logged) == {0, 1, 2, 3, 4}
     assert "evaluation/nll" in logged[0] and "train/loss" in logged[1]
-    assert {"step", "loss", "breakdown"} <= {value for name, value in calls if name == "picture"}
+    assert {value for name, value in calls if name == "picture"} == {"step"}
 
 
 def test_the_error_of_a_tracker_is_told_once_and_the_run_goes_on(tmp_path: Path) -> None:
