@@ -53,7 +53,7 @@ class Source(ABC):
 
     Attributes:
         pad_id, bos_id, eos_id: token ids, for generation.
-        class_names: by label, for pictures.
+        class_names: by label, for mistakes.
         sizes: training pairs of each language, for averages of scores over languages.
         evaluation_split: which held-out sentences are translated, "dev" or "test".
         evaluation_per_language: how many of them of each language; None: all.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -85,11 +84,6 @@ class Drawing:
         weight = ' font-weight="600"' if bold else ""
         place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
         self.parts.append(f'<text class="f-{colour}" {place}{weight}>{escape(text, quote=False)}</text>')
-
-    def image(self, x: float, y: float, side: float, png: bytes) -> None:
-        """Adds an image, within a square whose top left corner is at (x, y)."""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{side:g}" height="{side:g}" style="image-rendering:pixelated"'
-        self.parts.append(f'<image {place} href="data:image/png;base64,{b64encode(png).decode()}"/>')
 
     def legend(self, entries: Sequence[tuple[str, str]], y: float, lines: bool = False) -> float:
         """Adds names with their colours in rows from y on; returns where they end."""

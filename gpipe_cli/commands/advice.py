@@ -22,13 +22,14 @@ from gpipe_cli.terminal.runs import read_run
 def main(folder: Path) -> None:
     """Plans the run as it was, on the present machine, and searches with its M, whose layers are then measured."""
     run = read_run(folder)
+    workers = run.summary.get("workers")
     words = [word for word in run.words if not word.startswith("checkpoint.")]
-    request = make_request([*words, f"pipeline.workers={run.workers}", "plan.device=this"])
+    request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])
     planner = Planner(request.settings, request.options)
     plans: dict[str, Any] = {"own": planner.plan().to_json()}
     write_whole(folder / PLAN, json.dumps(plans) + "\n")
     free = [key for key in FREE if key not in ("M", "replicas")]
-    plans["best"] = Search(planner, free).fastest(run.workers or 1).to_json()
+    plans["best"] = Search(planner, free).fastest(workers or 1).to_json()
     write_whole(folder / PLAN, json.dumps(plans) + "\n")
 
 

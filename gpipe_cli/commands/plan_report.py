@@ -47,20 +47,18 @@ def _head(plan: Plan) -> list[str]:
 
 def _cells(plan: Plan) -> Grid:
     """Returns a table with one row per cell and the bytes of each kind."""
-    average = any(cell.average for cell in plan.cells)
-    columns = ["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time"]
-    columns += ["weights", "gradients", "optimizer", *(["average"] if average else []), "inputs", "working", "total"]
-    rows: list[list[object]] = []
-    for cell in plan.cells:
-        sizes = [cell.weights, cell.gradients, cell.optimizer, *([cell.average] if average else [])]
-        rows.append(
-            [
-                *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
-                *(round(cell.flops / 1e9, 3), percent(cell.share)),
-                *(size_text(size) for size in (*sizes, cell.inputs, cell.working, cell.total)),
-            ]
-        )
-    return Grid(columns, rows)
+    kinds = ["weights", "gradients", "optimizer", "average", "inputs", "working", "total"]
+    if not any(cell.average for cell in plan.cells):
+        kinds.remove("average")
+    rows = [
+        [
+            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
+            *(round(cell.flops / 1e9, 3), percent(cell.share)),
+            *(size_text(getattr(cell, kind)) for kind in kinds),
+        ]
+        for cell in plan.cells
+    ]
+    return Grid(["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time", *kinds], rows)
 
 
 def _facts(plan: Plan) -> list[tuple[str, object]]:
@@ -69,6 +67,9 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
+    formula = ""
+    if plan.bubble_formula is not None:
+        formula = f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
     return [
         (
             "memory",
@@ -78,7 +79,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
         ),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
-        ("bubble", f"{percent(plan.bubble)} simulated{_by_formula(plan)}"),
+        ("bubble", f"{percent(plan.bubble)} simulated{formula}"),
         ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
         ("bound", _bound(plan)),
     ]
@@ -92,12 +93,6 @@ def _bound(plan: Plan) -> str:
         return f"no schedule of this cut fits, {any_cut}"
     gap = f" (gap {percent(max(0.0, plan.step_seconds / plan.bound_seconds - 1))})" if plan.fits else ""
     return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
-
-
-def _by_formula(plan: Plan) -> str:
-    if plan.bubble_formula is None:
-        return ""
-    return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
 
 
 def _picture(plan: Plan) -> list[Block]:

@@ -11,7 +11,6 @@ from typing import Any
 from ..disk import write_whole
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
-from ..metrics.pictures import draw_images
 from ..metrics.records import Evaluation, Sample
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 from ..trainer.evaluator import evaluation_fields
@@ -44,8 +43,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     for old in context.run_dir.glob("translations/*.txt"):
         old.unlink()  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
-    if result.predictions is not None and result.predictions.images:
-        draw_images(result.predictions).save(context.run_dir / "predictions.svg")
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
     return made
@@ -62,7 +59,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         **search,
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
-        "mistakes": [] if result.predictions is None else result.predictions.mistakes(),
+        "mistakes": list(result.mistakes),
         "sizes": dict(result.sizes),
     }
 

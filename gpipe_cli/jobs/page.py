@@ -60,24 +60,25 @@ def run_page(folder: Path, running: bool = False) -> Document:
         running: summary.json, if it is there, is that of the run which this one continues.
     """
     rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
-    summary = {} if running else _json(folder / "summary.json")
-    run, plan = read_run(folder, running), _json(folder / PLAN)
+    run, planned = read_run(folder, running), folder / PLAN
+    plan: Row = json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else {}
     blocks: list[Block] = [
         Lines(["Did it work"], "## "),
-        *_did_it_work(run, summary, rows),
-        *_evaluated(folder, rows, evaluations),
+        *_did_it_work(run, rows),
+        *_evaluated(rows, evaluations),
         Lines(["Where did the time go"], "## "),
-        *_where_time_went(folder, summary, rows, plan.get("own") or {}),
+        *_where_time_went(run, rows, plan.get("own") or {}),
         Lines(["What would make it faster"], "## "),
         *_what_would_be_faster(run, plan),
         Lines(["What it was"], "## "),
-        *_what_it_was(run, summary),
+        *_what_it_was(run),
     ]
     return Document(f"{folder.absolute().name}: {run.outcome}", blocks)
 
 
-def _did_it_work(run: FinishedRun, summary: Row, rows: Sequence[Row]) -> Iterator[Block]:
-    first, last = (rows[0], {**rows[-1], **summary}) if rows else ({}, summary)
+def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
+    known = {name: value for name, value in run.summary.items() if value is not None}
+    first, last = (rows[0], {**rows[-1], **known}) if rows else ({}, known)
     wall, speed, ended = (last.get(key) for key in ("wall_seconds", "examples_per_second", "stopped_by"))
     yield Facts(
         [
@@ -92,7 +93,7 @@ def _did_it_work(run: FinishedRun, summary: Row, rows: Sequence[Row]) -> Iterato
     )
 
 
-def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Block]:
+def _evaluated(rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Block]:
     """Yields the first and the last evaluation, loss, quality by language or class, and samples."""
     last = evaluations[-1] if evaluations else {}
     if last:
@@ -107,7 +108,6 @@ def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) ->
         curves = [("each language", "raw", bleu), ("mean over a tenth", "smooth", running_means(bleu, 0.1))]
         drawn = [Curve("", label, role, list(enumerate(values, 1))) for label, role, values in curves]
         yield Picture(str(plot(drawn, ("language", "BLEU"), "BLEU from the most to the least training data")))
-    yield from _picture(folder, "predictions.svg")
     if mistakes := last.get("mistakes"):
         yield Grid(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])
     for sample in last.get("samples", ()):
@@ -130,11 +130,12 @@ def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
     return plot(curves, ("step", "loss"), "Loss over the steps", from_zero=False)
 
 
-def _where_time_went(folder: Path, summary: Row, rows: Sequence[Row], own: Row) -> Iterator[Block]:
+def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterator[Block]:
     """Yields the step as measured and planned, what its time was for, cells and memory; ``own``: the run's plan."""
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
-    traced = sorted(path.name for path in (folder / "pictures").glob("step_*.svg"))
-    yield from _picture(folder, traced[-1] if traced else "step.svg")
+    summary, pictures = run.summary, run.folder / "pictures"
+    for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
+        yield Picture(drawn.read_text(encoding="utf-8"))
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
     if shares:
         yield Picture(str(draw_shares({"measured": shares}, "Where a step goes")))
@@ -172,7 +173,13 @@ def _where_time_went(folder: Path, summary: Row, rows: Sequence[Row], own: Row) 
 def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
     best = plan.get("best")
     if not best:
-        ask = ["gpipe-plan", *run.words, "plan.device=this", "plan.best=true", f"plan.devices={run.workers or 1}"]
+        ask = [
+            "gpipe-plan",
+            *run.words,
+            "plan.device=this",
+            "plan.best=true",
+            f"plan.devices={run.summary.get('workers') or 1}",
+        ]
         yield Lines(["The planner found nothing in its time, a tenth of the run's. To search, type:"])
         yield Lines([shlex.join(ask)], "```")
         return
@@ -209,31 +216,18 @@ def words_of(keys: Row) -> str:
     return " ".join(f"{key}={typed(value)}" for key, value in keys.items())
 
 
-def _what_it_was(run: FinishedRun, summary: Row) -> Iterator[Block]:
+def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     folder, steps = relative_paths(str(run.folder)), run.settings.get("trainer.steps")
     own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
     longer = ["gpipe-train", *(word for word in run.words if not word.startswith(own))]
     longer += [f"hydra.run.dir={typed(folder)}", "checkpoint.resume=auto"]
     longer += [f"trainer.steps={2 * steps}"] if steps else []
     yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
-    versions = [*(summary.get("versions") or {}).items(), ("device", summary.get("device"))]
+    versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, to export and to compare:"])
     others = (["gpipe-eval", folder], ["gpipe-export", folder, "output=model.safetensors"], ["gpipe-report", folder])
     yield Lines([shlex.join(words) for words in (longer, *others)], "```")
-
-
-def _picture(folder: Path, name: str) -> Iterator[Block]:
-    path = folder / "pictures" / name
-    if path.is_file():
-        yield Picture(path.read_text(encoding="utf-8"))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _rows(path: Path) -> list[Row]:

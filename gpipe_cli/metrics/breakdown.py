@@ -62,8 +62,7 @@ class Totals:
             found["bubble"] = fmean(step.report.bubble for step in steps)
             shares, found["bubble_predicted"] = mean_breakdown(lists, pipeline.placement, cells, updates, seconds)
             found["breakdown"] = shares
-        times = cells or [None] * len(pipeline.cut.table)
-        table = [{**row, "seconds": of_cell} for row, of_cell in zip(pipeline.cut.table, times, strict=True)]
+        table = [{**row, "seconds": cells[number] if cells else None} for number, row in enumerate(pipeline.cut.table)]
         return {**found, "cells": table, "peak_memory_bytes": self._peak_memory}
 
 

@@ -14,14 +14,12 @@ from typing import Any
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
 from ..distributed.pipeline import Pipeline
-from ..svg import Drawing
 from ..tasks.base import Task
 from .board import Board
 from .breakdown import mean_breakdown
 from .metrics_file import MetricsFile, json_safe
-from .pictures import draw_images, draw_step
 from .records import Evaluation, Progress, TrainedStep
-from .trace import Recording, measured_timeline, trace
+from .trace import Recording, draw_step, trace
 from .trackers import Tracking
 
 SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
@@ -140,7 +138,8 @@ class Journal(Notices):
             self._shares_of_step, self._predicted_bubble = found
             if (taken := time.perf_counter() - began) > SHORT_SIMULATION:
                 self._simulate_from = began + taken / SIMULATION_SHARE
-        waited = max(report.numbers["waited_for_data"])
+        waited, sums = max(report.numbers["waited_for_data"]), report.statistics
+        pairs = zip(self._task.statistics[::2], sums[::2], sums[1::2], strict=True)  # as ("accuracy", "examples")
         row = {
             "step": progress.step,
             "loss": report.loss,
@@ -156,10 +155,9 @@ class Journal(Notices):
             "exchange_seconds": min(report.numbers["exchange"]),  # of the last to arrive, which did not wait
             "update_seconds": max(report.numbers["update"]),
             "skipped_updates": progress.skipped,
-            **self._shares(report.statistics),
+            **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
         }
-        shares = self._shares_of_step if due else {}
-        times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
+        times = {"breakdown": self._shares_of_step, "cells": report.cells, "workers": report.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}
         self._record(self._metrics, {**row, **there, **times})
@@ -169,46 +167,30 @@ class Journal(Notices):
             self._track("log", progress.step, {f"train/{name}": value for name, value in numbers.items()})
             with self._tried(self._tensorboard):
                 if self._board is not None:
-                    self._board.step(progress.step, row, report, shares)
+                    self._board.step(progress.step, row, report, self._shares_of_step)
 
     def _record(self, file: MetricsFile, row: Mapping[str, Any]) -> None:
         with self._tried(file.path):
             file.write(row)
 
-    def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Returns the quotients of statistics, which come in pairs such as ("accuracy", "examples")."""
-        pairs = zip(self._task.statistics[::2], statistics[::2], statistics[1::2], strict=True)
-        return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
-
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """Records one evaluation: evaluations.jsonl, console, TensorBoard, the picture of sample images.
+        """Records one evaluation: evaluations.jsonl, console, TensorBoard, trackers.
 
         Args:
             epochs: how often the training data of each language has been read; for the line.
         """
-        samples, found = [vars(sample) for sample in result.samples], result.predictions
+        samples = [vars(sample) for sample in result.samples]
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
-        rare = {"signature": result.signature, "epochs": dict(epochs), "samples": samples}
-        rare["mistakes"] = [] if found is None else found.mistakes()
+        rare = {"signature": result.signature, "epochs": epochs, "samples": samples, "mistakes": result.mistakes}
         self._record(self._evaluations_file, {**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if samples:
             self._emit({"kind": "samples", "rows": samples})
-        if found is not None and found.images:
-            self._draw("predictions", lambda: draw_images(found))
         with self._tried(self._tensorboard):
             if self._board is not None:
                 self._board.evaluation(progress.step, result)
-
-    def _draw(self, name: str, draw: Callable[[], Drawing]) -> None:
-        """Writes a picture into pictures/, and gives it to trackers; a failure is a warning only."""
-        path = self._run_dir / "pictures" / f"{name}.svg"
-        with self._tried(path.parent):
-            path.parent.mkdir(exist_ok=True)
-            draw().save(path)
-            self._track("picture", name, path)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
         """Writes one step of all ranks to trace/, and draws it."""
@@ -219,17 +201,22 @@ class Journal(Notices):
             path.parent.mkdir(exist_ok=True)
             write_whole(path, json.dumps(trace(step, recordings, placement, layers)) + "\n")
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
-        self._draw_step(f"step_{step:06d}", f"step {step} as measured", recordings)
+        self._draw(f"step_{step:06d}", f"step {step} as measured", recordings)
 
     def picture(self, recordings: Sequence[Recording]) -> None:
         """Draws the last step (replica 0) as measured, and lets the command write the page anew."""
-        self._draw_step("step", "a measured step", recordings)
+        self._draw("step", "a measured step", recordings)
         self._emit({"kind": "drawn"})
 
-    def _draw_step(self, name: str, title: str, recordings: Sequence[Recording]) -> None:
-        measured = measured_timeline(recordings, self._pipeline.placement)
-        if any(measured.spans):
-            self._draw(name, lambda: draw_step(f"{self._pipeline.kind}, {title}", measured, self._pipeline))
+    def _draw(self, name: str, title: str, recordings: Sequence[Recording]) -> None:
+        """Draws a step into pictures/, and gives the picture to trackers; a failure is a warning only."""
+        path = self._run_dir / "pictures" / f"{name}.svg"
+        with self._tried(path.parent):
+            drawing = draw_step(f"{self._pipeline.kind}, {title}", recordings, self._pipeline)
+            if drawing is not None:
+                path.parent.mkdir(exist_ok=True)
+                drawing.save(path)
+                self._track("picture", name, path)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Writes summary.json atomically, says where a step goes, and closes the files.

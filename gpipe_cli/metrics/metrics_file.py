@@ -42,7 +42,13 @@ class MetricsFile:
         Raises:
             Vanished: the file is no longer at its path. Rows must not go where the checkpoints do not.
         """
-        self._require_in_place()
+        with writing(self.path):
+            try:
+                in_place = os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
+            except (FileNotFoundError, NotADirectoryError):
+                in_place = False
+        if not in_place:
+            raise Vanished(self.path)
         line = json.dumps(json_safe(row))
         if line != self._last_line:
             self._last_line = line
@@ -51,15 +57,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def _require_in_place(self) -> None:
-        with writing(self.path):
-            try:
-                if os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno())):
-                    return
-            except (FileNotFoundError, NotADirectoryError):
-                pass
-        raise Vanished(self.path)
 
 
 def _open(path: Path) -> io.FileIO:

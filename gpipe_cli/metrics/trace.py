@@ -6,13 +6,18 @@ its computation and its messages as threads, an arrow per message.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import machine_id
-from ..schedule.instruction import COMPUTE, Instruction
+from ..schedule.instruction import COMPUTE, Instruction, Op
+from ..schedule.picture import draw_panels
 from ..schedule.simulate import Span, Timeline
+from ..svg import Drawing
+from .breakdown import simulate_with
 from .step_report import PHASES
 
 COMPUTATION, MESSAGES = 0, 1  # threads of a worker
@@ -44,19 +49,31 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     ]
 
 
-def measured_timeline(recordings: Sequence[Recording], placement: Sequence[int]) -> Timeline:
-    """Returns the instructions of the step in replica 0, in milliseconds from the first computation."""
+def draw_step(title: str, recordings: Sequence[Recording], pipeline: Pipeline) -> Drawing | None:
+    """Draws a step of replica 0 above the simulation of its schedule with the mean measured durations.
+
+    Returns:
+        The picture, in milliseconds from the first computation; None before the first step.
+    """
+    placement = pipeline.placement
     spans = [
         [Span(Instruction.parse(name), start, end) for name, start, end in recording if name not in PHASES]
         for recording in recordings[: max(placement) + 1]
     ]
-    began = min((s.start for worker in spans for s in worker if s.instruction.op in COMPUTE), default=0.0)
+    computed = [span for worker in spans for span in worker if span.instruction.op in COMPUTE]
+    if not computed:
+        return None
+    began, taken = min(span.start for span in computed), defaultdict[tuple[Op, int], list[float]](list)
+    for instruction, start, end in computed:
+        taken[instruction.op, instruction.cell].append(1e3 * (end - start))
     # Some workers begin earlier and wait for the first message; the schedule does not contain that wait.
     in_step = [
         [Span(s.instruction, 1e3 * max(0.0, s.start - began), 1e3 * max(0.0, s.end - began)) for s in worker]
         for worker in spans
     ]
-    return Timeline(in_step, tuple(placement))
+    measured, durations = Timeline(in_step, tuple(placement)), {key: fmean(each) for key, each in taken.items()}
+    simulated = simulate_with(pipeline.training_lists(measured.micro_batches), placement, durations)
+    return draw_panels({title: measured, "planned with the same durations": simulated}, "ms")
 
 
 def trace(

@@ -173,8 +173,7 @@ class Document:
         meta = [
             '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';img-src data:;'
-            "style-src 'unsafe-inline'\">",
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline'\">",
         ]
         head = f"<head>{''.join(meta)}<title>{title}</title><style>{_CSS}</style></head>"
         body = "\n".join(block.html() for block in self.blocks)

@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 from gpipe_cli.svg import Curve, Drawing, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
-from gpipe_cli.terminal.runs import FIGURES, FinishedRun
+from gpipe_cli.terminal.runs import FinishedRun
 from gpipe_cli.terminal.text import percent
 
 GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
-FACTS = ("K", "M", "workers", "status", "error", "outcome", *FIGURES, "evaluation")
+FIGURES = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")
 SETTINGS_AT_MOST = EVALUATIONS_AT_MOST = 4  # columns; `facts` has all
 NAMED_AT_MOST = 8  # keys that differ, in a note
 NOTES = (
@@ -86,13 +86,19 @@ def compare(runs: Sequence[FinishedRun]) -> RunTable:
     differing = differing_keys(runs)
     others = [key for key in differing if key not in GRID]
     references: dict[tuple[str, ...], FinishedRun] = {}
-    for run in sorted((run for run in runs if run.measured), key=lambda run: (run.K or 0, run.M or 0)):
+    for run in sorted(filter(_speed, runs), key=lambda run: (run.summary["K"], run.summary["M"])):
         references.setdefault(_group(run, others), run)
     facts = []
     for run, name in zip(runs, short_names(runs), strict=True):
         speed, ideal = _compared(run, references.get(_group(run, others)))
-        about = {"run": str(run.folder), "name": name, "settings": {key: _value(run, key) for key in differing}}
-        facts.append({**about, **{key: getattr(run, key) for key in FACTS}, "normalised": speed, "ideal": ideal})
+        about: dict[str, Any] = {
+            "run": str(run.folder),
+            "name": name,
+            "settings": {key: _value(run, key) for key in differing},
+        }
+        about |= {"status": run.status, "error": run.error, "outcome": run.outcome, "evaluation": run.evaluation}
+        figures = {name: run.summary.get(name) for name in FIGURES}
+        facts.append({**about, **figures, "normalised": speed, "ideal": ideal})
     return RunTable(facts, differing)
 
 
@@ -120,14 +126,10 @@ def short_names(runs: Sequence[FinishedRun]) -> list[str]:
     ]
 
 
-def ideal_speedup(K: int, M: int) -> float:
-    """Returns K·M / (M+K-1): K equal cells against one device, messages free (the bubble of section 2.3)."""
-    return K * M / (M + K - 1)
-
-
 def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> float:
-    """Returns `ideal_speedup` in units of the reference's (K, M)."""
-    return ideal_speedup(K, M) / ideal_speedup(*reference)
+    """Returns K·M / (M+K-1), K equal cells against one device, messages free, in units of the reference's (K, M)."""
+    speed, unit = (cells * count / (count + cells - 1) for cells, count in ((K, M), reference))
+    return speed / unit
 
 
 def _group(run: FinishedRun, keys: Sequence[str]) -> tuple[str, ...]:
@@ -143,9 +145,14 @@ def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | 
 
     With W workers a pipeline of K cells cannot be faster than one of W cells.
     """
-    if not (run.measured and reference is not None and run.examples_per_second and reference.examples_per_second):
+    speed, unit = _speed(run), reference and _speed(reference)
+    if reference is None or not speed or not unit:
         return None, None
-    width, M, reference_width, reference_M = run.workers or run.K, run.M, reference.workers or reference.K, reference.M
-    assert width and M and reference_width and reference_M
-    ideal = ideal_throughput(width, M, (reference_width, reference_M))
-    return run.examples_per_second / reference.examples_per_second, ideal
+    width, reference_width = (each.summary.get("workers") or each.summary["K"] for each in (run, reference))
+    return speed / unit, ideal_throughput(width, run.summary["M"], (reference_width, reference.summary["M"]))
+
+
+def _speed(run: FinishedRun) -> float | None:
+    """Returns the examples per second of a run that can be compared."""
+    known = run.summary.get("K") is not None and run.summary.get("M") is not None
+    return run.summary.get("examples_per_second") if known else None

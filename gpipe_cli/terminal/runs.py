@@ -16,50 +16,40 @@ from gpipe_cli.typed_section import flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
-FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
 MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Holds the figures of one run, as its directory has them.
+    """Holds one run, as its directory has it.
 
     Attributes:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
-        typed, words: the overrides: key to what was typed; as they were typed.
+        words: the overrides, as they were typed.
         error: of a failed run, in one line.
-        damaged: what cannot be read, in words.
-        loss: of the last step.
-        evaluation: the last evaluation's numbers, without single languages.
+        outcome: the status with the error and what cannot be read.
+        summary: of summary.json, or of an unfinished run what is known: K, M, loss, examples_per_second.
     """
 
     folder: Path
     status: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    typed: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[str] = ()
     error: str | None = None
-    damaged: Sequence[str] = ()
-    K: int | None = None
-    M: int | None = None
-    workers: int | None = None
-    loss: float | None = None
-    examples_per_second: float | None = None
-    bubble: float | None = None
-    bubble_predicted: float | None = None
-    wall_seconds: float | None = None
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    outcome: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def measured(self) -> bool:
-        """Reports whether the run can be compared in speed."""
-        return self.K is not None and self.M is not None and bool(self.examples_per_second)
+    def typed(self) -> dict[str, str]:
+        """Returns the overrides: key to what was typed."""
+        return {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in self.words)}
 
     @property
-    def outcome(self) -> str:
-        """Returns the status with the error and what is damaged."""
-        return "; ".join([self.status if self.error is None else f"{self.status}: {self.error}", *self.damaged])
+    def evaluation(self) -> dict[str, float]:
+        """Returns the last evaluation's numbers, without single languages."""
+        scores = (self.summary.get("evaluation") or {}).items()
+        return {name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))}
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
@@ -114,21 +104,9 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    scores = (summary.get("evaluation") or {}).items()
-    return FinishedRun(
-        folder=folder,
-        status=status,
-        settings=settings,
-        typed={key.lstrip("+~"): value for key, _, value in (str(word).partition("=") for word in words)},
-        words=[str(word) for word in words],
-        error=error,
-        damaged=broken,
-        K=summary.get("K", settings.get("pipeline.K")),
-        M=summary.get("M", settings.get("pipeline.M")),
-        workers=summary.get("workers"),
-        **{name: summary.get(name) for name in FIGURES},
-        evaluation={name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))},
-    )
+    planned = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
+    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
+    return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
 
 def _error(path: Path) -> str | None:

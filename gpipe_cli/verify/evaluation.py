@@ -23,7 +23,7 @@ class FirstBatches:
     """Passes on a source whose evaluation set is one mini-batch for each replica."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._source, self.class_names = source, source.class_names
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the first mini-batch."""
@@ -33,7 +33,7 @@ class FirstBatches:
 def evaluate(trainer: Trainer) -> dict[str, float]:
     """Runs the trainer's evaluation, without generation, as it does between two steps; returns its numbers."""
     source: Any = None if trainer.evaluator.source is None else FirstBatches(trainer.evaluator.source)
-    evaluator = replace(trainer.evaluator, source=source, generator=None, keeper=None)
+    evaluator = replace(trainer.evaluator, source=source, generator=None)
     with trainer.updater.averaged_weights():
         return evaluator.evaluate(final=False).numbers
 

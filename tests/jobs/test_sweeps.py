@@ -11,7 +11,7 @@ from gpipe_cli.terminal.runs import FinishedRun
 
 def test_an_option_that_each_run_has_typed_stands_for_the_keys_of_its_group() -> None:
     options = {"adam": {"optimizer.lr": 1, "optimizer.eps": 2}, "sgd": {"optimizer.lr": 1, "optimizer.momentum": 3}}
-    runs = [FinishedRun(Path(name), "done", keys, {"optimizer": name}) for name, keys in options.items()]
+    runs = [FinishedRun(Path(name), "done", keys, [f"optimizer={name}"]) for name, keys in options.items()]
     assert compare(runs).differing == ["optimizer"]
     assert [run["settings"]["optimizer"] for run in compare(runs).facts] == ["adam", "sgd"]
 
