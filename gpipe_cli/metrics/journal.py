@@ -15,10 +15,11 @@ from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
 from ..distributed.pipeline import Pipeline
 from ..tasks.base import Task
-from .board import Board
+from .board import TensorBoard
 from .breakdown import mean_breakdown
 from .metrics_file import MetricsFile, json_safe
 from .records import Evaluation, Progress, TrainedStep
+from .step_report import PHASES
 from .trace import Recording, draw_step, trace
 from .trackers import Tracking
 
@@ -77,9 +78,7 @@ class Journal(Notices):
     ) -> None:
         super().__init__(emit, True)
         self._settings, self._trackers, self._tracking = settings, trackers, list[Tracking]()
-        self._run_dir, self._tensorboard = run_dir, run_dir / "tensorboard"
-        self._logging, self._steps, self._task = settings.logging, settings.trainer.steps, task
-        self._board: Board | None = None
+        self._run_dir, self._logging, self._steps, self._task = run_dir, settings.logging, settings.trainer.steps, task
         self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
         self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
@@ -100,10 +99,8 @@ class Journal(Notices):
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
                 self.warn(skipped(file.path, file.damaged))
-        if self._logging.tensorboard:
-            with self._tried(self._tensorboard):
-                self._board = Board(self._tensorboard, resumed_step)
-        self._tracking = [Tracking(tracker, self.warn) for tracker in self._trackers]
+        board = [TensorBoard(resumed_step)] if self._logging.tensorboard else []
+        self._tracking = [Tracking(tracker, self.warn) for tracker in (*board, *self._trackers)]
         self._track("start", json_safe(asdict(self._settings)), self._run_dir)
 
     def _track(self, method: str, *arguments: object) -> None:
@@ -163,11 +160,14 @@ class Journal(Notices):
         self._record(self._metrics, {**row, **there, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if due:
-            numbers = {name: value for name, value in row.items() if name != "step"}
-            self._track("log", progress.step, {f"train/{name}": value for name, value in numbers.items()})
-            with self._tried(self._tensorboard):
-                if self._board is not None:
-                    self._board.step(progress.step, row, report, self._shares_of_step)
+            numbers = {f"train/{name}": value for name, value in row.items() if name != "step"}
+            numbers |= {f"breakdown/{name}": share for name, share in self._shares_of_step.items()}
+            for cell, times_of_cell in enumerate(report.cells):
+                numbers |= {f"cell_{cell:02d}/{kind}_seconds": value for kind, value in times_of_cell.items()}
+            for rank, worker in enumerate(report.workers):
+                numbers[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
+                numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
+            self._track("log", progress.step, numbers)
 
     def _record(self, file: MetricsFile, row: Mapping[str, Any]) -> None:
         with self._tried(file.path):
@@ -188,9 +188,7 @@ class Journal(Notices):
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
         if samples:
             self._emit({"kind": "samples", "rows": samples})
-        with self._tried(self._tensorboard):
-            if self._board is not None:
-                self._board.evaluation(progress.step, result)
+            self._track("samples", progress.step, samples)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
         """Writes one step of all ranks to trace/, and draws it."""
@@ -230,9 +228,6 @@ class Journal(Notices):
         if shares := content["breakdown"]:
             said = (f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in shares.items())
             self.message(f"where a step goes: {', '.join(said)}")
-        with self._tried(self._tensorboard):
-            if self._board is not None:
-                self._board.close()
         self._metrics.close()
         self._evaluations_file.close()
         for tracking in self._tracking:

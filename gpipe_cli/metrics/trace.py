@@ -93,8 +93,7 @@ def trace(
     for rank, recording in enumerate(recordings):
         replica, worker = divmod(rank, workers)
         name = f"worker {worker}" + (f" of replica {replica}" if len(recordings) > workers else "")
-        said = {"process_name": {"name": name}, "process_sort_index": {"sort_index": rank}}
-        events += [{"ph": "M", "name": key, "pid": rank, "tid": 0, "args": value} for key, value in said.items()]
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}})
         for tid, thread in ((COMPUTATION, "computation"), (MESSAGES, "messages")):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": thread}})
         for name, start, end in recording:

@@ -1,6 +1,7 @@
-"""Passes what a run records on to trackers of experiments: Weights & Biases, MLflow, or a user's own.
+"""Passes what a run records on to trackers of experiments: TensorBoard, Weights & Biases, MLflow, or a user's own.
 
-A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`. They are
+A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`, and may have
+`samples(step, samples)`, translations beside their references. They are
 called one after the other in a thread of its own, so that a slow one delays nothing; after its first error it is left
 alone.
 """
@@ -30,7 +31,7 @@ class Tracking:
 
     def call(self, method: str, *arguments: object) -> None:
         """Queues a call; never waits."""
-        if not self._given_up:
+        if not self._given_up and (method != "samples" or hasattr(self._tracker, "samples")):
             self._calls.put((method, arguments))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -52,7 +53,7 @@ class Tracking:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            self._warn(f"logging.trackers: {type(self._tracker).__name__}: {why}; the run goes on without it")
+            self._warn(f"tracker {type(self._tracker).__name__}: {why}; the run goes on without it")
 
 
 class WandB:
