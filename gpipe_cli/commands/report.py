@@ -11,8 +11,7 @@ from pathlib import Path
 from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import find_runs
+from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.terminal.words import read_words
 
 HELP = """\

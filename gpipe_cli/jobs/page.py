@@ -22,6 +22,7 @@ PAGE, PLAN = "report.html", "plan.json"
 WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 SEARCH_SHARE, SEARCH_SECONDS = 0.1, (6.0, 120.0)  # of a run's time for the planner; not below, and not above
+ADVISE = "import sys; from gpipe_cli.commands.plan import advise; advise(sys.argv[1])"  # which imports this room
 WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
@@ -47,7 +48,7 @@ def ask_planner(folder: Path, seconds: float) -> bool:
     """
     limit, quiet = min(SEARCH_SHARE * seconds, SEARCH_SECONDS[1]), subprocess.DEVNULL
     if limit >= SEARCH_SECONDS[0]:
-        command = [sys.executable, "-m", "gpipe_cli.commands.advice", str(folder)]
+        command = [sys.executable, "-c", ADVISE, str(folder)]
         with suppress(OSError, subprocess.SubprocessError, KeyboardInterrupt):
             subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=limit, check=False)
     return (folder / PLAN).exists()
@@ -225,9 +226,8 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
-    yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, to export and to compare:"])
-    others = (["gpipe-eval", folder], ["gpipe-export", folder, "output=model.safetensors"], ["gpipe-report", folder])
-    yield Lines([shlex.join(words) for words in (longer, *others)], "```")
+    yield Lines(["To go on for twice as long (at any pipeline.K), and to evaluate the last checkpoint:"])
+    yield Lines([shlex.join(longer), shlex.join(["gpipe-eval", folder])], "```")
 
 
 def _rows(path: Path) -> list[Row]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpipe_cli.jobs.configuration import LONGEST_NAME, folder_name
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import FinishedRun
+from gpipe_cli.terminal.runs import FinishedRun, compare
 
 
 def test_an_option_that_each_run_has_typed_stands_for_the_keys_of_its_group() -> None:
