@@ -55,7 +55,7 @@ def _run(words: Sequence[str]) -> int:
         write_whole(paths[2], json.dumps({"rows": found.facts}, indent=1) + "\n")
         if drawing is not None:
             drawing.save(paths[3])
-    show(f"\nwritten: {paths[1]}, .md, .json, .svg")
+    show(f"\nwritten: {paths[1]}, .md, .json{'' if drawing is None else ', .svg'}")
     return 0
 
 

@@ -31,7 +31,7 @@ div,figure{{overflow-x:auto;margin:1rem 0}}
 table{{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}}
 th,td{{padding:.2rem .5rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}}
 .n{{text-align:right;white-space:nowrap}}
-dl{{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem;margin:1rem 0}}
+dl{{display:grid;grid-template-columns:fit-content(55%) 1fr;gap:.1rem 1rem;margin:1rem 0}}
 dt{{font-weight:600}}dd{{margin:0;min-width:0;overflow-wrap:anywhere}}
 pre{{padding:.6rem;background:var(--line);white-space:pre-wrap;overflow-wrap:anywhere;font-size:.875rem}}
 svg{{display:block;max-width:100%;height:auto}}

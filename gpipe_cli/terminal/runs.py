@@ -206,8 +206,9 @@ class RunTable:
         curves = []
         for panel, points in panels.items():
             ideals = sorted({K: ideal for K, _, ideal in points}.items())
-            curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", ideals))
-            curves.append(Curve(panel, "measured", "ours", sorted((K, speed) for K, speed, _ in points)))
+            if len(ideals) > 1:  # a curve needs two K
+                curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", ideals))
+                curves.append(Curve(panel, "measured", "ours", sorted((K, speed) for K, speed, _ in points)))
         return plot(curves, ("cells K", "normalised throughput"), "Throughput of the runs") if curves else None
 
 
