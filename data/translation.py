@@ -16,7 +16,6 @@ import torch
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
 from .source import Batch, HeldOutSample, Report, evaluation_parts, permutation, read_ahead, slices_of_replica
@@ -87,7 +86,6 @@ class PairSource(PreparedSource):
         store = self._open(report)
         self._use(store)
         self.sizes = store.sizes
-        self.scripts = {code: SCRIPTS[code] for code in store.sizes if code in SCRIPTS}
         if self._batch_tokens is not None:
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 

@@ -35,7 +35,6 @@ from ..factory.memory_check import memory_of, refuse_too_large
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..metrics.journal import Notices
-from ..metrics.predictions import PredictionKeeper
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import COMPILED_BACKWARD, Cell
@@ -304,8 +303,7 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         decoder = assemble_decoder(assembly, generation, stop_requested)
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
         generator = Generator(decoder, source, task, generation, samples, reports)
-    keeper = PredictionKeeper(assembly.world, task, source) if task.shows_predictions else None
-    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator, keeper)
+    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator)
 
 
 def assemble_decoder(

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, field, replace
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
 from ..distributed.pipeline import MiniBatch
+from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
 from ..metrics.records import Progress, TrainedStep
 from ..metrics.step_report import StepReport, StepReporter
-from ..metrics.totals import Totals
 from ..metrics.trace import record_everyone
 from .assembly import Assembly
 from .batches import TrainingBatches
@@ -220,7 +220,7 @@ class Trainer:
             result = replace(result, samples=[])  # those of an untrained model show nothing
         self.journal.evaluation(progress, result, self.batches.epochs_of_languages())
         if not final:
-            self.draw(final=False)
+            self.draw()
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += counts
             return False
@@ -242,10 +242,9 @@ class Trainer:
         self._save(is_best)
         self.saver.finish(self.exchange)
 
-    def draw(self, final: bool = True) -> None:
-        """Draws the run's pictures; every worker calls it, after each evaluation and after everything else."""
-        recordings = record_everyone(self.pipeline, self.exchange.ended_at)
-        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline), final)
+    def draw(self) -> None:
+        """Draws the last step; every worker calls it, after each evaluation and after everything else."""
+        self.journal.picture(record_everyone(self.pipeline, self.exchange.ended_at))
 
 
 def _is_time(every: int | None, step: int) -> bool:

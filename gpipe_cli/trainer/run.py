@@ -74,9 +74,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     journal.open(trainer.progress.step, assembly.pipeline)
     trainer.run()
     summary = summarize(trainer, assembly, config)
-    journal.summary(summary)
     trainer.draw()
-    journal.close()
+    journal.summary(summary)
     return summary
 
 
@@ -100,9 +99,7 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "M": pipeline.M,
         "workers": world.workers,
         "replicas": world.replicas,
-        "cells": totals.with_times(cut.table),
         "parameters": cut.parameters,
-        "peak_memory_bytes": totals.peak_memory,
         "data_defects": count_defects(world, assembly.source),
         "device": str(world.device.type),
         "versions": {"gpipe_cli": __version__, "torch": torch.__version__, "python": platform.python_version()},

@@ -298,7 +298,7 @@ class Verification:
         self._watch.recorder.take()
         self._watch.active = True
         source: Any = None if evaluator.source is None else _FirstBatch(evaluator.source)
-        evaluator = dataclasses.replace(evaluator, source=source, generator=None, keeper=None)
+        evaluator = dataclasses.replace(evaluator, source=source, generator=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers
         record = self._gathered(RecordedStep(seen=self._watch.recorder.take()))
@@ -319,7 +319,7 @@ class _FirstBatch:
     """Passes on a source whose evaluation set is one mini-batch for each replica."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self._source, self.class_names = source, source.class_names
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the first mini-batch."""

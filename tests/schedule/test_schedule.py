@@ -235,7 +235,6 @@ def test_plans_are_made_without_torch() -> None:
         "lists = schedule.schedule('gpipe', (0, 1), 2, (0, 0))\n"
         "timeline = simulate.simulate(lists, (0, 1), simulate.unit_durations)\n"
         "print(picture.draw_text(timeline), partition.partition([1, 2, 3], 2, 'min_max'))\n"
-        "assert 'matplotlib' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from schedule_rules import scheduled
 
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.picture import save_picture
+from gpipe_cli.schedule.picture import draw_panels
 from gpipe_cli.schedule.schedule import forward_only
 from gpipe_cli.schedule.simulate import (
     Timeline,
@@ -82,12 +80,9 @@ class TestTime:
 
 class TestPicture:
     @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 0, 1)], ids=str)
-    def test_shows_forward_recompute_backward_and_idle_in_their_colours(
-        self, tmp_path: Path, placement: tuple[int, ...]
-    ) -> None:
+    def test_shows_forward_recompute_backward_and_idle_in_their_colours(self, placement: tuple[int, ...]) -> None:
         line = simulate(scheduled("gpipe", placement, 4, "always"), placement, unit_durations)
-        save_picture(line, tmp_path / "plan.svg", title="gpipe")
-        drawn = (tmp_path / "plan.svg").read_text()
+        drawn = str(draw_panels({"gpipe": line}))
         bars = {name: drawn.count(f'class="f-{name}" d="M') for name in ("blue", "pale", "orange", "idle")}
         assert all(bars.values()), bars
         assert 'aria-label="gpipe: K = 3, M = 4, bubble' in drawn

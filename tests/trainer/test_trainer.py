@@ -15,8 +15,6 @@ from run_files import rows
 
 from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.metrics import pictures
-from gpipe_cli.metrics.pictures import draw_loss
 from gpipe_cli.trainer import loop
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -72,8 +70,7 @@ def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2]
     assert sum(cell["parameters"] for cell in summary["cells"]) == summary["parameters"]
     drawn = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert drawn >= {"step.svg", "loss.svg", "breakdown.svg", "step_000003.svg"}
-    assert not drawn & {"predictions.png", "confusion.png"}  # of classifications
+    assert drawn == {"step.svg", "step_000003.svg"}
 
 
 OVERFLOW = (
@@ -109,19 +106,6 @@ def test_workers_of_two_replicas_find_the_layer_together(tmp_path: Path) -> None
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{CAUSE} of replica 0; 1 updates in a row had to be skipped" in done.stderr
     assert CAUSE in (tmp_path / "train.log").read_text()
-
-
-def test_a_run_without_any_finite_loss_has_its_pictures_too(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
-    assert "training" in str(draw_loss(tmp_path))
-
-
-def test_the_loss_of_a_long_run_is_drawn_from_few_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (f'{{"step": {step}, "loss": {1 + 1 / step}}}\n' for step in range(1, 50_001))
-    (tmp_path / "metrics.jsonl").write_text("".join(rows))
-    monkeypatch.setattr(pictures, "WHOLE", 0)
-    drawn = draw_loss(tmp_path)
-    assert len(str(drawn)) < 60_000 and "40,000" in str(drawn)
 
 
 def test_a_time_limit_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
