@@ -12,6 +12,8 @@ So the lists are run once on an ideal machine with these rules, where a receive 
 that finds the message sent. This never stalls: a worker that waits for its send waits for a computation to end. In the
 run each receive is posted in the gap found here. The same gaps meet, whatever the computations take, and whatever a
 gap waits for came before it on the ideal machine's clock; so the run cannot stall either.
+
+`Receives` posts what is due while a step runs.
 """
 
 from __future__ import annotations

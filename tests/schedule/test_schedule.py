@@ -207,7 +207,7 @@ class TestRules:
             " ".join(f"F0.{m} sa0.{m}" for m in range(6)) + " " + rest,
             " ".join(f"ra1.{m} F1.{m} sa1.{m} rg1.{m} B1.{m} sg1.{m}" for m in range(6)),
         )
-        with pytest.raises(ScheduleError, match=r"worker 0 waits at sa0\.4; worker 1 waits at rg1"):
+        with pytest.raises(ScheduleError, match=r"worker 0 waits at sa0\.5; worker 1 waits at rg1"):
             check_rules(lists, (0, 1, 0), 6, "never")
 
 
