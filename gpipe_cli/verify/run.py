@@ -41,10 +41,10 @@ from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
 from .check import Checker
-from .compare import VerifiedRun, VerifyReport, findings
+from .compare import VerifyReport, findings
 from .plain import MiniBatch, PlainModel
 from .record import RecordedStep, RunWatch, Spill
-from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
+from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of
 
 MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
 
@@ -72,7 +72,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     wide = settings.verify.dtype == "float64"
     report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
-        decided = Verification(context, config, in_float64(settings), world, once_more=True).run()
+        decided = Verification(context, config, in_float64(settings), world).run()
         report = None if report is None or decided is None else report.decided_by(decided)
     itself = compare_module(settings) if report is not None else None
     wait_for_all(world)
@@ -139,34 +139,22 @@ class Verification:
         context, config: of the worker.
         settings: of the run, perhaps in float64.
         world: of the worker.
-        once_more: the console has shown the cells of this run already.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        config: Mapping[str, Any],
-        settings: Settings,
-        world: World,
-        once_more: bool = False,
-    ) -> None:
+    def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
         self._context, self._config, self._world = context, config, world
         self._steps = Steps.of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
-        settings, raised = with_full_rate(settings, self._steps.checked[-1])
         self._settings = dataclasses.replace(settings, trainer=trainer)
         self._quiet = Notices(context.emit, active=False)  # most of what a trainer would say, gpipe-verify has caused
         self._spill = Spill(context.run_dir / "verify")
         task, notices = build_task(settings.task, settings.seed), Notices(context.emit, world.rank == 0)
-        self._assembly = assemble_model(context, self._settings, world, task, self._quiet if once_more else notices)
+        self._assembly = assemble_model(context, self._settings, world, task, notices)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: dict[int, dict[str, Quantity]] = {}
         self._loss = math.nan  # of the last step
-        self._notes = [
-            f"the learning rate was raised {raised:.4g} times, to its peak: in the first steps of a warm-up updates "
-            "are too small to show what they do"
-        ] * (raised != 1.0)
+        self._notes: list[str] = []
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
@@ -180,7 +168,7 @@ class Verification:
         checker, memory = self._checker, peak_memory(self._world.device)
         if checker is None:
             return None
-        found = findings(self._compared, checker.run, checker.batchnorms)
+        found = findings(self._compared, checker.places, checker.batchnorms)
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
     def _run_steps(self) -> None:
@@ -198,7 +186,7 @@ class Verification:
                 self._watch.hold("resumed")
                 self._add(number, Checker.unchanged, c.RESUMED, before, "resumed")
                 taken = trainer.steps()
-            self._watch.recorder.take()
+            self._watch.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
             with self._poisoned(number == skipped):
@@ -297,13 +285,13 @@ class Verification:
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluates one mini-batch as between two steps, without generation, and adds what is found to the last."""
         last, evaluator = self._steps.checked[-1], trainer.evaluator
-        self._watch.recorder.take()
+        self._watch.take()
         self._watch.active = True
         source: Any = None if evaluator.source is None else _FirstBatch(evaluator.source)
         evaluator = dataclasses.replace(evaluator, source=source, generator=None, keeper=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers
-        record = self._gathered(RecordedStep(seen=self._watch.recorder.take()))
+        record = self._gathered(RecordedStep(seen=self._watch.take()))
         self._watch.active = False
         self._watch.hold("evaluated")
 
@@ -335,10 +323,10 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
         for index, tied in enumerate(cut.ties)
         for own, owner in tied.items()
     }
-    run = VerifiedRun(names, [cell for cell, layers in enumerate(cut.layers) for _ in layers])
+    places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
     model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers], owners)
     repeated = 0.0 if assembly.world.device.type == "cpu" else 1e-6
-    return Checker(settings, run, model, spill, tolerance_of(settings), repeated)
+    return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:

@@ -77,10 +77,10 @@ _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: 
 
 def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
     """Returns the layers of a traced module; the arguments are those of `layers`."""
-    module, seed = traced_from.constructor, traced_from.seed
-    trace = traced(module, traced_from.call, example, seed, float_type)
+    trace = traced(traced_from, example, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    weights = Weights(trace, module, seed, Counter(name for segment in segments for name in {*segment.held.values()}))
+    holders = Counter(name for segment in segments for name in {*segment.held.values()})
+    weights = Weights(trace, traced_from, holders)
     makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
     return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]
 
@@ -116,14 +116,12 @@ class Weights:
     none, and keeps what no layer has taken yet.
 
     Args:
-        trace: of the module.
-        constructor: makes it.
-        seed: of torch, numpy and Python when it is made.
+        trace, traced_from: of the module.
         holders: how many layers hold each tensor, by first name.
     """
 
-    def __init__(self, trace: Trace, constructor: Constructor, seed: int, holders: Counter[str]) -> None:
-        self._trace, self._constructor, self._seed, self._holders = trace, constructor, seed, holders
+    def __init__(self, trace: Trace, traced_from: TracedFrom, holders: Counter[str]) -> None:
+        self._trace, self._traced_from, self._holders = trace, traced_from, holders
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
         self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
@@ -155,8 +153,8 @@ class Weights:
         if trace.recording is not None:
             with suppress(NotRecordable):
                 return tensors | trace.recording.made(rest)
-        with seeded(self._seed):
-            module = self._constructor()
+        with seeded(self._traced_from.seed):
+            module = self._traced_from.constructor()
         return tensors | {name: attrgetter(name)(module).detach() for name in rest}
 
 
