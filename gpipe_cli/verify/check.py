@@ -72,7 +72,7 @@ class Checker:
         for layer in range(len(self.names)):
             old, new = self.spill.get(before, layer), self.spill.get(after, layer)
             for key in {*old, *new}:
-                gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
+                gaps[layer, key] = measure(new.get(key), old.get(key))
         return [c.tensors(name, gaps, 0.0)]
 
     # -- a whole step --------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def _of_replicas(held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:
         if replica:
             first = held.get((0, layer, key))
             gap = math.inf if first is None else mark.gap(first).distance
-            found.append(Difference(layer, f"{_shown(key)} of replica {replica}", gap, gap))
+            found.append(Difference(layer, f"{key} of replica {replica}", gap, gap))
     return judge(c.REPLICAS, sorted(found, key=lambda difference: difference.layer), 0.0)
 
 
@@ -223,9 +223,3 @@ def _state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     """Returns the optimizer's state of a parameter, of what `Spill` holds of its layer."""
     prefix = f"state/{name}:"
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def _shown(key: str) -> str:
-    """Returns how a name of `RunWatch.hold` is shown."""
-    kind, _, name = key.partition("/")
-    return name if kind in ("weight", "buffer", "state") else f"{name} ({kind})"

@@ -238,10 +238,8 @@ class VerifyReport:
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
                 for number, step in self.steps.items()
             ],
-            "tolerance": self.tolerance,
             "memory_bytes": self.memory,
             "format": self.settings.verify.format,
-            "dtype": self.settings.verify.dtype,
             "loss": self.loss,
         }
         return dict(json_safe(plain))

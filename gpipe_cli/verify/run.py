@@ -13,7 +13,8 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..checkpoint.choose import latest
 from ..checkpoint.files import checkpoints_directory
 from ..config import Settings
-from ..data.source import Batch, Source, no_report
+from ..data.source import Source, no_report
 from ..difference import Quantity
 from ..distributed.world import World
 from ..errors import ConfigurationError
@@ -107,29 +108,19 @@ def compare_module(settings: Settings) -> ModuleReport | None:
 # -- one verification --------------------------------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
-    """Lists the steps of a verification, by number from 1.
+def steps_of(settings: Settings) -> tuple[list[int], int | None, int | None]:
+    """Returns numbers of steps, from 1, as many as the run has.
 
-    Attributes:
-        checked: compared with the plain loop; the one after the skipped step among them.
-        skipped: the step whose loss is made not finite; None: there is none.
-        resumed: the step before which the run is saved and resumed; None: there is none.
+    Those that are compared with the plain loop; the one whose loss is made not finite; the one before which the run is
+    saved and resumed.
     """
-
-    checked: list[int]
-    skipped: int | None
-    resumed: int | None
-
-    @classmethod
-    def of(cls, settings: Settings) -> Steps:
-        """Returns as many of these steps as the run has."""
-        there = settings.trainer.steps or settings.verify.later
-        first = min(settings.verify.steps, there)
-        checked = list(range(1, first + 1))
-        last = min(max(settings.verify.later, first + 2), there)
-        if last < first + 2:
-            return cls(checked, None, None)
-        return cls(sorted({*checked, first + 2, last}), first + 1, last)
+    there = settings.trainer.steps or settings.verify.later
+    first = min(settings.verify.steps, there)
+    checked = list(range(1, first + 1))
+    last = min(max(settings.verify.later, first + 2), there)
+    if last < first + 2:
+        return checked, None, None
+    return sorted({*checked, first + 2, last}), first + 1, last
 
 
 class Verification:
@@ -143,7 +134,7 @@ class Verification:
 
     def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
         self._context, self._config, self._world = context, config, world
-        self._steps = Steps.of(settings)
+        self._checked, self._skipped, self._resumed = steps_of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
         self._settings = dataclasses.replace(settings, trainer=trainer)
         self._quiet = Notices(context.emit, active=False)  # most of what a trainer would say, gpipe-verify has caused
@@ -172,7 +163,7 @@ class Verification:
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
     def _run_steps(self) -> None:
-        trainer, (checked, skipped, resumed) = self._trainer(None), self._steps
+        trainer, checked, skipped = self._trainer(None), self._checked, self._skipped
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = trainer.steps()
         for number in range(1, checked[-1] + 1):
@@ -181,7 +172,7 @@ class Verification:
                 self._watch.hold(before)
             if number == 1:
                 self._add(number, Checker.beginning, before)
-            if number == resumed:
+            if number == self._resumed:
                 trainer = self._resume(trainer)
                 self._watch.hold("resumed")
                 self._add(number, Checker.unchanged, c.RESUMED, before, "resumed")
@@ -259,7 +250,7 @@ class Verification:
         before: str,
         updates: int,
     ) -> list[Quantity]:
-        if number == self._steps.skipped:
+        if number == self._skipped:
             return checker.unchanged(c.SKIPPED, before, f"held {number}")
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
@@ -284,10 +275,13 @@ class Verification:
 
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluates one mini-batch as between two steps, without generation, and adds what is found to the last."""
-        last, evaluator = self._steps.checked[-1], trainer.evaluator
+        last, evaluator = self._checked[-1], trainer.evaluator
         self._watch.take()
         self._watch.active = True
-        source: Any = None if evaluator.source is None else _FirstBatch(evaluator.source)
+        source: Any = None
+        if evaluator.source is not None:
+            share = evaluator.source.evaluation_share
+            source = SimpleNamespace(evaluation_share=lambda *which: islice(share(*which), 1))
         evaluator = dataclasses.replace(evaluator, source=source, generator=None, keeper=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers
@@ -303,17 +297,6 @@ class Verification:
             return checker.evaluation(numbers, record.seen, last, MiniBatch(last - 1, given))
 
         self._add(last, check)
-
-
-class _FirstBatch:
-    """Passes on a source whose evaluation set is one mini-batch for each replica."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the first mini-batch."""
-        return islice(self._source.evaluation_share(M, replica, replicas), 1)
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:

@@ -92,13 +92,8 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Compared:
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
-    """Returns what makes a traced layer.
-
-    Raises:
-        TypeError: the layer is not of a traced module.
-    """
-    if not isinstance(builder.build, LayerMaker):
-        raise TypeError(f"layer {builder.name} is not of a traced module")
+    """Returns what makes a layer of a traced module."""
+    assert isinstance(builder.build, LayerMaker), builder.name
     return builder.build
 
 

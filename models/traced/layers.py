@@ -79,8 +79,7 @@ def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.d
     """Returns the layers of a traced module; the arguments are those of `layers`."""
     trace = traced(traced_from, example, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    holders = Counter(name for segment in segments for name in {*segment.held.values()})
-    weights = Weights(trace, traced_from, holders)
+    weights = Weights(trace, traced_from)
     makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
     return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]
 
@@ -112,16 +111,15 @@ class TracedLayer(nn.Module):
 class Weights:
     """Makes the module's tensors and hands each to the layers that hold it.
 
-    A process makes those of all layers that it has announced at once, or those of the whole module if it has announced
-    none, and keeps what no layer has taken yet.
+    A process makes those of all layers that it has announced at once, and keeps what no layer has taken yet; of a layer
+    that it has not announced, its own alone.
 
     Args:
         trace, traced_from: of the module.
-        holders: how many layers hold each tensor, by first name.
     """
 
-    def __init__(self, trace: Trace, traced_from: TracedFrom, holders: Counter[str]) -> None:
-        self._trace, self._traced_from, self._holders = trace, traced_from, holders
+    def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
+        self._trace, self._traced_from = trace, traced_from
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
         self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
@@ -138,10 +136,10 @@ class Weights:
             return {name: without_values((trace.held | trace.constants)[name]) for name in names}
         if not names <= self._made.keys():
             announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
-            self._waiting = announced if names <= announced.keys() else self._holders.copy()
+            self._waiting = announced if names <= announced.keys() else Counter(names)
             self._made, self._announced = self._construct({*self._waiting}), {}
         self._waiting.subtract(names)
-        tensors = {name: self._made[name] if self._waiting[name] else self._made.pop(name) for name in names}
+        tensors = {name: self._made[name] if self._waiting[name] > 0 else self._made.pop(name) for name in names}
         return {name: _own(tensor, trace.held.get(name), name in self._made) for name, tensor in tensors.items()}
 
     def _construct(self, names: set[str]) -> dict[str, Tensor]:

@@ -190,8 +190,6 @@ def explained(error: Exception, constructor: Constructor) -> str:
     if not said:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
-        if re.search("(image|input).*(height|width|size)", said, re.IGNORECASE):
-            said += " (data.image_size=… gives images of that many pixels a side)"
     place = place or place_in_users_code(error) or _defined(constructor)
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
 
