@@ -11,10 +11,11 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
@@ -180,7 +181,7 @@ class Verification:
             self._watch.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
-            with self._poisoned(number == skipped):
+            with self._poisoned() if number == skipped else nullcontext():
                 next(taken, None)
             if trainer.progress.step < number:  # the data has ended
                 self._compared.pop(number, None)
@@ -204,9 +205,8 @@ class Verification:
         wait_for_all(self._world)
         return self._trainer(latest(self._context.run_dir).checkpoint)
 
-    @contextmanager
-    def _poisoned(self, active: bool) -> Iterator[None]:
-        """Makes the loss of one step not finite, if ``active``."""
+    def _poisoned(self) -> AbstractContextManager[object]:
+        """Makes losses not finite within the context."""
         engine: Engine = self._assembly.pipeline.engine
         loss = engine.loss
 
@@ -214,11 +214,7 @@ class Verification:
             value, statistics = loss(outputs, targets)
             return value * math.nan, statistics
 
-        engine.loss = not_finite if active else loss
-        try:
-            yield
-        finally:
-            engine.loss = loss
+        return patch.object(engine, "loss", not_finite)
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 

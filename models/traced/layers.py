@@ -167,16 +167,13 @@ class LayerMaker:
 
     Attributes:
         traced_from: of all layers of the module.
+        held: names of the layer's tensors in the module: name within the layer -> first name.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
+        self.held: Mapping[str, str] = segment.held
         self._forwards: tuple[Forward, Forward] | None = None
-
-    @property
-    def held(self) -> Mapping[str, str]:
-        """Returns the names of the layer's tensors in the module: name within the layer -> first name."""
-        return self._segment.held
 
     def announce(self) -> None:
         """Notes that this process will build the layer."""
