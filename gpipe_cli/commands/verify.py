@@ -17,7 +17,6 @@ from gpipe_cli.terminal.text import text_table
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
 
-DIFFERENT = FAILED
 HELP = """\
 gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps in
 one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, clipping,
@@ -58,13 +57,12 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
         print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
     for line in as_text(report):
         console.say(line)
-    worst = {name: largest(report, name) for name in ("gradients", "weights after")}
-    evaluation = {f"{name}, largest difference": value for name, value in worst.items()}
+    evaluation = {f"{name}, largest difference": largest(report, name) for name in ("gradients", "weights after")}
     summary = {"loss": report["loss"], "evaluation": evaluation, "stopped_by": "steps"}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     if not report["agrees"]:
         (run_dir / ERROR_FILE).write_text(f"{[*report['findings'], report['verdict']][0]}\n", encoding="utf-8")
-    return 0 if report["agrees"] else DIFFERENT
+    return 0 if report["agrees"] else FAILED
 
 
 def largest(report: dict[str, Any], name: str) -> float | None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..cpu import free_memory
 from ..errors import ConfigurationError, place_in_users_code
 from ..layers import LayerBuilder
-from ..micro_batch import MicroBatch, Tensors
+from ..micro_batch import MicroBatch
 from ..models.traced.compare import COPIES, compare, maker_of
 from ..models.traced.layers import LayerMaker
 from ..models.traced.refusals import WAY_OUT, name_of
@@ -46,10 +44,6 @@ def compare_with_module(
     builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], task: Task
 ) -> ModuleReport:
     """Compares the layers of a traced module with the module itself, on the CPU."""
-
-    def loss(outputs: Tensors, targets: Tensors) -> torch.Tensor:
-        return task.loss(outputs, targets)[0] / (task.weight(targets) or 1.0)
-
     parameters, free = sum(count_parameters(builders)), free_memory()
     needed = parameters * 4 * COPIES
     if free is not None and needed > free:
@@ -59,7 +53,7 @@ def compare_with_module(
             None,
         )
     try:
-        found, decided = compare(builders, micro_batches, loss)
+        found, decided = compare(builders, micro_batches, lambda x, y: task.loss(x, y)[0] / (task.weight(y) or 1.0))
     except Exception as error:
         place = place_in_users_code(error)
         return ModuleReport(f"not compared: {f'{place}: ' if place else ''}{type(error).__name__}: {error}", None)

@@ -76,6 +76,7 @@ COMPILED_BACKWARD = (
     "the bubble is that of 1f1b; pipeline.compile=false divides it"
 )
 MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
+BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding
 Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
 
 
@@ -203,7 +204,7 @@ class Cell:
             except BufferChanged:
                 raise
             except Exception as error:
-                raise self._failure(layer, micro_batch) from error
+                raise self._failure(layer, micro_batch, error) from error
         self.where.layer = None
         self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
@@ -224,7 +225,7 @@ class Cell:
                 made = passed_on(as_tensors(outputs), values, layer.boundary_type)
                 values = grouped_like(map(canonical, made), made)
             except Exception as error:
-                raise self._failure(layer, micro_batch) from error
+                raise self._failure(layer, micro_batch, error) from error
         return values
 
     @contextmanager
@@ -245,7 +246,13 @@ class Cell:
         own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
         return _with_graph(layer.module) if own else layer.module
 
-    def _failure(self, layer: BuiltLayer, micro_batch: int) -> LayerFailed:
+    def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> Exception:
+        if isinstance(error, IndexError) and BEYOND_A_TABLE in str(error):
+            return ConfigurationError(
+                f"layer {layer.name!r} looks up an index beyond the end of its table (nn.Embedding): the data have "
+                "more tokens, or longer sequences, than it has rows. Enlarge the table, or lower data.vocabulary or "
+                "data.sequence_length"
+            )
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks recorded steps of the pipeline against the plain model and the reference of its update, on rank 0.
+"""Checks recorded steps of the pipeline against the plain model and its update, on rank 0.
 
 A step begins on both sides with what the pipeline held before it, which the check of the step before (or of the
 beginning) has found to be right. So any step can be checked, and rounding does not add up.
@@ -18,10 +18,9 @@ from torch import Tensor
 from ..config import Settings
 from ..difference import NO_LAYER, Difference, Key, Quantity, judge, measure
 from . import compare as c
-from .compare import Gaps, VerifiedRun
-from .plain import Load, MiniBatch, PlainModel, PlainStep
+from .compare import Gaps
+from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update
 from .record import AGAIN, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
-from .reference import average, learning_rate, update
 
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
 MINI_BATCH, ALL_PARAMETERS = (NO_LAYER, "mini-batch"), (NO_LAYER, "all parameters")
@@ -33,7 +32,7 @@ class Checker:
 
     Attributes:
         settings: of the run.
-        run: names and places of its layers.
+        names, places: of its layers, as ``conv`` and ``layer conv (cell 0)``.
         model: the plain one.
         spill: what the workers have written.
         tolerance: the largest relative difference that counts as rounding.
@@ -42,7 +41,8 @@ class Checker:
     """
 
     settings: Settings
-    run: VerifiedRun
+    names: Sequence[str]
+    places: Sequence[str]
     model: PlainModel
     spill: Spill
     tolerance: float
@@ -69,10 +69,10 @@ class Checker:
     def unchanged(self, name: str, before: str, after: str) -> list[Quantity]:
         """Checks that what the workers held at two moments is equal, bit for bit."""
         gaps: Gaps = {}
-        for layer in range(len(self.run.names)):
+        for layer in range(len(self.names)):
             old, new = self.spill.get(before, layer), self.spill.get(after, layer)
             for key in {*old, *new}:
-                gaps[layer, _shown(key)] = measure(new.get(key), old.get(key))
+                gaps[layer, key] = measure(new.get(key), old.get(key))
         return [c.tensors(name, gaps, 0.0)]
 
     # -- a whole step --------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Checker:
         ]
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep) -> list[Quantity]:
-        seen, run, tolerance = ours.seen, self.run, self.tolerance
+        seen, names, tolerance = ours.seen, self.names, self.tolerance
         used = []
         for point, mark in (pair for again in ("", AGAIN) for pair in seen.get(WEIGHTS + again, {}).items()):
             types = plain.used[point.layer, point.number]
@@ -131,9 +131,9 @@ class Checker:
         repeated = [(point, mark, first[point]) for point, mark in again.items() if point in first]
         return [
             c.numbers(c.LOSSES, _by_place(ours.losses), _by_place(plain.losses), tolerance),
-            c.traces(c.USED, used, run, EXACT),
-            c.traces(c.OUTPUTS, _beside(seen, plain), run, tolerance),
-            c.traces(c.AGAIN, repeated, run, self.repeated),
+            c.traces(c.USED, used, names, EXACT),
+            c.traces(c.OUTPUTS, _beside(seen, plain), names, tolerance),
+            c.traces(c.AGAIN, repeated, names, self.repeated),
         ]
 
     # -- the update ----------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Checker:
         """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
         decay = self.settings.trainer.average
         owned: dict[Key, Tensor] = {}  # expected values of tied parameters
-        for layer in range(len(self.run.names)):
+        for layer in range(len(self.names)):
             old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
             gradients = self.spill.get(f"gradients {number}", layer)
             for name, weight in self.spill.get(before, layer, "weight").items():
@@ -192,7 +192,7 @@ class Checker:
         right, plain = self.model.evaluate(mini_batch, self._load(f"held {last}", "average"))
         mine, theirs = ({(NO_LAYER, name): number for name, number in side.items()} for side in (numbers, right))
         return [
-            c.traces(c.EVALUATED, _beside(seen, plain), self.run, self.tolerance),
+            c.traces(c.EVALUATED, _beside(seen, plain), self.names, self.tolerance),
             c.numbers(c.METRICS, mine, theirs, self.tolerance),
             *self.unchanged(c.KEPT, f"held {last}", "evaluated"),
         ]
@@ -205,7 +205,7 @@ def _of_replicas(held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:
         if replica:
             first = held.get((0, layer, key))
             gap = math.inf if first is None else mark.gap(first).distance
-            found.append(Difference(layer, f"{_shown(key)} of replica {replica}", gap, gap))
+            found.append(Difference(layer, f"{key} of replica {replica}", gap, gap))
     return judge(c.REPLICAS, sorted(found, key=lambda difference: difference.layer), 0.0)
 
 
@@ -223,9 +223,3 @@ def _state_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     """Returns the optimizer's state of a parameter, of what `Spill` holds of its layer."""
     prefix = f"state/{name}:"
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-
-
-def _shown(key: str) -> str:
-    """Returns how a name of `RunWatch.hold` is shown."""
-    kind, _, name = key.partition("/")
-    return name if kind in ("weight", "buffer", "state") else f"{name} ({kind})"

@@ -53,22 +53,6 @@ Found = Mapping[str, Quantity]  # of one step, by name
 Gaps = dict[Key, Gap]
 
 
-@dataclass(frozen=True)
-class VerifiedRun:
-    """Describes the model's layers and the run's division into cells, as the report shows them.
-
-    Attributes:
-        names: of the layers.
-        cells: the cell of each layer.
-    """
-
-    names: Sequence[str]
-    cells: Sequence[int]
-
-    def place(self, layer: int) -> str:
-        return f"layer {self.names[layer]} (cell {self.cells[layer]})"
-
-
 def agrees(found: Found) -> bool:
     """Returns whether all results agree."""
     return not any(quantity.beyond for quantity in found.values())
@@ -96,13 +80,13 @@ def numbers(
 
 
 def traces(
-    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], run: VerifiedRun, tolerance: float
+    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], names: Sequence[str], tolerance: float
 ) -> Quantity:
     """Judges fingerprints of the pipeline and of the plain side."""
     found = []
     for point, ours, plain in sorted(pairs, key=lambda pair: (pair[0].layer, pair[0])):
         of_replica = f" of replica {point.replica}" if point.replica else ""
-        where = f"{run.names[point.layer]}, micro-batch {point.micro_batch}{of_replica}"
+        where = f"{names[point.layer]}, micro-batch {point.micro_batch}{of_replica}"
         found.append(((point.layer, where), MISSING if ours is None else ours.gap(plain)))
     return judge_tensors(name, found, tolerance, kind=lambda key: key[0])
 
@@ -110,11 +94,12 @@ def traces(
 # -- what a user reads -------------------------------------------------------------------------------------------------
 
 
-def findings(steps: Mapping[int, Found], run: VerifiedRun, batchnorms: Collection[int]) -> list[str]:
+def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Collection[int]) -> list[str]:
     """Returns as sentences the first difference and what a user can do about it; empty when no step differs.
 
     Args:
         steps: what was compared, by number.
+        places: of the layers, as ``layer conv (cell 0)``.
         batchnorms: layers that have one.
     """
     number = next((number for number, found in steps.items() if not agrees(found)), None)
@@ -124,7 +109,7 @@ def findings(steps: Mapping[int, Found], run: VerifiedRun, batchnorms: Collectio
     name = min((name for name, q in now.items() if q.beyond), key=ORDER.index)
     quantity, from_loss = now[name], name == GRADIENTS
     first = max(quantity.beyond, key=lambda d: d.layer) if from_loss else quantity.beyond[0]
-    place = "" if first.layer == NO_LAYER else run.place(first.layer)
+    place = "" if first.layer == NO_LAYER else places[first.layer]
     found = (
         f"step {number}, {name}: {len(quantity.beyond)} of {quantity.compared} differ, "
         f"first{' from the loss back' if from_loss else ''}{place and f' in {place}'} "
@@ -174,7 +159,6 @@ class VerifyReport:
         loss: of the last step.
         memory: peak bytes of rank 0.
         itself: how the layers of a traced module compare with the module itself; None for other models.
-        rounding: what differed in the configured precision, where float64 has decided that it is rounding.
     """
 
     settings: Settings
@@ -184,7 +168,6 @@ class VerifyReport:
     notes: list[str]
     loss: float
     memory: int
-    rounding: str = ""
     itself: ModuleReport | None = None
 
     @property
@@ -200,12 +183,16 @@ class VerifyReport:
         return may_be_rounding(self._quantities(), CEILINGS, ceiling_of(self.settings))
 
     def decided_by(self, wide: VerifyReport) -> VerifyReport:
-        """Returns the report of the same run in float64, which says what differed here."""
+        """Returns the report of the same run in float64; where it agrees a note says what differed here."""
+        if not wide.agrees:
+            return wide
         worst = max((q for q in self._quantities() if q.beyond), key=lambda q: q.relative)
-        where = "" if worst.worst is None else f", {worst.worst.where}: {worst.worst.relative:.1e}"
-        types = self.settings.precision
-        narrow = types.autocast or types.boundaries or "float32"
-        return replace(wide, rounding=f"in {narrow} {worst.name} differ by more than rounding{where}")
+        narrow = self.settings.precision.autocast or self.settings.precision.boundaries or "float32"
+        note = (
+            f"in {narrow} {worst.name} differ by more than rounding, {worst.worst}; in float64 they agree, so it is "
+            "rounding that grows from layer to layer"
+        )
+        return replace(wide, notes=[*wide.notes, note])
 
     @property
     def verdict(self) -> str:
@@ -236,13 +223,6 @@ class VerifyReport:
             + (f"remat {pipeline.remat}" if pipeline.keep is None else f"keep {shown(pipeline.keep)}")
         )
 
-    def _notes(self) -> list[str]:
-        found = [] if self.itself is None else [f"the module itself: {self.itself.line}"]
-        found += self.notes
-        if self.rounding and self.agrees:
-            found.append(f"{self.rounding}; in float64 they agree, so it is rounding that grows from layer to layer")
-        return found
-
     def _quantities(self) -> list[Quantity]:
         return [quantity for found in self.steps.values() for quantity in found.values()]
 
@@ -252,17 +232,14 @@ class VerifyReport:
             "agrees": self.agrees,
             "verdict": self.verdict,
             "findings": self.findings,
-            "notes": self._notes(),
+            "notes": [*([f"the module itself: {self.itself.line}"] if self.itself else []), *self.notes],
             "itself": None if self.itself is None else asdict(self.itself),
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
                 for number, step in self.steps.items()
             ],
-            "tolerance": self.tolerance,
             "memory_bytes": self.memory,
-            "rounding": self.rounding,
             "format": self.settings.verify.format,
-            "dtype": self.settings.verify.dtype,
             "loss": self.loss,
         }
         return dict(json_safe(plain))

@@ -1,17 +1,20 @@
 """Computes the gradients of a step without the engine: layer after layer, as `nn.Sequential` would run them.
 
 It shares with the pipeline what defines the run (the layers, the task, the data), and nothing of how the pipeline runs
-it: no schedule, no messages, torch's own BatchNorm, its own seeds (`reference.py`). So that it needs memory for one
-cell only, it builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes
-back from the last cell to the first.
+it: no schedule, no messages, torch's own BatchNorm, seeds of its own. So that it needs memory for one cell only, it
+builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes back from the
+last cell to the first. Optimizers and learning-rate schedules are asked themselves, one parameter at a time and from
+their beginning: no code that divides, sums, saves or resumes takes part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
@@ -21,14 +24,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
 from ..difference import Key, norm_of_all
-from ..factory.build import boundary_type_of, build_autocast, build_model
+from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.compare import averaged_over_a_mini_batch
+from ..models.traced.recording import seeded
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
-from .reference import noise_seed, weights_drawn
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class PlainStep:
         return norm_of_all(self.norms[key] for key in sorted(self.norms))
 
 
+Section = Mapping[str, Any]
 Take = Callable[[Sequence[int], dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell's layers, gradients, new buffers
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
 
@@ -330,3 +334,68 @@ def _plainly_laid_out(tensor: Tensor) -> Tensor:
         lay_out = partial(Tensor.contiguous, memory_format=order)
         made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
     return made
+
+
+# -- seeds, learning rate, update, average -----------------------------------------------------------------------------
+
+
+def _digest(numbers: tuple[int, ...], size: int) -> bytes:
+    return blake2b(b"".join(number.to_bytes(8, "little", signed=True) for number in numbers), digest_size=size).digest()
+
+
+def noise_seed(seed: int, step: int, replica: int, micro_batch: int, layer: int) -> int:
+    """Returns the seed of a layer's dropout: 63 bits that depend on all five numbers (docs/design.md)."""
+    block, place = divmod(layer, 8)
+    eight = _digest((2, seed, step, replica, micro_batch, block), 64)
+    return int.from_bytes(eight[8 * place : 8 * place + 8], "little") // 2
+
+
+def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
+    """Seeds the generators of torch's CPU, numpy and Python for a layer's initial weights; restores them afterwards."""
+    return seeded(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
+
+
+def learning_rate(optimizer: Section, lr_schedule: Section, n: int) -> float | None:
+    """Returns the learning rate of update n = 1, 2, …; None where the optimizer has none."""
+    made = build_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))])
+    if "lr" not in made.param_groups[0]:
+        return None
+    schedule = build_lr_schedule(lr_schedule, made)
+    for _ in range(n - 1):
+        made.step()
+        schedule.step()
+    return float(made.param_groups[0]["lr"])
+
+
+def update(
+    section: Section, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
+) -> tuple[Tensor, Any]:
+    """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
+
+    Args:
+        rate: the learning rate.
+        state: of the optimizer before, by name; empty before the first update.
+        gradient: clipped.
+    """
+    keys = {key: value for key, value in section.items() if key != "decay_only"}
+    keys |= {} if rate is None else {"lr": rate}
+    if section.get("decay_only") == "matrices" and weight.dim() < 2:
+        keys["weight_decay"] = 0.0
+    parameter = nn.Parameter(weight.clone())
+    alone = build_optimizer(keys, [parameter])
+    if state:
+        alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    parameter.grad = gradient.clone()
+    alone.step()
+    return parameter.detach(), dict(alone.state[parameter])
+
+
+def average(decay: float, updates: int, before: Tensor, weight: Tensor) -> Tensor:
+    """Returns the moving average after an update, of the average before it and the weight after it.
+
+    Args:
+        decay: `trainer.average`.
+        updates: before this one.
+    """
+    share = max(1 - decay, 9 / (10 + updates))
+    return torch.lerp(before, weight.to(before), share)

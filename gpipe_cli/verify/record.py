@@ -27,7 +27,6 @@ from torch.utils._mode_utils import no_dispatch
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..difference import Gap
 from ..metrics.step_report import StepReport
-from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_tensors
 from ..position import Position
 from ..trainer.assembly import Assembly
@@ -137,38 +136,6 @@ def number_gap(a: float, b: float) -> float:
     return abs(a - b)
 
 
-class Recorder:
-    """Collects what is seen of one step, on either side."""
-
-    def __init__(self) -> None:
-        self._seen: Seen = defaultdict(dict)
-        self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
-
-    def note(self, kind: str, at: Any, value: Any) -> None:
-        """Records one value."""
-        self._seen[kind][at] = value
-
-    def take(self) -> Seen:
-        """Returns the record since the last call."""
-        seen, self._seen, self._known = dict(self._seen), defaultdict(dict), {}
-        return seen
-
-    def weights(self, kind: str, call: Call, weights: Iterable[Tensor]) -> None:
-        """Records the weights of a layer, before it runs."""
-        for number, parameter in enumerate(weights):
-            address, version, mark = self._known.get(id(parameter), (0, -1, None))
-            if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
-                with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
-                    mark = fingerprint(parameter)
-                self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
-            self.note(kind, Point(*call, number), mark)
-
-    def outputs(self, kind: str, call: Call, outputs: Tensors) -> None:
-        """Records what a layer returned."""
-        for number, tensor in enumerate(outputs):
-            self.note(kind, Point(*call, number), fingerprint(tensor))
-
-
 # -- tensors of the model's size ---------------------------------------------------------------------------------------
 
 
@@ -243,14 +210,14 @@ class RunWatch:
         spill: where tensors of the model's size are written; replica 0 writes them.
 
     Attributes:
-        recorder: what is seen.
         active: whether anything is recorded.
         record: of the last step, as long as it was active.
     """
 
     def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
         self._replica, self._where, self._spill = assembly.world.replica, where, spill
-        self.recorder = Recorder()
+        self._seen: Seen = defaultdict(dict)
+        self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
         self._trainer: Trainer | None = None
         self.active = False
@@ -266,6 +233,11 @@ class RunWatch:
         trainer.around_update = self._around_update
         trainer.updater.optimizer.register_step_pre_hook(self._before_update)
 
+    def take(self) -> Seen:
+        """Returns what was seen since the last call."""
+        seen, self._seen, self._known = dict(self._seen), defaultdict(dict), {}
+        return seen
+
     def hold(self, moment: str) -> None:
         """Writes what this worker holds, layer by layer, and records its fingerprints."""
         assert self._trainer is not None
@@ -273,7 +245,7 @@ class RunWatch:
         for layer in self._layers:
             tensors = _held_by(layer, states[layer[1]])
             for key, tensor in tensors.items():
-                self.recorder.note(HELD, (self._replica, layer[0], key), fingerprint(tensor))
+                self._seen[HELD][self._replica, layer[0], key] = fingerprint(tensor)
             if self._replica == 0:
                 self._spill.put(moment, layer[0], tensors)
 
@@ -292,16 +264,26 @@ class RunWatch:
         def hook(module: nn.Module, inputs: Any) -> None:
             if self.active:
                 call, again = self._call(layer)
-                # The parameters, or what stands in their place: the casts.
-                self.recorder.weights(WEIGHTS + again, call, module.parameters())
+                for number, weight in enumerate(module.parameters()):  # or what stands in their place: the casts
+                    self._seen[WEIGHTS + again][Point(*call, number)] = self._mark(weight)
 
         return hook
+
+    def _mark(self, weight: Tensor) -> Fingerprint:
+        """Returns the fingerprint of a weight, computed once for each of its values."""
+        address, version, mark = self._known.get(id(weight), (0, -1, None))
+        if mark is None or (address, version) != (weight.data_ptr(), weight._version):
+            with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
+                mark = fingerprint(weight)
+            self._known[id(weight)] = weight.data_ptr(), weight._version, mark
+        return mark
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
             if self.active:
                 call, again = self._call(layer)
-                self.recorder.outputs(OUTPUT + again, call, as_tensors(outputs))
+                for number, tensor in enumerate(as_tensors(outputs)):
+                    self._seen[OUTPUT + again][Point(*call, number)] = fingerprint(tensor)
 
         return hook
 
@@ -313,10 +295,10 @@ class RunWatch:
         for layer in self._layers:
             for name, parameter in named(layer).items():
                 if parameter in rates:
-                    self.recorder.note(RATE, (layer[0], name), float(rates[parameter]))
+                    self._seen[RATE][layer[0], name] = float(rates[parameter])
                 if parameter.grad is not None:
                     used = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-                    self.recorder.note(USED, (layer[0], name), float(used))
+                    self._seen[USED][layer[0], name] = float(used)
 
     @contextmanager
     def _around_update(self, report: StepReport) -> Iterator[None]:
@@ -332,7 +314,7 @@ class RunWatch:
         yield
         self.hold(f"held {number}")
         losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}
-        self.record = RecordedStep(report.loss, losses, report.gradient_norm, scale, self.recorder.take())
+        self.record = RecordedStep(report.loss, losses, report.gradient_norm, scale, self.take())
 
 
 def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:

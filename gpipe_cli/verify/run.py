@@ -11,16 +11,18 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
 
 from ..checkpoint.files import checkpoints_directory, latest
 from ..config import Settings
-from ..data.source import Batch, Source, no_report
+from ..data.source import Source, no_report
 from ..difference import Quantity
 from ..distributed.world import World
 from ..errors import ConfigurationError
@@ -39,10 +41,10 @@ from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
 from .check import Checker
-from .compare import VerifiedRun, VerifyReport, findings
+from .compare import VerifyReport, findings
 from .plain import MiniBatch, PlainModel
 from .record import RecordedStep, RunWatch, Spill
-from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
+from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of
 
 MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
 
@@ -70,7 +72,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     wide = settings.verify.dtype == "float64"
     report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
-        decided = Verification(context, config, in_float64(settings), world, once_more=True).run()
+        decided = Verification(context, config, in_float64(settings), world).run()
         report = None if report is None or decided is None else report.decided_by(decided)
     itself = compare_module(settings) if report is not None else None
     wait_for_all(world)
@@ -105,29 +107,19 @@ def compare_module(settings: Settings) -> ModuleReport | None:
 # -- one verification --------------------------------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
-    """Lists the steps of a verification, by number from 1.
+def steps_of(settings: Settings) -> tuple[list[int], int | None, int | None]:
+    """Returns numbers of steps, from 1, as many as the run has.
 
-    Attributes:
-        checked: compared with the plain loop; the one after the skipped step among them.
-        skipped: the step whose loss is made not finite; None: there is none.
-        resumed: the step before which the run is saved and resumed; None: there is none.
+    Those that are compared with the plain loop; the one whose loss is made not finite; the one before which the run is
+    saved and resumed.
     """
-
-    checked: list[int]
-    skipped: int | None
-    resumed: int | None
-
-    @classmethod
-    def of(cls, settings: Settings) -> Steps:
-        """Returns as many of these steps as the run has."""
-        there = settings.trainer.steps or settings.verify.later
-        first = min(settings.verify.steps, there)
-        checked = list(range(1, first + 1))
-        last = min(max(settings.verify.later, first + 2), there)
-        if last < first + 2:
-            return cls(checked, None, None)
-        return cls(sorted({*checked, first + 2, last}), first + 1, last)
+    there = settings.trainer.steps or settings.verify.later
+    first = min(settings.verify.steps, there)
+    checked = list(range(1, first + 1))
+    last = min(max(settings.verify.later, first + 2), there)
+    if last < first + 2:
+        return checked, None, None
+    return sorted({*checked, first + 2, last}), first + 1, last
 
 
 class Verification:
@@ -137,34 +129,22 @@ class Verification:
         context, config: of the worker.
         settings: of the run, perhaps in float64.
         world: of the worker.
-        once_more: the console has shown the cells of this run already.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        config: Mapping[str, Any],
-        settings: Settings,
-        world: World,
-        once_more: bool = False,
-    ) -> None:
+    def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
         self._context, self._config, self._world = context, config, world
-        self._steps = Steps.of(settings)
+        self._checked, self._skipped, self._resumed = steps_of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
-        settings, raised = with_full_rate(settings, self._steps.checked[-1])
         self._settings = dataclasses.replace(settings, trainer=trainer)
         self._quiet = Notices(context.emit, active=False)  # most of what a trainer would say, gpipe-verify has caused
         self._spill = Spill(context.run_dir / "verify")
         task, notices = build_task(settings.task, settings.seed), Notices(context.emit, world.rank == 0)
-        self._assembly = assemble_model(context, self._settings, world, task, self._quiet if once_more else notices)
+        self._assembly = assemble_model(context, self._settings, world, task, notices)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: dict[int, dict[str, Quantity]] = {}
         self._loss = math.nan  # of the last step
-        self._notes = [
-            f"the learning rate was raised {raised:.4g} times, to its peak: in the first steps of a warm-up updates "
-            "are too small to show what they do"
-        ] * (raised != 1.0)
+        self._notes: list[str] = []
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
@@ -178,11 +158,11 @@ class Verification:
         checker, memory = self._checker, peak_memory(self._world.device)
         if checker is None:
             return None
-        found = findings(self._compared, checker.run, checker.batchnorms)
+        found = findings(self._compared, checker.places, checker.batchnorms)
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
     def _run_steps(self) -> None:
-        trainer, (checked, skipped, resumed) = self._trainer(None), self._steps
+        trainer, checked, skipped = self._trainer(None), self._checked, self._skipped
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = trainer.steps()
         for number in range(1, checked[-1] + 1):
@@ -191,15 +171,15 @@ class Verification:
                 self._watch.hold(before)
             if number == 1:
                 self._add(number, Checker.beginning, before)
-            if number == resumed:
+            if number == self._resumed:
                 trainer = self._resume(trainer)
                 self._watch.hold("resumed")
                 self._add(number, Checker.unchanged, c.RESUMED, before, "resumed")
                 taken = trainer.steps()
-            self._watch.recorder.take()
+            self._watch.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
-            with self._poisoned(number == skipped):
+            with self._poisoned() if number == skipped else nullcontext():
                 next(taken, None)
             if trainer.progress.step < number:  # the data has ended
                 self._compared.pop(number, None)
@@ -223,9 +203,8 @@ class Verification:
         wait_for_all(self._world)
         return self._trainer(latest(self._context.run_dir)[0])
 
-    @contextmanager
-    def _poisoned(self, active: bool) -> Iterator[None]:
-        """Makes the loss of one step not finite, if ``active``."""
+    def _poisoned(self) -> AbstractContextManager[object]:
+        """Makes losses not finite within the context."""
         engine: Engine = self._assembly.pipeline.engine
         loss = engine.loss
 
@@ -233,11 +212,7 @@ class Verification:
             value, statistics = loss(outputs, targets)
             return value * math.nan, statistics
 
-        engine.loss = not_finite if active else loss
-        try:
-            yield
-        finally:
-            engine.loss = loss
+        return patch.object(engine, "loss", not_finite)
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 
@@ -269,7 +244,7 @@ class Verification:
         before: str,
         updates: int,
     ) -> list[Quantity]:
-        if number == self._steps.skipped:
+        if number == self._skipped:
             return checker.unchanged(c.SKIPPED, before, f"held {number}")
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
@@ -294,14 +269,17 @@ class Verification:
 
     def _evaluate(self, trainer: Trainer) -> None:
         """Evaluates one mini-batch as between two steps, without generation, and adds what is found to the last."""
-        last, evaluator = self._steps.checked[-1], trainer.evaluator
-        self._watch.recorder.take()
+        last, evaluator = self._checked[-1], trainer.evaluator
+        self._watch.take()
         self._watch.active = True
-        source: Any = None if evaluator.source is None else _FirstBatch(evaluator.source)
+        source: Any = None
+        if evaluator.source is not None:
+            share, names = evaluator.source.evaluation_share, evaluator.source.class_names
+            source = SimpleNamespace(evaluation_share=lambda *which: islice(share(*which), 1), class_names=names)
         evaluator = dataclasses.replace(evaluator, source=source, generator=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers
-        record = self._gathered(RecordedStep(seen=self._watch.recorder.take()))
+        record = self._gathered(RecordedStep(seen=self._watch.take()))
         self._watch.active = False
         self._watch.hold("evaluated")
 
@@ -315,17 +293,6 @@ class Verification:
         self._add(last, check)
 
 
-class _FirstBatch:
-    """Passes on a source whose evaluation set is one mini-batch for each replica."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.class_names = source, source.class_names
-
-    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the first mini-batch."""
-        return islice(self._source.evaluation_share(M, replica, replicas), 1)
-
-
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
     settings, cut, names = assembly.settings, assembly.pipeline.cut, list(assembly.layout.layers)
     owners = {
@@ -333,10 +300,10 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
         for index, tied in enumerate(cut.ties)
         for own, owner in tied.items()
     }
-    run = VerifiedRun(names, [cell for cell, layers in enumerate(cut.layers) for _ in layers])
+    places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
     model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers], owners)
     repeated = 0.0 if assembly.world.device.type == "cpu" else 1e-6
-    return Checker(settings, run, model, spill, tolerance_of(settings), repeated)
+    return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:

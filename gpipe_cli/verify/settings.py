@@ -14,7 +14,6 @@ from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
 from ..layers import LayerBuilder, announce
-from .reference import below_peak
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
@@ -70,18 +69,6 @@ def in_float64(settings: Settings) -> Settings:
         precision=PrecisionConfig(None, boundaries, settings.precision.loss_scale, tf32=False),
         verification=dataclasses.replace(settings.verification, dtype="float64"),
     )
-
-
-def with_full_rate(settings: Settings, step: int) -> tuple[Settings, float]:
-    """Returns settings whose learning rate has its peak at ``step``, and the factor by which it is raised.
-
-    In a long warm-up the first updates are too small to show what they do.
-    """
-    factor = below_peak(settings.optimizer, settings.lr_schedule, step)
-    if factor < 2 or "lr" not in settings.optimizer:
-        return settings, 1.0
-    optimizer = {**settings.optimizer, "lr": settings.optimizer["lr"] * factor}
-    return dataclasses.replace(settings, optimizer=optimizer), factor
 
 
 def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:

@@ -64,7 +64,9 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         given = [(widened(inputs, float_type), widened(targets, float_type)) for inputs, targets in micro_batches]
         is_wide = float_type is not torch.float32
         traced = traced_layers(traced_from, example_of(given[0][0]), float_type) if is_wide else builders
-        return run_layers(traced, given, loss, float_type), run_module(traced_from, given, loss, float_type)
+        layers = _InOrder(traced)
+        ours = _run(_widen(layers, float_type), layers.tensors, given, loss)
+        return ours, run_module(traced_from, given, loss, float_type)
 
     return decide(run)
 
@@ -92,13 +94,8 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Compared:
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
-    """Returns what makes a traced layer.
-
-    Raises:
-        TypeError: the layer is not of a traced module.
-    """
-    if not isinstance(builder.build, LayerMaker):
-        raise TypeError(f"layer {builder.name} is not of a traced module")
+    """Returns what makes a layer of a traced module."""
+    assert isinstance(builder.build, LayerMaker), builder.name
     return builder.build
 
 
@@ -106,10 +103,7 @@ def maker_of(builder: LayerBuilder) -> LayerMaker:
 
 
 def run_module(
-    traced_from: TracedFrom,
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    float_type: torch.dtype = torch.float32,
+    traced_from: TracedFrom, micro_batches: Sequence[MicroBatch], loss: Loss, float_type: torch.dtype
 ) -> Values:
     """Returns what the module itself computes.
 
@@ -123,18 +117,6 @@ def run_module(
     return _run(
         called, lambda: {**dict(module.named_parameters()), **dict(module.named_buffers())}, micro_batches, loss
     )
-
-
-def run_layers(
-    builders: Sequence[LayerBuilder],
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    float_type: torch.dtype = torch.float32,
-) -> Values:
-    """Returns what all layers in order compute, without an engine, under the names of the module."""
-    announce(builders)
-    layers = _InOrder([(_widen(builder.build(), float_type), maker_of(builder).held) for builder in builders])
-    return _run(layers, layers.tensors, micro_batches, loss)
 
 
 def _run(model: nn.Module, tensors: Named, micro_batches: Sequence[MicroBatch], loss: Loss) -> Values:
@@ -192,15 +174,16 @@ def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
 
 
 class _InOrder(nn.Module):
-    """Runs layers one after the other; a parameter of several layers is one."""
+    """Runs all layers one after the other, under the names of the module; a parameter of several layers is one."""
 
-    def __init__(self, layers: Sequence[tuple[nn.Module, Mapping[str, str]]]) -> None:
+    def __init__(self, builders: Sequence[LayerBuilder]) -> None:
         super().__init__()
-        self._layers = nn.ModuleList(layer for layer, _ in layers)
+        announce(builders)
+        self._layers = nn.ModuleList(builder.build() for builder in builders)
         self._held: list[tuple[nn.Module, str, str]] = []  # holder, name there, name in the module
         owners: dict[str, nn.Parameter | None] = {}
-        for layer, held in layers:
-            for path, first in held.items():
+        for layer, builder in zip(self._layers, builders, strict=True):
+            for path, first in maker_of(builder).held.items():
                 way, _, name = path.rpartition(".")
                 holder = layer.get_submodule(way)
                 self._held.append((holder, name, first))

@@ -77,10 +77,9 @@ _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: 
 
 def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
     """Returns the layers of a traced module; the arguments are those of `layers`."""
-    module, seed = traced_from.constructor, traced_from.seed
-    trace = traced(module, traced_from.call, example, seed, float_type)
+    trace = traced(traced_from, example, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    weights = Weights(trace, module, seed, Counter(name for segment in segments for name in {*segment.held.values()}))
+    weights = Weights(trace, traced_from)
     makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
     return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]
 
@@ -112,18 +111,15 @@ class TracedLayer(nn.Module):
 class Weights:
     """Makes the module's tensors and hands each to the layers that hold it.
 
-    A process makes those of all layers that it has announced at once, or those of the whole module if it has announced
-    none, and keeps what no layer has taken yet.
+    A process makes those of all layers that it has announced at once, and keeps what no layer has taken yet; of a layer
+    that it has not announced, its own alone.
 
     Args:
-        trace: of the module.
-        constructor: makes it.
-        seed: of torch, numpy and Python when it is made.
-        holders: how many layers hold each tensor, by first name.
+        trace, traced_from: of the module.
     """
 
-    def __init__(self, trace: Trace, constructor: Constructor, seed: int, holders: Counter[str]) -> None:
-        self._trace, self._constructor, self._seed, self._holders = trace, constructor, seed, holders
+    def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
+        self._trace, self._traced_from = trace, traced_from
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
         self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
@@ -140,10 +136,10 @@ class Weights:
             return {name: without_values((trace.held | trace.constants)[name]) for name in names}
         if not names <= self._made.keys():
             announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
-            self._waiting = announced if names <= announced.keys() else self._holders.copy()
+            self._waiting = announced if names <= announced.keys() else Counter(names)
             self._made, self._announced = self._construct({*self._waiting}), {}
         self._waiting.subtract(names)
-        tensors = {name: self._made[name] if self._waiting[name] else self._made.pop(name) for name in names}
+        tensors = {name: self._made[name] if self._waiting[name] > 0 else self._made.pop(name) for name in names}
         return {name: _own(tensor, trace.held.get(name), name in self._made) for name, tensor in tensors.items()}
 
     def _construct(self, names: set[str]) -> dict[str, Tensor]:
@@ -155,8 +151,8 @@ class Weights:
         if trace.recording is not None:
             with suppress(NotRecordable):
                 return tensors | trace.recording.made(rest)
-        with seeded(self._seed):
-            module = self._constructor()
+        with seeded(self._traced_from.seed):
+            module = self._traced_from.constructor()
         return tensors | {name: attrgetter(name)(module).detach() for name in rest}
 
 
@@ -171,16 +167,13 @@ class LayerMaker:
 
     Attributes:
         traced_from: of all layers of the module.
+        held: names of the layer's tensors in the module: name within the layer -> first name.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
+        self.held: Mapping[str, str] = segment.held
         self._forwards: tuple[Forward, Forward] | None = None
-
-    @property
-    def held(self) -> Mapping[str, str]:
-        """Returns the names of the layer's tensors in the module: name within the layer -> first name."""
-        return self._segment.held
 
     def announce(self) -> None:
         """Notes that this process will build the layer."""

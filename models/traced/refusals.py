@@ -74,16 +74,16 @@ def refuse_module(module: object) -> None:
     memory: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise Untraceable(
-                f"its parameter {name} gets a shape only from the first input (nn.LazyLinear): give sizes"
-            )
-        first = memory.setdefault(memory_of(parameter), name)
-        if first != name:
-            raise Untraceable(f"its parameters {first} and {name} share memory: make them one nn.Parameter")
-        if parameter.is_complex():
-            raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise Untraceable(f"its parameter {name} has a hook on its gradient, which a traced layer would not call")
+            said = "gets a shape only from the first input (nn.LazyLinear): give sizes"
+        elif (first := memory.setdefault(memory_of(parameter), name)) != name:
+            said = f"shares the memory of {first}: make them one nn.Parameter"
+        elif parameter.is_complex():
+            said = "is complex: keep a real one, and use torch.view_as_complex"
+        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            said = "has a hook on its gradient, which a traced layer would not call"
+        else:
+            continue
+        raise Untraceable(f"its parameter {name} {said}")
     for name, part in module.named_modules():
         iterators = [attribute for attribute, value in vars(part).items() if hasattr(value, "__next__")]
         if iterators:
@@ -190,8 +190,6 @@ def explained(error: Exception, constructor: Constructor) -> str:
     if not said:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
-        if re.search("(image|input).*(height|width|size)", said, re.IGNORECASE):
-            said += " (data.image_size=… gives images of that many pixels a side)"
     place = place or place_in_users_code(error) or _defined(constructor)
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
 
@@ -347,7 +345,7 @@ class KeptState:
             if type(part).__module__.partition(".")[0] != "torch":
                 own = vars(part).items()
                 state |= {(name, n): _comparable(v) for n, v in own if n != "training" and n not in vars(EMPTY)}
-                state |= {(name, OF_CLASS + n): _comparable(v) for n, v in _of_class(type(part)) if _is_data(v)}
+                state |= {(name, OF_CLASS + n): _comparable(v) for n, v in _of_class(type(part))}
         return state
 
 
@@ -367,14 +365,11 @@ class _Same:
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of a class and its bases, but for torch's."""
+    """Yields the data that a class and its bases hold, but for torch's."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] not in ("torch", "builtins"):
-            yield from ((name, value) for name, value in vars(base).items() if not name.startswith("__"))
-
-
-def _is_data(value: Any) -> bool:
-    return isinstance(value, (*PLAIN, *CONTAINERS, Tensor))
+            data = [(name, value) for name, value in vars(base).items() if not name.startswith("__")]
+            yield from ((name, value) for name, value in data if isinstance(value, (*PLAIN, *CONTAINERS, Tensor)))
 
 
 def _differing(before: Mapping[Key, Any], after: Mapping[Key, Any]) -> set[Key]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ from .trace import SizeCondition, Trace
 Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
 
 
-@dataclass
+@dataclass(frozen=True)
 class Segment:
     """Describes one layer.
 
@@ -36,12 +36,12 @@ class Segment:
     """
 
     name: str
-    held: dict[str, str] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    batchnorms: dict[str, nn.Module] = field(default_factory=dict)
-    training: fx.Graph = field(default_factory=fx.Graph)
-    evaluation: fx.Graph = field(default_factory=fx.Graph)
-    conditions: list[SizeCondition] = field(default_factory=list)
+    held: dict[str, str]
+    tied: dict[str, str]
+    batchnorms: dict[str, nn.Module]
+    training: fx.Graph
+    evaluation: fx.Graph
+    conditions: Sequence[SizeCondition]
 
 
 def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
@@ -51,19 +51,18 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
     parts = [*zip(training.nodes, evaluation.nodes, strict=True)]
     whole = _assigned(trace, parts)
     owners: dict[str, tuple[str, str]] = {}  # of parameters, by first name: the first layer, and the name there
-    segments = []
+    segments: list[Segment] = []
     for number, (name, names) in enumerate(zip(_layer_names(parts, whole), whole, strict=True)):
         prefix = "" if SPAN in name else f"{name}."
-        segment = Segment(name, {of.removeprefix(prefix): first for of, first in names.items()})
-        for own, first in segment.held.items():
+        held = {of.removeprefix(prefix): first for of, first in names.items()}
+        tied, batchnorms = {}, dict[str, nn.Module]()
+        for own, first in held.items():
             owner, its_name = owners.setdefault(first, (name, own))
             if owner != name and trace.is_parameter(first):
-                segment.tied[own] = f"{owner}.{its_name}"
-        local = {first: own for own, first in reversed(segment.held.items())}
-        segment.training = training.graph(number, local, segment.batchnorms)
-        segment.evaluation = evaluation.graph(number, local, {})
-        segments.append(segment)
-    segments[0].conditions = trace.conditions
+                tied[own] = f"{owner}.{its_name}"
+        local = {first: own for own, first in reversed(held.items())}
+        graphs = training.graph(number, local, batchnorms), evaluation.graph(number, local, {})
+        segments.append(Segment(name, held, tied, batchnorms, *graphs, () if segments else trace.conditions))
     return segments
 
 

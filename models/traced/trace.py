@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
-from .module import Call, Called, CallError, Constructor, Untraceable
+from .module import Called, CallError, TracedFrom, Untraceable
 from .own_backward import own_backward_kept
 from .recording import ConstructorRecord, NotRecordable, quiet, recorded, seeded
 from .refusals import WAY_OUT, KeptState, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
@@ -100,24 +100,22 @@ def without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def traced(
-    constructor: Constructor, call: Call, example: Example, seed: int = 0, float_type: torch.dtype = torch.float32
-) -> Trace:
-    """Traces the module that ``constructor`` makes.
+def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
+    """Traces a module.
 
     Args:
-        seed: of torch, numpy and Python when it is made.
         float_type: in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.
     """
+    constructor = of.constructor
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         try:
-            module, recording = recorded(constructor, seed, fake)
+            module, recording = recorded(constructor, of.seed, fake)
         except NotRecordable:
-            with seeded(seed):
+            with seeded(of.seed):
                 module, recording = constructor(), None
     except Exception as error:
         place, said = place_in_users_code(error), f"{type(error).__name__}: {error}"
@@ -130,7 +128,7 @@ def traced(
             if isinstance(part, _BatchNorm) and part.momentum is None:
                 part.momentum = CUMULATIVE
         _widen(module, float_type)
-        return _traced(Called(module, call), recording, example, fake)
+        return _traced(Called(module, of.call), recording, example, fake)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
 

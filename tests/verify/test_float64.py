@@ -23,6 +23,6 @@ def test_float64_decides_what_is_rounding(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(PlainModel, "run", rounded)
     report = verified(tmp_path)
-    assert report["agrees"] and report["dtype"] == "float64"
+    assert report["agrees"]
     assert any("in float32 loss" in note and "in float64 they agree" in note for note in report["notes"])
     assert "in float64, K=4" in report["verdict"]
