@@ -8,6 +8,6 @@ from gpipe_cli.launch.supervisor import Job, launch
 
 
 def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2, "sync_batchnorm_jobs:compare", {}, preload=("torch", "torch.distributed"))
+    job = Job(tmp_path, 2, "group_jobs:normalise", {}, preload=("torch", "torch.distributed"))
     found = launch(job, lambda event: None)
     assert not found, "\n".join(found)
