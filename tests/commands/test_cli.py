@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -55,22 +54,10 @@ def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(tmp_path: Pa
 
 
 def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    words = [*COMMAND, "pipeline.K=1", "trainer.steps=4", f"seed={cli_jobs.SLOW}"]
+    in_a_terminal = [sys.executable, "-c", "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"]
+    words = [*in_a_terminal, *COMMAND, "pipeline.K=1", "trainer.steps=4", f"seed={cli_jobs.SLOW}"]
     environment = {**ENVIRONMENT, "TERM": "xterm"}
-    process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs, stdin=theirs)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # how a pseudo-terminal says that the other side is gone
-            break
-        if not part:
-            break
-        shown += part
-    os.close(ours)
-    assert process.wait(30) == 0
+    shown = subprocess.run(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, timeout=60).stdout
     assert "━".encode() in shown and b"4/4  loss 1.2500" in shown
 
 

@@ -6,9 +6,11 @@ together after any transform.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +63,6 @@ def cifar100(root: Path) -> dict[str, Any]:
     return _cifar(root, "cifar100", "cifar-100-python", ["train", "test"], "fine_labels", meta)
 
 
-def stanford_cars(root: Path) -> dict[str, Any]:
-    savemat = pytest.importorskip("scipy.io", reason="Stanford Cars has its labels in .mat files").savemat
-    base = root / "stanford_cars"
-    (base / "devkit").mkdir(parents=True)
-    names = np.array([f"class {label}" for label in range(CLASSES)], dtype=object)
-    savemat(base / "devkit" / "cars_meta.mat", {"class_names": names})
-    files = (base / "devkit" / "cars_train_annos.mat", base / "cars_test_annos_withlabels.mat")
-    for folder, file, count in zip(("cars_train", "cars_test"), files, SPLITS, strict=True):
-        rows = [(label + 1, f"{label}{number}.jpg") for label in range(CLASSES) for number in range(count)]
-        for label, name in rows:
-            save_image(base / folder / name, label - 1)
-        savemat(file, {"annotations": np.array(rows, dtype=[("class", object), ("fname", object)])})
-    return {"dataset": "stanford_cars"}
-
-
 def oxford_pets(root: Path) -> dict[str, Any]:
     base = root / "oxford-iiit-pet"
     (base / "annotations").mkdir(parents=True)
@@ -116,7 +103,7 @@ def fgvc_aircraft(root: Path) -> dict[str, Any]:
 
 
 DATASETS: list[Callable[[Path], dict[str, Any]]] = [
-    imagenet, cifar10, cifar100, stanford_cars, oxford_pets, food101, fgvc_aircraft,
+    imagenet, cifar10, cifar100, oxford_pets, food101, fgvc_aircraft,
 ]  # fmt: skip
 
 
@@ -137,3 +124,32 @@ def _rows() -> np.ndarray[Any, Any]:
 
 def _save_pickle(path: Path, value: dict[str, Any]) -> None:
     path.write_bytes(pickle.dumps(value))
+
+
+# -- tar files ---------------------------------------------------------------------------------------------------------
+
+
+def write_tar(tar: Path, files: Sequence[Path]) -> None:
+    """Writes files by their names alone."""
+    with tarfile.open(tar, "w") as archive:
+        for file in files:
+            archive.add(file, file.name)
+
+
+def write_shards(split: Path, pattern: Path, images_of_shard: int) -> None:
+    """Writes the class folders of a split as shards `pattern-0000.tar`, …, in order, and numbers the classes."""
+    classes = sorted(path.name for path in split.iterdir())
+    images = sorted(split.glob("*/*"))
+    pattern.parent.mkdir(parents=True, exist_ok=True)
+    for first in range(0, len(images), images_of_shard):
+        with tarfile.open(f"{pattern}-{first // images_of_shard:04}.tar", "w") as archive:
+            for image in images[first : first + images_of_shard]:
+                label = str(classes.index(image.parent.name)).encode()
+                for ending, content in (("jpg", image.read_bytes()), ("cls", label), ("json", b"{}")):
+                    add(archive, f"./{image.stem}.{ending}", content)
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
