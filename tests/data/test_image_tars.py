@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tiny_images
 import torch
-from tiny_images import add, write_shards
+from image_tars import add, write_shards
 from torch import Tensor
 
 from gpipe_cli.data.images import tars

@@ -90,25 +90,18 @@ def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) 
 # -- against torch's layers ------------------------------------------------------------------------------------------
 
 
-def copy_norm_and_feed_forward(ours: FeedForward, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear) -> None:
-    norm.load_state_dict(ours.norm.state_dict())
-    first.load_state_dict(ours.hidden.state_dict())
-    second.load_state_dict(ours.output.state_dict())
+def copy_feed_forward(ours: FeedForward, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear) -> None:
+    for mine, theirs in ((ours.norm, norm), (ours.hidden, first), (ours.output, second)):
+        theirs.load_state_dict(mine.state_dict())
 
 
-def copy_self_attention(
-    ours: EncoderAttention | CausalAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention
+def copy_attention(
+    ours: EncoderAttention | CausalAttention | CrossAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention
 ) -> None:
     norm.load_state_dict(ours.norm.state_dict())
-    theirs.in_proj_weight.data.copy_(ours.query_key_value.weight)
-    theirs.in_proj_bias.data.copy_(ours.query_key_value.bias)
-    theirs.out_proj.load_state_dict(ours.output.state_dict())
-
-
-def copy_cross_attention(ours: CrossAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention) -> None:
-    norm.load_state_dict(ours.norm.state_dict())
-    theirs.in_proj_weight.data.copy_(torch.cat((ours.query.weight, ours.key_value.weight)))
-    theirs.in_proj_bias.data.copy_(torch.cat((ours.query.bias, ours.key_value.bias)))
+    parts = [ours.query, ours.key_value] if isinstance(ours, CrossAttention) else [ours.query_key_value]
+    theirs.in_proj_weight.data.copy_(torch.cat([part.weight for part in parts]))
+    theirs.in_proj_bias.data.copy_(torch.cat([part.bias for part in parts]))
     theirs.out_proj.load_state_dict(ours.output.state_dict())
 
 
@@ -123,8 +116,8 @@ def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
     attention, feed_forward = ours["attention"], ours["feed_forward"]
     assert isinstance(attention, EncoderAttention) and isinstance(feed_forward, FeedForward)
     theirs = nn.TransformerEncoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
-    copy_self_attention(attention, theirs.norm1, theirs.self_attn)
-    copy_norm_and_feed_forward(feed_forward, theirs.norm2, theirs.linear1, theirs.linear2)
+    copy_attention(attention, theirs.norm1, theirs.self_attn)
+    copy_feed_forward(feed_forward, theirs.norm2, theirs.linear1, theirs.linear2)
     x, is_token = torch.randn(3, 4, 128, dtype=torch.float64), SOURCE != PAD
     got, *_ = feed_forward(attention((x, is_token[:, None, None, :])))
     torch.testing.assert_close(got[is_token], theirs(x, src_key_padding_mask=~is_token)[is_token])
@@ -143,9 +136,9 @@ def test_decoder_sublayers_compute_what_torchs_decoder_layer_does() -> None:
     assert isinstance(causal, CausalAttention) and isinstance(cross, CrossAttention)
     assert isinstance(feed_forward, FeedForward)
     theirs = nn.TransformerDecoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
-    copy_self_attention(causal, theirs.norm1, theirs.self_attn)
-    copy_cross_attention(cross, theirs.norm2, theirs.multihead_attn)
-    copy_norm_and_feed_forward(feed_forward, theirs.norm3, theirs.linear1, theirs.linear2)
+    copy_attention(causal, theirs.norm1, theirs.self_attn)
+    copy_attention(cross, theirs.norm2, theirs.multihead_attn)
+    copy_feed_forward(feed_forward, theirs.norm3, theirs.linear1, theirs.linear2)
     y, memory = torch.randn(3, 5, 128, dtype=torch.float64), torch.randn(3, 4, 128, dtype=torch.float64)
     is_token = SOURCE != PAD
     got, *_ = feed_forward(cross(causal((y, memory, is_token[:, None, None, :]))))

@@ -1,16 +1,17 @@
-"""Holds the bounds on a step's time against schedules, and against numbers by hand."""
+"""Holds the bounds on a step's time against the shortest steps that a search over all schedules finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from math import inf
+from math import ceil, inf
 from random import Random
 
 import pytest
 from own_plan import OWN, planned
 from schedule_rules import scheduled
+from shortest_step import Search
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.commands.plan_report import document
@@ -22,6 +23,14 @@ from gpipe_cli.schedule.schedule import REMAT
 from gpipe_cli.schedule.simulate import simulate
 
 SLACK = 1e-9  # of rounding
+PLACEMENTS = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]
+ALL = [
+    (W, M, memory)
+    for W, most in ((1, 4), (2, 6), (3, 4))
+    for M in range(1, most + 1)
+    for memory in range(1, min(W, M) + 1)
+]
+SMALL = [(W, M, memory) for W, M, memory in ALL if M <= 4 and W * M <= 8 and memory <= 2]
 
 
 def even(v: int, graph: float = 1) -> CellLoad:
@@ -29,8 +38,43 @@ def even(v: int, graph: float = 1) -> CellLoad:
     return CellLoad(1 / v, 1 / v, 1 / v, 2 / v, 1 / v, 1 / v, graph / v)
 
 
-def drawn(random: Random) -> CellLoad:
-    return CellLoad(*(random.randint(1, 9) for _ in range(6)), graph=random.randint(0, 9))
+def drawn(random: Random, longest: int = 4, largest: int = 3) -> CellLoad:
+    return CellLoad(*(random.randint(1, longest) for _ in range(6)), graph=random.randint(0, largest))
+
+
+# -- all schedules -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_schedule_is_shorter_than_the_bounds(seed: int) -> None:
+    random = Random(seed)
+    placement = random.choice(PLACEMENTS)
+    K, W, M = len(placement), max(placement) + 1, random.randint(1, 4 if len(placement) < 3 else 2)
+    cells, memory, halves = [drawn(random) for _ in range(K)], [random.randint(1, 6) for _ in range(W)], seed % 2 == 1
+    shortest = Search(cells, placement, M, memory, halves).shortest()
+    bound = step_bound(cells, placement, M, memory, halves)
+    if shortest is None:
+        assert bound == inf
+    else:
+        assert bound <= shortest + SLACK
+        assert bound_of_any_cut(cells, [1] * W, M, max(memory), sum(memory), halves) <= shortest + SLACK
+
+
+@pytest.mark.parametrize(
+    ("cases", "expected"),
+    [pytest.param(SMALL, (14, 11), id="small"), pytest.param(ALL, (24, 16), id="every", marks=pytest.mark.slow(2))],
+)
+def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]], expected: tuple[int, int]) -> None:
+    reached = [0, 0]
+    for (W, M, memory), halves in product(cases, (False, True)):
+        cells, limits = [even(1)] * W, [memory] * W
+        bound = step_bound(cells, range(W), M, limits, halves)
+        shortest = Search(cells, range(W), M, limits, halves).shortest()
+        assert shortest is not None
+        assert bound <= shortest + SLACK
+        reached[halves] += ceil(bound - SLACK) == shortest
+    assert tuple(reached) == expected
+    assert len(cases) == expected[0]  # all, where backwards are whole
 
 
 # -- our schedules -----------------------------------------------------------------------------------------------------
@@ -50,14 +94,14 @@ def most_held(instructions: Sequence[Instruction], cells: Sequence[CellLoad]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_schedules_take_at_least_the_bounds_in_the_memory_that_they_need(kind: str) -> None:
-    random = Random(kind)
-    for number in range(100):
+@pytest.mark.parametrize("remat", REMAT)
+def test_our_schedules_take_at_least_the_bounds_in_the_memory_that_they_need(kind: str, remat: str) -> None:
+    random = Random(kind + remat)
+    for _ in range(25):
         W, M, v = random.randint(1, 6), random.randint(1, 20), random.randint(1, 3)
         placement = [k % W if kind in ROUND_ROBIN else k // v for k in range(v * W)]
-        policy = REMAT[number % 4] if number % 4 < len(REMAT) else [random.randint(0, M) for _ in placement]
-        cells = [drawn(random) for _ in placement]
-        lists = scheduled(kind, placement, M, policy)
+        cells = [drawn(random, 9, 9) for _ in placement]
+        lists = scheduled(kind, placement, M, remat)
         again = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
         def seconds(i: Instruction, cells: Sequence[CellLoad] = cells, again: set[tuple[int, int]] = again) -> float:
