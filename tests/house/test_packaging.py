@@ -13,6 +13,7 @@ import venv
 import zipfile
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -92,25 +93,18 @@ def tree_of(module: str) -> ast.Module:
 def imports_of(module: str) -> set[str]:
     """Returns the modules below gpipe_cli that a module imports: at its top, in functions, for type checking only."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    package = f"gpipe_cli.{package}".rstrip(".")
     found = set()
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = absolute(node, package)
+            base = resolve_name("." * node.level + (node.module or ""), package)
             below = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name.removeprefix("gpipe_cli.") in MODULES else base for name in below}
     return {name.removeprefix("gpipe_cli").removeprefix(".") for name in found if name.startswith("gpipe_cli")} - {
         module
     }
-
-
-def absolute(node: ast.ImportFrom, package: str) -> str:
-    if node.level == 0:
-        return node.module or ""
-    parts = ["gpipe_cli", *(package.split(".") if package else [])]
-    kept = parts[: len(parts) - (node.level - 1)]
-    return ".".join([*kept, *([node.module] if node.module else [])])
 
 
 def room_of(module: str) -> str:
