@@ -94,7 +94,7 @@ def test_a_tiny_step_of_the_small_family(tmp_path: Path) -> None:
     check(train_inline(tmp_path, *words)[0])
 
 
-@pytest.mark.parametrize("name", ["nmt/t_64_16384_32", "nmt/bilingual"])
+@pytest.mark.parametrize("name", ["nmt/t_64_16384_32", pytest.param("nmt/bilingual", marks=pytest.mark.slow)])
 def test_a_tiny_step_on_opus_s_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     root = opus(tmp_path / "opus")
@@ -145,6 +145,7 @@ def check(summary: dict[str, Any]) -> None:
     assert summary["evaluation"]["nll"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [name for name in IMAGENET if name != PRETRAINING])
 def test_a_tiny_step_on_imagenet_s_layout(experiment: str, tmp_path: Path) -> None:
     check(train_tiny(tmp_path, experiment))
