@@ -110,10 +110,9 @@ SIZES = {"de": 1000, "ru": 200, "sw": 10}
 def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
     """Makes an evaluated run; returns its directory."""
     levels = dict(zip(("bleu_high", "bleu_middle", "bleu_low"), bleu.values(), strict=False)) if len(bleu) > 1 else {}
-    scripts = {"bleu_high/Latin": bleu["de"], "bleu_middle/other": bleu["ru"]} if len(bleu) > 1 else {}
-    numbers = {"bleu": 1.0, **levels, **scripts, **{f"bleu/{code}": value for code, value in bleu.items()}}
+    numbers = {"bleu": 1.0, **levels, **{f"bleu/{code}": value for code, value in bleu.items()}}
     values = {"name": run, "parameters": parameters, "numbers": numbers, "split": "test", "beam": 8, "signature": "s"}
-    more = {"sizes": {code: SIZES[code] for code in bleu}, "scripts": {"de": "Latin", "ru": "Cyrillic", "sw": "Latin"}}
+    more = {"sizes": {code: SIZES[code] for code in bleu}}
     place = folder / run / "evaluations" / "step_00000001_test"
     place.mkdir(parents=True)
     (place / "evaluation.json").write_text(json.dumps({**values, **more, **changes}))
@@ -131,9 +130,9 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
     words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "low, narrow 1 10.0" in said and "low, deep 1 18.0" in said
+    assert "low narrow 100 1 10.0" in said and "low deep 300 1 18.0" in said
     assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"languages.png", "capacity.png", "differences.png"}
+    assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 2
 
 
 def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

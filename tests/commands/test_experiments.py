@@ -15,7 +15,7 @@ from composed import composed
 from inline_run import train_inline
 from parallel_folder import opus
 
-from gpipe_cli.checkpoint.choose import resolve
+from gpipe_cli.checkpoint.files import resolve
 from gpipe_cli.config import Settings
 from gpipe_cli.factory.build import build_model
 

@@ -58,9 +58,7 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),
         *("tasks", "trainer"),
     },
-    "planner": {
-        *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
-    },
+    "planner": {"factory", "launch", "optim", "partition", "pipeline", "schedule"},
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "data", "launch", "terminal"},
     "commands": {

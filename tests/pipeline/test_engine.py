@@ -8,13 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
-from small_models import CPU, differences, other_bits
-from torch import nn
+from small_models import differences, other_bits
 
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT
 
@@ -67,12 +63,6 @@ def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matte
                 torch.testing.assert_close(
                     now["gradients"][name], gradient, rtol=1e-9, atol=1e-12, msg=f"{M} {step} {name}"
                 )
-
-
-def test_positions_beyond_the_model_s_end_are_named() -> None:
-    cell = Cell(0, [BuiltLayer(0, "positions", nn.Embedding(4, 2))], NoiseSource(1, 0, CPU))
-    with pytest.raises(ConfigurationError, match=r"layer 'positions' looks up .* lower data\.vocabulary or "):
-        cell.run_training((torch.arange(5),), (), step=0, micro_batch=0, signature=None, first_time=True)
 
 
 def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> None:

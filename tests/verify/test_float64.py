@@ -17,7 +17,7 @@ def test_float64_decides_what_is_rounding(tmp_path: Path, monkeypatch: pytest.Mo
 
     def rounded(plain: PlainModel, *arguments: Any) -> Any:
         step = run(plain, *arguments)
-        if plain._settings.verify.dtype == "configured":
+        if plain.settings.verify.dtype == "configured":
             step.losses = {place: loss * 1.001 for place, loss in step.losses.items()}
         return step
 
