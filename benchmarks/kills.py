@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 
 from benchmarks.common import Row, environment, parser, report
 from benchmarks.planted_faults import SUBJECT
-from gpipe_cli.checkpoint.choose import latest
-from gpipe_cli.checkpoint.files import step_directories
+from gpipe_cli.checkpoint.files import latest, step_directories
 
 POLL_SECONDS, PATIENCE_SECONDS = 0.002, 300.0
 MOMENTS = {"starting": 3.0, "training": 0.1, "saving": 0.0}  # seconds within which the kill comes
@@ -100,7 +99,7 @@ def _of(process: int | str, name: str) -> str:
 
 def same_end(one: Path, other: Path) -> bool:
     """Returns whether two runs agree bit for bit: every tensor of their last checkpoints, and all losses."""
-    first, second = latest(one).checkpoint, latest(other).checkpoint
+    first, second = latest(one)[0], latest(other)[0]
     assert first is not None and second is not None
     tensors = all(_bits(first.layer_path(layer)) == _bits(second.layer_path(layer)) for layer in first.layers)
     return tensors and first.step == second.step and _losses(one) == _losses(other)

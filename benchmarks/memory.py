@@ -83,7 +83,7 @@ def highest(M: int, remat: str, rank: int, K: int) -> int:
     known = [kept for module in modules for weight in module.parameters() for kept in (weight, weight.grad)]
     known += [tensor for inputs, targets in micro_batches for tensor in inputs + targets] if rank == 0 else []
     kept = counted(step, [tensor for tensor in known if tensor is not None])[1]
-    most = torch.tensor([kept + step.engine.bytes_shared])
+    most = torch.tensor([kept + getattr(transport, "bytes_shared", 0)])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 

@@ -223,7 +223,7 @@ class Fault(NamedTuple):
 
 FAULTS: dict[str, Fault] = {}
 STEP, UPDATER = "pipeline.engine:_TrainingStep", "trainer.update:Updater"
-HANDLERS, SAVED_RATE = f"{STEP}.HANDLERS", "checkpoint.lr_schedule_state:LRScheduleState"
+HANDLERS = f"{STEP}.HANDLERS"
 AVERAGE = ("trainer.average=0.9",)
 BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=false")
 FP16 = ("precision=fp16", "model.batchnorm=false")
@@ -274,8 +274,8 @@ def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
     return load(info, "mix_2" if name == "mix_3" else name)
 
 
-@fault(SAVED_RATE, "restore", c.RATES, said="step 5", words=("lr_schedule.warmup_steps=20",))
-def resumed_with_the_first_rate(restore: Any, state: Any, saved: Any) -> None:
+@fault(UPDATER, "restore_lr", c.RATES, said="step 5", words=("lr_schedule.warmup_steps=20",))
+def resumed_with_the_first_rate(restore: Any, updater: Any, info: Any, settings: Any) -> None:
     """Begins the learning rate schedule anew in a resumed run."""
 
 
@@ -295,14 +295,14 @@ def mini_batch_skipped(read: Any, *arguments: Any) -> Any:
     return found
 
 
-@fault("pipeline.randomness", "pack", c.SEEDS, said=r"step 2.*layer mix_0 \(cell 0\)")
+@fault("pipeline.randomness", "pack", c.OUTPUTS, said=r"step 2.*layer mix_0 \(cell 0\)")
 def noise_ignores_the_step(pack: Any, form: str, *numbers: int) -> Any:
     """Draws the same masks in every step."""
     seed_of = form == "<6q"  # kind, seed, step, replica, micro-batch, layer
     return pack(form, *(0 if seed_of and place == 2 else number for place, number in enumerate(numbers)))
 
 
-@fault("pipeline.cell:Cell", "run_training", c.MODES, said=r"layer mix_2 \(cell 2\).*in evaluation mode")
+@fault("pipeline.cell:Cell", "run_training", c.OUTPUTS, said=r"layer mix_2 \(cell 2\)")
 def cell_in_evaluation_mode(run: Any, cell: Any, *arguments: Any) -> Any:
     """Trains cell 2 in evaluation mode, without dropout."""
     if cell.number == 2:
@@ -310,7 +310,7 @@ def cell_in_evaluation_mode(run: Any, cell: Any, *arguments: Any) -> Any:
     return run(cell, *arguments)
 
 
-@fault(HANDLERS, "RECOMPUTE", c.GIVEN_AGAIN, c.AGAIN, said=r"inputs in recompute.*layer mix_2 \(cell 2\)")
+@fault(HANDLERS, "RECOMPUTE", c.AGAIN, said=r"outputs recomputed.*layer mix_2 \(cell 2\)")
 def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
     if (i.cell, i.micro_batch) == (2, 2):
@@ -333,13 +333,13 @@ def padding_counted(write: Any, codec: Any, exchange: Any, micro_batches: Any, w
     write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
 
 
-@fault(STEP, "_score", c.LOSSES, c.STATISTICS, said="outputs of all layers agree")
+@fault(STEP, "_score", c.LOSSES, said="the outputs of all layers agree.*other targets")
 def targets_of_another_micro_batch(score: Any, step: Any, outputs: Any, micro_batch: int) -> Any:
     """Scores every micro-batch against the targets of the next."""
     return score(step, outputs, (micro_batch + 1) % 4)
 
 
-@fault(STEP, "_take_output_gradients", c.PASSED_BACK, c.GRADIENTS, said="layer norm", words=NO_AUXILIARY)
+@fault(STEP, "_take_output_gradients", c.GRADIENTS, said=r"layer norm \(cell 1\)", words=NO_AUXILIARY)
 def boundary_gradient_halved(take: Any, step: Any, i: Any) -> tuple[Tensor, ...]:
     """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
     return tuple(gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i))

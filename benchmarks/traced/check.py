@@ -55,13 +55,12 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     except ConfigurationError as refusal:
         return Finding(where=str(refusal))
     seconds = time.process_time() - began
-    found = compare(builders, [(inputs, ()) for inputs in given], _loss)
+    found, in_float32 = compare(builders, [(inputs, ()) for inputs in given], _loss)
     runs = [_values(builders, K, remat, given) for K, remat in cases if len(builders) >= K]
     same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-    said = [*map(str, found.differing[:3]), f"in float64; in float32 {found.decided}" if found.decided else ""]
-    relative = found.worst.relative if found.worst is not None else 0.0
-    where = "; ".join(filter(None, said)) or (f"at {found.worst}" if relative else "")
-    return Finding(len(builders), seconds, found.agrees, relative, same, where)
+    said = [*map(str, found.beyond[:3]), f"in float64; in float32 {in_float32}" if in_float32 else ""]
+    where = "; ".join(filter(None, said)) or (f"at {found.worst}" if found.relative else "")
+    return Finding(len(builders), seconds, not found.beyond, found.relative, same, where)
 
 
 def _loss(outputs: Tensors, targets: object) -> Tensor:

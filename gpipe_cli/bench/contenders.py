@@ -21,9 +21,9 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_cli.distributed.values import all_gather_json
+from gpipe_cli.distributed.exchange import all_gather_json
 from gpipe_cli.launch.context import Context
-from gpipe_cli.launch.mailboxes import LOCAL
+from gpipe_cli.launch.messenger import LOCAL
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs

@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import run_command, show
+from gpipe_cli.terminal.document import Document, Grid, Picture
 from gpipe_cli.terminal.text import text_table
 from gpipe_cli.terminal.words import read_words
-
-if TYPE_CHECKING:
-    from gpipe_cli.metrics.language_pictures import ModelScores
 
 HELP = """\
 gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
@@ -32,10 +31,10 @@ split=test        translation: held-out sentences by which no run has chosen its
 output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
                   source, reference and output of each sentence, with tabs between
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
-compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
-                  each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME
-                  chooses one report
-baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
+compare=[RUNS]    shows quality over languages (the paper's figure 3) and levels of resource, from the newest report
+                  of each run, also as output=DIR/report.html (default: comparison). A sweep stands for its runs;
+                  RUN/evaluations/NAME chooses one report
+baseline=[RUNS]   bilingual runs: the page also shows the differences to them
 
 Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
@@ -44,6 +43,7 @@ OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split":
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
+LEVEL_COLUMNS = ("resource", "model", "parameters", "languages", "BLEU")
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 
@@ -93,30 +93,25 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     lines = [text_table(["figure", "value"], [[name, value] for name, value in numbers.items() if "/" not in name])]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
+    if mistakes := report["mistakes"]:
+        lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
     levels = level_rows([report])
     if levels:
-        lines += ["", text_table(["resource", "languages", "BLEU", "Latin script", "other scripts"], levels)]
+        lines += ["", text_table(LEVEL_COLUMNS, levels)]
         lines += ["", text_table(["language", "pairs", "BLEU"] * 3, language_rows(report))]
     return lines
 
 
 def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Returns a row for each resource level and report: languages, BLEU, BLEU by script (number of languages)."""
-    from gpipe_cli.metrics.translation_scores import LATIN, LEVELS, OTHER, by_script_and_level, languages_of
+    """Returns a row for each resource level and report: name, parameters, number of languages, BLEU."""
+    from gpipe_cli.metrics.translation_scores import LEVELS
 
-    rows: list[list[object]] = []
-    for level, report in ((level, report) for level in LEVELS for report in reports):
-        numbers = report["numbers"]
-        if f"bleu_{level}" not in numbers:
-            continue
-        counts = by_script_and_level(languages_of(numbers), report["sizes"], report["scripts"])
-        cells = []
-        for script in (LATIN, OTHER):
-            bleu = numbers.get(f"bleu_{level}/{script}")
-            cells.append(None if bleu is None else f"{bleu:.1f} ({counts[script, level]})")
-        label = level if len(reports) == 1 else f"{level}, {report['name']}"
-        rows.append([label, len(_languages(report, level)), f"{numbers[f'bleu_{level}']:.1f}", *cells])
-    return rows
+    return [
+        [level, report["name"], report["parameters"], len(_languages(report, level)), f"{bleu:.1f}"]
+        for level in LEVELS
+        for report in reports
+        if (bleu := report["numbers"].get(f"bleu_{level}")) is not None
+    ]
 
 
 def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
@@ -141,13 +136,12 @@ def _languages(report: Mapping[str, Any], level: str) -> list[str]:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Prints one table of several runs and writes languages.png, capacity.png and differences.png.
+    """Prints tables of several runs, and writes them with pictures as a page.
 
     Raises:
         ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
     """
     from gpipe_cli.jobs.record import require_writable
-    from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
     from gpipe_cli.metrics.translation_scores import languages_of
 
     given = read_words(words, COMPARED, runs=False, overrides=False).own
@@ -158,21 +152,39 @@ def compare(words: Sequence[str]) -> int:
     require_alike([*reports, *single])
     name_apart(reports)
     require_writable("output", output)
-    models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
+    scores = {str(report["name"]): languages_of(report["numbers"]) for report in reports}
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
-    try:
-        draw_languages(models, sizes, output / "languages.png")
-        draw_capacity(models, sizes, output / "capacity.png")
-        columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
-        show(text_table(columns, level_rows(reports)))
-        if single:
-            bleu = {code: value for report in single for code, value in _one_language(report).items()}
-            draw_languages(models, sizes, output / "differences.png", bleu)
-            show("\n" + _difference_table(models, sizes, bleu))
-    except ValueError as error:
-        raise ConfigurationError(f"compare: {error}") from error
-    show(f"\npictures: {output}")
+    tables, pictures = [Grid(LEVEL_COLUMNS, level_rows(reports))], [_draw_languages(scores, sizes)]
+    if single:
+        bleu = {code: value for report in single for code, value in _one_language(report).items()}
+        tables.append(_difference_table(scores, sizes, bleu))
+        pictures.append(_draw_languages(scores, sizes, bleu))
+    page = Document("Translation quality", [*tables, *(Picture(str(drawing)) for drawing in pictures)])
+    show(page.text())
+    page.save(output / "report.html")
+    show(f"\nat one look: {output / 'report.html'}")
     return 0
+
+
+def _draw_languages(
+    scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float] | None = None
+) -> Drawing:
+    """Draws BLEU over languages, a curve for each model: means of a language and those with a little more data.
+
+    Args:
+        baselines: BLEU of bilingual models; if given, the picture shows the differences to them.
+    """
+    known = set(sizes).intersection(*scores.values(), *([] if baselines is None else [baselines]))
+    if not known:
+        raise ConfigurationError("compare: there is no language that all runs have")
+    codes = sorted(known, key=lambda code: (-sizes[code], code))
+    named = "BLEU" if baselines is None else "BLEU, difference to the bilingual model"
+    curves = []
+    for name, of_model in scores.items():
+        values = [of_model[code] - (baselines or {}).get(code, 0.0) for code in codes]
+        curves.append(Curve("", name, "peer", list(enumerate(running_means(values, 0.1), 1))))
+    title = f"{named}, from the language with the most training data to the one with the least"
+    return plot(curves, ("language", "BLEU"), title, from_zero=baselines is None)
 
 
 def expand(run: str) -> list[Path]:
@@ -222,14 +234,15 @@ def name_apart(reports: Sequence[dict[str, Any]]) -> None:
             report["name"] = f"{report['name']} ({Path(report['folder']).parent.parent.name})"
 
 
-def _difference_table(models: Sequence[ModelScores], sizes: Mapping[str, int], baselines: Mapping[str, float]) -> str:
+def _difference_table(
+    scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float]
+) -> Grid:
     """Returns a table: each language with a baseline, its pairs, the bilingual BLEU, every model's difference."""
     rows: list[list[object]] = []
     for code in sorted(baselines, key=lambda code: -sizes.get(code, 0)):
-        scores = [model.languages.get(code) for model in models]
-        differences = [None if score is None else f"{score - baselines[code]:+.1f}" for score in scores]
+        differences = [f"{of[code] - baselines[code]:+.1f}" if code in of else None for of in scores.values()]
         rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
-    return text_table(["language", "pairs", "bilingual", *(model.name for model in models)], rows)
+    return Grid(["language", "pairs", "bilingual", *scores], rows)
 
 
 def _one_language(report: Mapping[str, Any]) -> dict[str, float]:

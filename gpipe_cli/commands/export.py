@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.checkpoint.choose import choose
-from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose, with_suffix
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import run_command, show, to_stderr

@@ -13,18 +13,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.disk import writing
+from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import Problems
+from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
+from gpipe_cli.jobs.workers import most_workers, plural
+from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
+from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.command import run_command, show
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.runs import read_run
+from gpipe_cli.terminal.text import number, percent, seconds_text, size_text
 from gpipe_cli.terminal.words import OF_PLANS, read_words
+from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
 
+WIDEST_PICTURE = 120  # characters
+MOST_ROWS = 32
 HELP = """\
 gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
 It needs no hardware, data or weights, and takes seconds for any size of model.
@@ -66,7 +76,7 @@ class Request:
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
-        from gpipe_cli.planner.search.search import find_plan
+        from gpipe_cli.planner.search import find_plan
 
         plan = find_plan(self.settings, self.options, _Progress())
         return replace(plan, notes=[*self.notes, *plan.notes])
@@ -100,8 +110,6 @@ def _help_text() -> str:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
-    from gpipe_cli.commands.plan_report import document
-
     plan = request.plan()
     report = document(plan)
     show(json.dumps(plan.to_json()) if request.options.format == "json" else report.text())
@@ -124,16 +132,12 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.jobs.workers import most_workers
-    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
+    from gpipe_cli.planner.options import Options, with_enough_examples
 
     problems = Problems()
     config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
     enough, notes = with_enough_examples(config)
-    if not problems:
-        enough, on_cut = with_free_cut(enough, options)
-        notes += on_cut
     settings = Settings.read(enough, problems)
     problems.refuse()
     look_here(targets(config))
@@ -141,6 +145,115 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
     return Request(settings, options, notes)
+
+
+def advise(folder: str) -> None:
+    """Plans a run that has ended, as it was, on the present machine, and searches for its fastest pipeline.
+
+    `gpipe-train` calls it for a limited time (`jobs/page.py`), and shows what the file holds by then. The search keeps
+    M and measures the run's layers.
+    """
+    from gpipe_cli.planner.planner import Planner
+    from gpipe_cli.planner.search import FREE, Search
+
+    run, plan_file = read_run(Path(folder)), Path(folder) / PLAN
+    workers = run.summary.get("workers") or 1
+    words = [word for word in run.words if not word.startswith("checkpoint.")]
+    request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])
+    planner = Planner(request.settings, request.options)
+    plans: dict[str, Any] = {"own": planner.plan().to_json()}
+    write_whole(plan_file, json.dumps(plans) + "\n")
+    free = [key for key in FREE if key not in ("M", "replicas")]
+    plans["best"] = Search(planner, free).fastest(workers).to_json()
+    write_whole(plan_file, json.dumps(plans) + "\n")
+
+
+# -- the report, for a terminal and as a page -------------------------------------------------------------------------
+
+
+def document(plan: Plan) -> Document:
+    """Returns the report of one plan: what a search has found, cells, memory, time, schedule, notes."""
+    where = f"{plan.K} cells on {plural(plan.workers, 'device')}, {plan.schedule}"
+    notes = Lines([f"note: {note}" for note in plan.notes])
+    return Document(
+        f"gpipe-plan: {where}",
+        [*_found(plan), Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), *_picture(plan), notes],
+    )
+
+
+def _found(plan: Plan) -> list[Block]:
+    """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
+    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
+    return [said, *([beside_rivals(plan.to_json())] if plan.rivals else [])]
+
+
+def _head(plan: Plan) -> list[str]:
+    replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
+    return [
+        f"{plan.parameters:,} parameters in {plural(plan.K, 'cell')} on {plural(plan.workers, 'device')}{replicas} "
+        f"({plan.device.name}), M={plan.M}, {plan.schedule}, "
+        + (f"remat {plan.remat}" if plan.keep is None else f"keep {shown(plan.keep)}"),
+        f"a micro-batch: {', '.join(plan.micro_batch)}; a mini-batch: {plan.examples:,} examples",
+    ]
+
+
+def _cells(plan: Plan) -> Grid:
+    """Returns a table with one row per cell and the bytes of each kind."""
+    kinds = ["weights", "gradients", "optimizer", "average", "inputs", "working", "total"]
+    if not any(cell.average for cell in plan.cells):
+        kinds.remove("average")
+    rows = [
+        [
+            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
+            *(round(cell.flops / 1e9, 3), percent(cell.share)),
+            *(size_text(getattr(cell, kind)) for kind in kinds),
+        ]
+        for cell in plan.cells
+    ]
+    return Grid(["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time", *kinds], rows)
+
+
+def _facts(plan: Plan) -> list[tuple[str, object]]:
+    fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
+    kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
+    held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
+    formula = ""
+    if plan.bubble_formula is not None:
+        formula = f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
+    return [
+        (
+            "memory",
+            f"{size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
+            f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
+            + (f": {kinds})" if kinds else ")"),
+        ),
+        ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
+        ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
+        ("bubble", f"{percent(plan.bubble)} simulated{formula}"),
+        ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
+        ("bound", _bound(plan)),
+    ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.bound_of_any_cut_seconds is None:
+        return "no schedule fits, whatever the cut"
+    any_cut = f"of any cut {seconds_text(plan.bound_of_any_cut_seconds)}"
+    if plan.bound_seconds is None:
+        return f"no schedule of this cut fits, {any_cut}"
+    gap = f" (gap {percent(max(0.0, plan.step_seconds / plan.bound_seconds - 1))})" if plan.fits else ""
+    return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
+
+
+def _picture(plan: Plan) -> list[Block]:
+    """Returns the simulated step, and for a terminal that it fits the schedule with one column per instruction."""
+    text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
+    lines = text.splitlines()
+    fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
+    drawing = draw_panels({f"{plan.schedule}, a planned step": plan.timeline}, "s")
+    return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]
 
 
 if __name__ == "__main__":

@@ -60,4 +60,4 @@ class Generator:
         """Returns the task's scores of all sentences and of each language, with averages over languages."""
         references, languages = [s.reference for s in sentences], [s.language for s in sentences]
         scores = self.task.score(texts, references, languages)
-        return with_averages(scores, source.sizes, source.scripts)
+        return with_averages(scores, source.sizes)

@@ -11,10 +11,7 @@ from typing import Any
 from ..disk import write_whole
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
-from ..metrics.image_pictures import draw_classification
-from ..metrics.language_pictures import ModelScores, draw_languages
 from ..metrics.records import Evaluation, Sample
-from ..metrics.translation_scores import languages_of
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 from ..trainer.evaluator import evaluation_fields
 
@@ -43,10 +40,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
-    for old in (*context.run_dir.glob("translations/*.txt"), context.run_dir / "languages.png"):
-        old.unlink(missing_ok=True)  # of languages that were evaluated here before
+    for old in context.run_dir.glob("translations/*.txt"):
+        old.unlink()  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
-    draw(result, str(made["name"]), context.run_dir)
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
     return made
@@ -63,8 +59,8 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         **search,
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
+        "mistakes": list(result.mistakes),
         "sizes": dict(result.sizes),
-        "scripts": {} if assembly.source is None else dict(assembly.source.scripts),
     }
 
 
@@ -77,12 +73,3 @@ def write_translations(translations: Sequence[Sample], folder: Path) -> None:
     for language, of_language in lines.items():
         folder.mkdir(exist_ok=True)
         write_whole(folder / f"{language}.txt", "".join(of_language))
-
-
-def draw(result: Evaluation, name: str, folder: Path) -> None:
-    """Draws languages.png of translations from several languages, and the predictions of a classification."""
-    languages = languages_of(result.numbers)
-    if len(languages) > 1 and result.sizes:
-        draw_languages([ModelScores(name, 0, languages)], result.sizes, folder / "languages.png")
-    if result.predictions is not None:
-        draw_classification(result.predictions, folder)

@@ -46,14 +46,14 @@ class Continuer:
     """
 
     def __init__(self, assembly: Assembly, settings: SamplingSettings, emit: Callable[[dict[str, Any]], None]) -> None:
-        shape = assembly.first.shape
+        shape = assembly.shape
         if len(shape.inputs) != 1 or shape.inputs != (2,) or len(shape.targets) != 1:
             raise ConfigurationError(
                 f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
                 "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
             )
         self._codec, self._settings, self._emit = assembly.source, settings, emit
-        self._eos = assembly.first.tokens.eos_id
+        self._eos = assembly.tokens.eos_id
         window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
         self._decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))
         self.at_once = assembly.settings.pipeline.M

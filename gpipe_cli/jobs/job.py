@@ -16,10 +16,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.checkpoint import choose as checkpoints
-from gpipe_cli.checkpoint.commit import refuse_another_run
+from gpipe_cli.checkpoint import files as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
-from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
+from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import LaunchConfig, Settings
 from gpipe_cli.disk import DiskError
@@ -87,12 +86,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             with sole_writer(run_dir), record:
                 prepared = sweep.prepared or prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
-                named = prepared.settings.checkpoint.resume
-                config = {
-                    "settings": config,
-                    "started_at": time.time() if is_sweep else started_at,
-                    "may_take_older": named is None or not checkpoints.is_one(Path(named).expanduser()),
-                }
+                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console, record)
                 record.begin()
                 if program.conclude is not None:
@@ -133,7 +127,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     config = prepared.config
     if not torchrun.is_first():
         return config
-    resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
+    resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
     begun = None if resumed is not None else _begun_with(prepared, console)
@@ -178,12 +172,12 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     own_place = place.mode == RunMode.MULTIRUN or any(
         word.startswith("hydra.run.dir=") for word in place.overrides.hydra
     )
-    choice = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
-    for warning in choice.warnings:
+    found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    for warning in warnings:
         console.warn(warning)
-    if choice.checkpoint is not None:
-        require_compatible(choice.checkpoint, _as_begun(config, choice.checkpoint), checkpoint.allow_changes)
-    return choice.checkpoint
+    if found is not None:
+        require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)
+    return found
 
 
 def _start(

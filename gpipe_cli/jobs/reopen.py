@@ -20,8 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.checkpoint.choose import choose
-from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose
 from gpipe_cli.config import FREE_FORM, TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
@@ -54,7 +53,7 @@ class Reopened:
 
     info: CheckpointInfo
     prepared: Prepared
-    warnings: tuple[str, ...]
+    warnings: list[str]
 
     @property
     def config(self) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.checkpoint import choose as checkpoints
-from gpipe_cli.checkpoint.files import read_manifest, step_directories
+from gpipe_cli.checkpoint.files import latest, read_manifest, step_directories
 from gpipe_cli.disk import read_rows, write_whole
 from gpipe_cli.jobs.torchrun import is_first
 from gpipe_cli.launch.join import restart_count
@@ -81,7 +80,7 @@ class Restarts:
         """
         section: dict[str, Any] = self._first["checkpoint"]
         new = _saved(self._run_dir) - self._found
-        newest = checkpoints.latest(self._run_dir).checkpoint if new else None
+        newest = latest(self._run_dir)[0] if new else None
         if newest is not None and newest.path in {path for path, _ in new}:
             weights: dict[str, Any] = {"resume": str(newest.path.absolute()), "init_from": None, "init_except": []}
             return {**section, **weights}, newest.step

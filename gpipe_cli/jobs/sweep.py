@@ -25,8 +25,7 @@ from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.jobs.page import PAGE
 from gpipe_cli.jobs.record import require_writable, where_it_is
 from gpipe_cli.terminal.command import FAILED, REFUSED
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import find_runs
+from gpipe_cli.terminal.runs import compare, find_runs
 
 REFUSALS = (ConfigurationError, DiskError, OmegaConfBaseException)
 

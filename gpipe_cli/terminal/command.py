@@ -14,8 +14,8 @@ from typing import IO
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, visible
+from gpipe_cli.launch.join import adopt_step
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.text import relative_paths
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C

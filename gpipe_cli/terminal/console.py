@@ -11,7 +11,6 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
                    bubble_predicted, skipped_updates, accuracy (optional)
     evaluation     step, numbers: {name: value}
     samples        rows: [{label: text}]                     outputs beside the references
-    end            text                                      the last line of the run
     begun                                                    nothing can refuse the run any more: for jobs/job.py
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
@@ -180,11 +179,6 @@ class Console:
         blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
         self.detail("\n\n".join(blocks))
 
-    def _end(self, event: Event) -> None:
-        if self._bar:
-            self._bar.close()
-        self.say(str(event["text"]))
-
     _SHOWN: dict[str, Callable[[Console, Event], None]] = {  # noqa: RUF012  # not a field: the same for all
         "message": _message,
         "warning": _warning,
@@ -196,7 +190,6 @@ class Console:
         "progress": _progress,
         "evaluation": _evaluation,
         "samples": _samples,
-        "end": _end,
     }
 
 

@@ -23,6 +23,7 @@ SMALL = {
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "kills": "--quick --K 2",
+    "preparation": "--quick --workers 2",
     "scale": "--most 4",
     "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.distributed.tree import family
+from gpipe_cli.distributed.exchange import family
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 9, 64, 100])
@@ -26,4 +26,4 @@ def test_every_rank_reads_what_each_has_written_in_their_order(backend: str) -> 
     totals = [[*(0.1 * (rank + step) for rank in range(size)), size] for step in range(2)]
     gathered = [[rank] for rank in range(size)]
     expected = [[totals, [[] if rank else gathered, {"from": 0}]] for rank in range(size)]
-    assert run_workers("tree_jobs:meet", size, {"backend": backend}) == expected
+    assert run_workers("group_jobs:meet", size, {"backend": backend}) == expected

@@ -1,4 +1,4 @@
-"""Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run first starts."""
+"""Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from benchmarks.planted_faults import verified
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory import module_itself
 from gpipe_cli.factory.build import build_model, build_task
-from gpipe_cli.factory.module_itself import compare_with_module, look_at_first_start
+from gpipe_cli.factory.module_itself import compare_with_module, quick_look
 from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.models.traced import compare
 
 SECTION: dict[str, Any] = {
     "_target_": "gpipe_cli.models.traced.layers.layers",
@@ -30,32 +31,21 @@ def micro_batch() -> MicroBatch:
     return (torch.randn(4, 3, 8, 8),), (torch.arange(4),)
 
 
-def looked(section: dict[str, Any]) -> list[str]:
+def looked() -> str:
     """Returns what the quick look says."""
     said: list[str] = []
-    look_at_first_start(build_model(section), section, TASK, micro_batch, said.append)
-    return said
+    quick_look(build_model(SECTION), TASK, micro_batch(), said.append)
+    (line,) = said
+    return line
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
+def test_a_start_compares_a_module_with_itself() -> None:
+    assert looked().startswith("the module itself: the same bits (40 outputs")
 
 
-def test_the_first_start_compares_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = looked(SECTION)
-    assert line.startswith("the module itself: the same bits (40 outputs")
-    assert looked({**SECTION, "example": [["float32", [9, 3, 8, 8]]]}) == []
-    assert len(looked({**SECTION, "mean": None})) == 1
-    monkeypatch.setattr(module_itself, "_code", lambda: {"own_module": "changed"})
-    assert len(looked(SECTION)) == 1
-
-
-def test_a_first_start_of_a_large_module_says_how_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_of_a_large_module_says_how_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_itself, "LONGEST", 0.0)
-    (line,) = looked(SECTION)
-    assert "too large for a quick look" in line and "gpipe-verify" in line
-    assert looked(SECTION) == []
+    assert "too large for a quick look" in (line := looked()) and "gpipe-verify" in line
 
 
 def test_a_difference_refuses_the_run_before_it_trains(tmp_path: Path) -> None:
@@ -77,3 +67,12 @@ def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:
     assert not report["agrees"]
     assert report["verdict"].startswith("DIFFERENT: the traced layers do not compute what the module itself does")
     assert "the module itself: DIFFERENT in" in report["notes"][0] and "output of micro-batch 1" in report["notes"][0]
+
+
+def test_a_module_that_fails_where_its_layers_do_not_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("not a number")
+
+    monkeypatch.setattr(compare, "run_module", fail)
+    report = compare_with_module(build_model(SECTION), [micro_batch()], TASK)
+    assert report.agrees is False and "the module itself fails" in report.line and "not a number" in report.line

@@ -64,7 +64,7 @@ def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mappi
     lists = schedule(kind, placement, M, kept_graphs(options.remat, K, M))
     settings = make_settings(TABLES[2], options, [(K, M)], say)
     for setting, steps in zip(settings, measured(settings, options, say), strict=True):
-        shares = mean_breakdown(lists, placement, steps["cells"], [0.0] * K, steps["seconds"][kind]).shares()
+        shares, _ = mean_breakdown(lists, placement, steps["cells"], [0.0] * K, steps["seconds"][kind])
         found[setting.costs.name] = shares
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.terminal.run_table import ideal_throughput
+from gpipe_cli.terminal.runs import ideal_throughput
 
 from ...svg import Curve
 from ..options import BenchOptions

@@ -1,0 +1,107 @@
+"""Wraps what the configuration names: checks what a task returns, gives a model the targets among its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..data.source import Batch, Source
+from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch, Tensors
+from ..tasks.base import Task
+
+
+class CheckedTask:
+    """Wraps a task, with all its attributes, so that an error names the task and its method.
+
+    Args:
+        task: made from the configuration's section.
+        name: its `_target_`.
+    """
+
+    def __init__(self, task: Task, name: str) -> None:
+        self._task, self._name = task, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        """Returns the task's loss and statistics.
+
+        Raises:
+            ConfigurationError: they are not one number and the vector of statistics, or a target has no output.
+        """
+        answer = self._answer(self._task.loss, outputs, targets)
+        count = len(self._task.statistics)
+        if isinstance(answer, tuple) and len(answer) == 2:
+            loss, statistics = answer
+            if isinstance(loss, Tensor) and loss.numel() == 1 and _is_vector(statistics, count):
+                return loss, statistics
+        raise ConfigurationError(
+            f"task._target_={self._name}: loss() must return two tensors, the sum of the micro-batch's losses as one "
+            f'number (reduction="sum") and its {count} statistics as a vector (torch.zeros(0) without any)'
+        )
+
+    def evaluate(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns the task's metrics of a micro-batch.
+
+        Raises:
+            ConfigurationError: they are not a vector with one number for each metric, or a target has no output.
+        """
+        answer = self._answer(self._task.evaluate, outputs, targets)
+        if not _is_vector(answer, len(self._task.metrics)):
+            raise ConfigurationError(
+                f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
+                f"metrics ({', '.join(self._task.metrics)})"
+            )
+        return cast(Tensor, answer)
+
+    def _answer(self, method: Callable[[Tensors, Tensors], Any], outputs: Tensors, targets: Tensors) -> Any:
+        try:
+            return method(outputs, targets)
+        except (IndexError, RuntimeError) as error:
+            if "out of bounds" not in str(error):
+                raise
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in outputs)
+            raise ConfigurationError(
+                f"a target of the data is beyond the model's outputs of shape {shapes} ({error}): give the model "
+                "as many classes, or tokens, as the data have (data.classes, data.vocabulary)"
+            ) from error
+
+
+def _is_vector(value: object, count: int) -> bool:
+    """Returns whether ``value`` has ``count`` numbers in one dimension; a single number may have none."""
+    return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
+
+
+class TargetsAsInputs:
+    """Passes on the batches of another source; the inputs of every micro-batch end with its targets."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._source, name)
+        if name in ("train", "evaluation", "evaluation_share"):
+            return lambda *arguments: map(_with_targets, found(*arguments))
+        return _typical(found) if name == "typical_micro_batch" else found
+
+
+def _with_targets(batch: Batch) -> Batch:
+    return replace(batch, micro_batches=[_given(micro_batch) for micro_batch in batch.micro_batches])
+
+
+def _given(micro_batch: MicroBatch) -> MicroBatch:
+    inputs, targets = micro_batch
+    return (*inputs, *targets), targets
+
+
+def _typical(found: Callable[..., tuple[MicroBatch, int]]) -> Callable[..., tuple[MicroBatch, int]]:
+    def typical(*arguments: Any) -> tuple[MicroBatch, int]:
+        micro_batch, examples = found(*arguments)
+        return _given(micro_batch), examples
+
+    return typical
