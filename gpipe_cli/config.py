@@ -7,9 +7,8 @@ signatures. No torch is imported here, so that the command refuses a wrong value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from math import frexp, log2
 from typing import Annotated, Any, Literal
 
@@ -22,12 +21,13 @@ from gpipe_cli.typed_section import (
     Count,
     CountOrZero,
     NotNegative,
+    PartAboveZero,
     Positive,
     Seconds,
     Seed,
     Share,
     ShareOrZero,
-    read_fields,
+    read_section,
     read_values,
     shown,
     unknown_key,
@@ -115,9 +115,7 @@ class PipelineConfig:
         if self.workers != "auto":
             return self.workers
         most = min(self.K, len(self.devices or ()) or room)
-        if "K" in self.auto:
-            return most
-        if self.schedule != "interleaved_1f1b":
+        if "K" in self.auto or self.schedule != "interleaved_1f1b":
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
 
@@ -269,6 +267,27 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+class SamplingSettings:
+    """Describes how gpipe-generate chooses tokens; its command line gives the values.
+
+    Attributes:
+        length: tokens after which a continuation ends anyway.
+        temperature: divides the logits; 0: the most probable token, without a draw.
+        top_k: of so many most probable tokens one is drawn; None: of all.
+        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
+        seed: of the draws.
+        samples: continuations of each prompt.
+    """
+
+    length: Annotated[int, Field(ge=1, le=65_536)] = 64
+    temperature: NotNegative = 1.0
+    top_k: Count | None = None
+    top_p: PartAboveZero = 1.0
+    seed: Seed = 0
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the whole configuration; the sections of `FREE_FORM` are plain dictionaries."""
 
@@ -299,43 +318,37 @@ class Settings:
         return self.verification
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
+    def from_config(cls, config: Mapping[str, Any], found: Problems | None = None) -> Settings:
         """Checks a resolved configuration and converts its values.
+
+        Args:
+            found: problems found before; they are told together.
 
         Raises:
             ConfigurationError: it has one line for each wrong key or value.
         """
-        return cls.read(config, Problems())
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], problems: Problems, checks: Checks = ()) -> Settings:
-        """Checks a resolved configuration as `from_config`.
-
-        Args:
-            problems: found before; they are told together.
-            checks: further ones, of right values.
-
-        Raises:
-            ConfigurationError: it has one line for each problem.
-        """
+        problems = Problems(found or ())
         problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
-        values: dict[str, Any] = {"verification": None, **read_values(TOP_LEVEL, config, "", problems)}
+        values: dict[str, Any] = read_values(TOP_LEVEL, config, "", problems)
         for section in filter(config.__contains__, FREE_FORM):
             values[section] = _read_target(section, config[section], problems)
-        kinds = {**TYPED, "verify": VerifyConfig} if "verify" in config else TYPED
-        sections = {name: config[name] for name in kinds if name in config}
-        if isinstance(pipeline := sections.get("pipeline"), Mapping):
-            auto = [key for key in BEFORE_CHOICE if pipeline.get(key) == "auto"]
-            sections["pipeline"] = {**pipeline, **{key: BEFORE_CHOICE[key] for key in auto}, "auto": auto}
-        typed = {name: read_fields(kinds[name], section, name, problems) for name, section in sections.items()}
+        kinds = {**TYPED, "verify": VerifyConfig}
+        for name in filter(config.__contains__, kinds):
+            with problems.collected():
+                values[name] = read_section(kinds[name], _before_choice(name, config[name]), name)
         problems.refuse()
-        made = {name: kinds[name](**fitting) for name, fitting in typed.items()}
-        values["verification"] = made.pop("verify", None)
-        settings = cls(**values, **made)
-        problems += [problem for check in (_of_pipeline, _of_run, *checks) for problem in check(settings)]
-        problems.refuse()
+        settings = cls(verification=values.pop("verify", None), **values)
+        Problems([*_of_pipeline(settings), *_of_run(settings)]).refuse()
         return settings
+
+
+def _before_choice(name: str, section: Any) -> Any:
+    """Returns the section; of pipeline with `BEFORE_CHOICE` where a key is auto, and these keys in `auto`."""
+    if name != "pipeline" or not isinstance(section, Mapping):
+        return section
+    auto = [key for key in BEFORE_CHOICE if section.get(key) == "auto"]
+    return {**section, **{key: BEFORE_CHOICE[key] for key in auto}, "auto": auto}
 
 
 def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
@@ -352,7 +365,6 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 
-Checks = tuple[Callable[[Settings], Iterable[str]], ...]
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
     **dict.fromkeys(("lr", "weight_decay", "momentum"), NotNegative),
@@ -373,12 +385,7 @@ SECTIONS = (*TOP_LEVEL, *FREE_FORM, *TYPED)
 
 def known_keys() -> list[str]:
     """Returns every key of the typed sections and of the top level, dotted."""
-    return [*SECTIONS, *(key for section, kind in TYPED.items() for key in keys_of(section, kind))]
-
-
-def keys_of(section: str, kind: type) -> list[str]:
-    """Returns the keys of one section, dotted."""
-    return [f"{section}.{field.name}" for field in fields(kind)]
+    return [*SECTIONS, *(f"{section}.{field.name}" for section, kind in TYPED.items() for field in fields(kind))]
 
 
 # -- relations between keys --------------------------------------------------------------------------------------------
@@ -405,16 +412,12 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
             f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
             f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}"
         )
-    if not isinstance(sizes, str) and len(sizes) != K:
-        yield (
-            f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
-            f"give one size per cell, or use pipeline.K={len(sizes)}"
-        )
-    if isinstance(pipeline.keep, list) and len(pipeline.keep) != K:
-        yield (
-            f"pipeline.keep={shown(pipeline.keep)} has {len(pipeline.keep)} numbers but pipeline.K={K}: "
-            "give one number per cell, or one for all"
-        )
+    for key, given in (("partition", sizes), ("keep", pipeline.keep)):
+        if isinstance(given, list) and len(given) != K:
+            yield (
+                f"pipeline.{key}={shown(given)} has {len(given)} numbers but pipeline.K={K}: "
+                f"give one for each cell, or use pipeline.K={len(given)}"
+            )
     if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
         yield (
             "launch.inline=true runs one worker inside the command: "
@@ -439,10 +442,5 @@ def _of_run(settings: Settings) -> Iterator[str]:
             f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} "
             "resumes one, which has its own weights: leave out one of them"
         )
-    known = known_keys()
-    for pattern in checkpoint.allow_changes:
-        section = pattern.partition(".")[0]
-        if not any(fnmatchcase(key, pattern if section in TYPED else section) for key in known):
-            yield f"checkpoint.allow_changes: {unknown_key(pattern, known)}"
     if scale is not None and frexp(scale)[0] != 0.5:
         yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"

@@ -76,16 +76,11 @@ def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] |
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
-    rows: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    if path.is_file():
-        with path.open("rb") as file:
-            for number, (_, row) in enumerate(json_lines(file), 1):
-                if row is None:
-                    damaged.append(number)
-                else:
-                    rows.append(row)
-    return rows, damaged
+    if not path.is_file():
+        return [], []
+    with path.open("rb") as file:
+        found = [row for _, row in json_lines(file)]
+    return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
 
 
 def skipped(path: Path, damaged: Sequence[int]) -> str:

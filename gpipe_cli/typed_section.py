@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from gpipe_cli.errors import Problems
+from gpipe_cli.errors import ConfigurationError, Problems
 
 T = TypeVar("T")
 LONGEST_SHOWN = 60  # characters of a wrong value in a message
@@ -59,26 +59,17 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
     Raises:
         ConfigurationError: it has one line for each key that is unknown, missing or has a wrong value.
     """
-    problems = Problems()
-    fitting = read_fields(kind, values, prefix, problems)
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"{prefix} must be a section with keys, not {shown(values)}")
+    hints, dot = get_type_hints(kind, include_extras=True), f"{prefix}." if prefix else ""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    problems = Problems(
+        unknown_key(f"{dot}{key}", [dot + each for each in names]) for key in values if key not in names
+    )
+    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
+    fitting = read_values({name: hints[name] for name in names}, values, dot, problems)
     problems.refuse()
     return kind(**fitting)
-
-
-def read_fields(kind: type, values: object, prefix: str, problems: Problems) -> dict[str, Any]:
-    """Returns the values that fit the fields of a dataclass, as `read_section` checks them.
-
-    Args:
-        problems: gets one line for each key that is unknown, missing or has a wrong value.
-    """
-    if not isinstance(values, Mapping):
-        problems.append(f"{prefix} must be a section with keys, not {shown(values)}")
-        return {}
-    hints, dot = get_type_hints(kind, include_extras=True), f"{prefix}." if prefix else ""
-    names = [field.name for field in fields(kind)]
-    problems += [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
-    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
-    return read_values({name: hints[name] for name in names}, values, dot, problems)
 
 
 def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, problems: Problems) -> dict[str, Any]:

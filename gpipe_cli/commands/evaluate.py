@@ -42,7 +42,6 @@ task.generation.beam, task.generation.per_language_at_end, precision=bf16. More:
 """
 OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
-EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
@@ -63,14 +62,14 @@ def evaluate(words: Sequence[str]) -> int:
         WorkerFailed: a worker failed.
     """
     from gpipe_cli.jobs.job import EntryPoint, launch_program
-    from gpipe_cli.jobs.record import require_writable
     from gpipe_cli.jobs.reopen import open_run
+    from gpipe_cli.jobs.run_directory import require_writable
     from gpipe_cli.terminal.console import Console
 
     line = read_words(words, OWN)
     split = line.own.get("split", "dev")
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
-    run = open_run(line.run(EXAMPLE), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
+    run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))
     require_writable("output", folder)
@@ -146,7 +145,7 @@ def compare(words: Sequence[str]) -> int:
     Raises:
         ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
     """
-    from gpipe_cli.jobs.record import require_writable
+    from gpipe_cli.jobs.run_directory import require_writable
     from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
     from gpipe_cli.metrics.translation_scores import languages_of
 

@@ -33,7 +33,6 @@ Weights and buffers are named <layer name>.<parameter>, in model order; optimize
     model.load_state_dict(weights)
 """
 OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
-EXAMPLE = "gpipe-export checkpoint=RUN output=model.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +46,7 @@ def _run(words: Sequence[str]) -> int:
     output = Path(line.own.get("output", "model.safetensors"))
     if output.suffix != ".safetensors":
         raise ConfigurationError(f"output={output}: the name must end in .safetensors")
-    info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
+    info, warnings = choose(Path(line.run("gpipe-export")).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
         output = info.run_dir / output
     if output.exists() and not line.own.get("overwrite"):

@@ -123,8 +123,8 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     """
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.configuration import composed, plain
+    from gpipe_cli.jobs.machine import most_workers
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.jobs.workers import most_workers
     from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
 
     problems = Problems()
@@ -134,8 +134,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     if not problems:
         enough, on_cut = with_free_cut(enough, options)
         notes += on_cut
-    settings = Settings.read(enough, problems)
-    problems.refuse()
+    settings = Settings.from_config(enough, problems)
     look_here(targets(config))
     if options.device is None:
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]

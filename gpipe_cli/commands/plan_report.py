@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.jobs.workers import plural
 from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
-from gpipe_cli.terminal.text import number, percent, seconds_text, size_text
+from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
 from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:

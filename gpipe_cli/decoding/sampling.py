@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config import SamplingSettings
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.randomness import derive_seed
@@ -20,27 +21,6 @@ from .decoding import Sizes
 
 DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
 LIMIT, PROMPT, SAMPLE, LAST = range(4)  # columns of the targets; LAST: the place whose output predicts the next token
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Describes how tokens are chosen.
-
-    Attributes:
-        length: tokens after which a continuation ends anyway.
-        temperature: divides the logits; 0: the most probable token, without a draw.
-        top_k: of so many most probable tokens one is drawn; None: of all.
-        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
-        seed: of the draws.
-        samples: continuations of each prompt.
-    """
-
-    length: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    samples: int = 1
 
 
 @dataclass(frozen=True)

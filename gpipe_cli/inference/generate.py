@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+from ..config import SamplingSettings
 from ..decoding.decoding import Decoder
-from ..decoding.sampling import ContinuationForm, Prompt, SamplingSettings
+from ..decoding.sampling import ContinuationForm, Prompt
 from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..trainer.assembly import Assembly, assemble_from_checkpoint
-from .lines import MOST_TOKENS, answer_lines
+from .lines import Answerer
 
 
-def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
+def main(context: Context, config: dict[str, Any]) -> dict[str, int]:
     """Generates; the entry point of a worker.
 
     Args:
@@ -21,70 +22,49 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             text, or "input", the path of a pipe with UTF-8 lines.
 
     Returns:
-        On rank 0 the number of prompts ("lines") and of those with more than "most" tokens ("left_out").
+        As `Answerer.answer_all`.
 
     Raises:
         ConfigurationError: the run's model or data cannot generate text, or as `assemble_from_checkpoint`.
     """
     assembly = assemble_from_checkpoint(context, config)
-    continuer = Continuer(assembly, SamplingSettings(**config["sampling"]), context.emit)
-    if "prompt" in config:
-        continuer.answer([config["prompt"]])
-    else:
-        answer_lines(context, assembly, continuer, config["input"])
-    return {name: getattr(continuer, name) for name in ("lines", "left_out", "most")}
+    continuer = Continuer(context, assembly, SamplingSettings(**config["sampling"]))
+    if "prompt" not in config:
+        return continuer.answer_all(config["input"])
+    continuer.answer([config["prompt"]])
+    return continuer.counts()
 
 
-class Continuer:
-    """Continues prompts; an `Answerer`.
-
-    Args:
-        emit: receives the texts, on rank 0.
+class Continuer(Answerer):
+    """Continues prompts.
 
     Raises:
-        ConfigurationError: the model is no language model, or the data source has no `encode` and `decode`.
+        ConfigurationError: the model is no language model.
     """
 
-    def __init__(self, assembly: Assembly, settings: SamplingSettings, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, context: Context, assembly: Assembly, settings: SamplingSettings) -> None:
         shape = assembly.first.shape
-        if len(shape.inputs) != 1 or shape.inputs != (2,) or len(shape.targets) != 1:
+        if shape.inputs != (2,) or len(shape.targets) != 1:
             raise ConfigurationError(
                 f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
                 "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
             )
-        self._codec, self._settings, self._emit = assembly.source, settings, emit
         self._eos = assembly.first.tokens.eos_id
         window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
-        self._decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))
-        self.at_once = assembly.settings.pipeline.M
-        self.most, self.lines, self.left_out = MOST_TOKENS, 0, 0
+        decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))
+        super().__init__(context, assembly, decoder, assembly.settings.pipeline.M, settings.samples)
 
-    def answer(self, lines: list[str]) -> None:
-        """Emits {"kind": "answers", "lines", "texts", "log_probabilities"}: as many texts as samples for each line.
+    def source(self, ids: Sequence[int], line: int, sample: int) -> Prompt:
+        """Returns the line as the beginning of a document."""
+        return Prompt([self._eos, *ids], line, sample)
 
-        A prompt of too many tokens has empty texts.
-        """
-        encoded = self._codec.encode(lines) if self._codec is not None else []
-        numbered = enumerate(encoded, start=self.lines)
-        prompts = [
-            Prompt([self._eos, *ids], number, sample)
-            for number, ids in numbered
-            if len(ids) < self.most
-            for sample in range(self._settings.samples)
-        ]
-        found = self._decoder.decode(prompts)
-        if self._codec is None or not lines:
-            return
-        given = {(p.number, p.sample): ([*p.ids[1:], *h.tokens], h) for p, h in zip(prompts, found, strict=True)}
-        texts, log_probabilities = list[str](), list[float]()
-        for number in range(self.lines, self.lines + len(lines)):
-            for sample in range(self._settings.samples):
-                ids, hypothesis = given.get((number, sample), ([], None))
-                texts.append(self._codec.decode(ids))
-                log_probabilities.append(0.0 if hypothesis is None else hypothesis.log_probability)
-        self.lines += len(lines)
-        self.left_out += sum(len(ids) >= self.most for ids in encoded)
-        self._emit({"kind": "answers", "lines": len(lines), "texts": texts, "log_probabilities": log_probabilities})
+    def answer_text(self, ids: Sequence[int], found: Sequence[int]) -> Sequence[int]:
+        """Returns the line and what follows it."""
+        return [*ids, *found]
+
+    def is_blank(self, line: str) -> bool:
+        """Returns False: an empty line begins a new text."""
+        return False
 
 
 def _keeps_caches(assembly: Assembly) -> bool:

@@ -5,93 +5,145 @@ Only rank 0 reads and emits; an exchange passes on to the others whether there a
 
 from __future__ import annotations
 
-import os
-import select
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
 
+from ..decoding.beam import Hypothesis
+from ..decoding.decoding import Decoder
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..trainer.assembly import Assembly
 
 TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
-MOST_TOKENS = 1024  # of a line, where no training sentence was longer: attention over more would fill the memory
+MOST_TOKENS = 1024  # of a line: attention over more would fill the memory
+MOST_WAITING = 10_000  # lines that are read ahead
 IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
 
 
-class Answerer(Protocol):
-    """Answers lines; every worker calls `answer` at the same time, with the lines on rank 0 and none elsewhere.
-
-    Attributes:
-        at_once: lines that are answered together, at most.
-    """
-
-    at_once: int
-
-    def answer(self, lines: list[str]) -> None: ...
-
-
-def answer_lines(context: Context, assembly: Assembly, answerer: Answerer, pipe: str) -> None:
-    """Answers all lines of a pipe; every worker calls it at the same time.
+class Answerer:
+    """Answers lines with a decoder; every worker calls its methods at the same time.
 
     Args:
-        pipe: the path of a pipe with UTF-8 lines.
+        at_once: lines that are answered together, at most.
+        samples: answers to each line.
+        beam: of the decoder.
     """
-    reader = None
-    if assembly.world.rank == 0:
-        reader = PipeReader(pipe, context.stop_requested, lambda: context.emit({"kind": "idle"}))
-    more = Exchange({"more": 1}, assembly.world.all_ranks)
-    while True:
-        lines = reader.read(answerer.at_once) if reader is not None else None
-        more.own["more"][0] = float(lines is not None)
-        more.run()
-        if not more.total["more"][0]:
+
+    def __init__(
+        self, context: Context, assembly: Assembly, decoder: Decoder, at_once: int, samples: int = 1, beam: int = 1
+    ) -> None:
+        self._context, self._assembly, self._codec = context, assembly, assembly.source
+        self._decoder, self._at_once, self._samples, self._beam = decoder, at_once, samples, beam
+        self._lines = self._left_out = 0
+
+    def source(self, ids: Sequence[int], line: int, sample: int) -> Any:
+        """Returns what the decoder continues, from the tokens of a line."""
+        return ids
+
+    def answer_text(self, ids: Sequence[int], found: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens of an answer, from those of the line and what the decoder has found."""
+        return found
+
+    def is_blank(self, line: str) -> bool:
+        """Returns whether the answer to a line is empty."""
+        return not line.strip()
+
+    def answer_all(self, pipe: str) -> dict[str, int]:
+        """Answers all lines of a pipe.
+
+        Args:
+            pipe: its path; its lines are UTF-8.
+
+        Returns:
+            On rank 0 the number of "lines" and of those with more than "most" tokens ("left_out").
+        """
+        reader = None
+        if self._assembly.world.rank == 0:
+            idle = {"kind": "idle"}
+            reader = PipeReader(pipe, self._context.stop_requested, lambda: self._context.emit(idle))
+        more = Exchange({"more": 1}, self._assembly.world.all_ranks)
+        while True:
+            lines = reader.read(self._at_once) if reader is not None else None
+            more.own["more"][0] = float(lines is not None)
+            more.run()
+            if not more.total["more"][0]:
+                return self.counts()
+            self.answer(lines or [])
+
+    def counts(self) -> dict[str, int]:
+        """Returns what `answer_all` does, of the lines answered so far."""
+        return {"lines": self._lines, "left_out": self._left_out, "most": MOST_TOKENS}
+
+    def answer(self, lines: list[str]) -> None:
+        """Emits {"kind": "answers", "texts", "log_probabilities"}: as many texts as samples for each line of rank 0.
+
+        A blank line and one of too many tokens have empty texts.
+        """
+        encoded = [] if self._codec is None else self._codec.encode(lines)
+        asked = {number: ids for number, ids in enumerate(encoded) if not self.is_blank(lines[number])}
+        places = [
+            (number, sample)
+            for number, ids in asked.items()
+            if len(ids) <= MOST_TOKENS
+            for sample in range(self._samples)
+        ]
+        sources = [self.source(asked[number], self._lines + number, sample) for number, sample in places]
+        found = dict(zip(places, self._decoder.decode(sources, self._beam), strict=True))
+        if self._codec is None or not lines:
             return
-        answerer.answer(lines or [])
+        self._lines += len(lines)
+        self._left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
+        texts, log_probabilities = list[str](), list[float]()
+        for place in ((number, sample) for number in range(len(lines)) for sample in range(self._samples)):
+            hypothesis = found.get(place, Hypothesis([], 0.0))
+            ids = self.answer_text(asked[place[0]], hypothesis.tokens) if place in found else []
+            texts.append(self._codec.decode(ids))
+            log_probabilities.append(hypothesis.log_probability)
+        self._context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
 
 
 class PipeReader:
     """Reads lines from a pipe, as many as have arrived.
 
     Args:
-        path: of the pipe; opening waits for its writer.
+        path: of the pipe.
         stopped: whether to end reading.
         idle: called while nothing arrives, about every `TICK_SECONDS`.
     """
 
     def __init__(self, path: str, stopped: Callable[[], bool], idle: Callable[[], None]) -> None:
-        self._pipe = os.open(path, os.O_RDONLY)
-        self._stopped, self._idle = stopped, idle
-        self._lines: list[str] = []
-        self._rest = b""
-        self._ended = False
+        self._stopped, self._idle, self._ended = stopped, idle, False
+        self._lines: Queue[str | None] = Queue(MOST_WAITING)  # None: the end
+        Thread(target=self._fill, args=(path,), daemon=True).start()
+
+    def _fill(self, path: str) -> None:
+        with Path(path).open(encoding="utf-8", newline="\n") as pipe:
+            for line in pipe:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
 
     def read(self, most: int) -> list[str] | None:
         """Returns at most ``most`` lines; an empty list after `IDLE_SECONDS` without one; None at the end."""
-        until = time.monotonic() + IDLE_SECONDS
-        while not self._lines and not self._ended:
-            if self._stopped():
-                return None
-            if not self._receive(TICK_SECONDS):
+        lines, until = list[str](), time.monotonic() + IDLE_SECONDS
+        while len(lines) < most and not self._ended:
+            try:
+                line = self._lines.get(timeout=LINGER_SECONDS if lines else TICK_SECONDS)
+            except Empty:
+                if lines:
+                    break
+                if self._stopped():
+                    return None
                 self._idle()
                 if time.monotonic() > until:
                     return []
-        while len(self._lines) < most and not self._ended and self._receive(LINGER_SECONDS):
-            pass
-        lines, self._lines = self._lines[:most], self._lines[most:]
+                continue
+            if line is None:
+                self._ended = True
+            else:
+                lines.append(line)
         return lines or None
-
-    def _receive(self, seconds: float) -> bool:
-        """Returns whether anything came within ``seconds``, the end included."""
-        ready, _, _ = select.select([self._pipe], [], [], seconds)
-        if not ready:
-            return False
-        received = os.read(self._pipe, 1 << 16)
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if not received:
-            self._ended = True
-            lines, self._rest = ([self._rest] if self._rest else []), b""
-        self._lines += [line.decode() for line in lines]
-        return True

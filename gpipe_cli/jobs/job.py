@@ -6,7 +6,6 @@ import math
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,12 @@ from gpipe_cli.checkpoint.commit import refuse_another_run
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
-from gpipe_cli.config import LaunchConfig, Settings
-from gpipe_cli.disk import DiskError
-from gpipe_cli.disk import explain as explain_disk
+from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import sweep, torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.page import PLAN, ask_planner, write_page
-from gpipe_cli.jobs.record import RunRecord, sole_writer, where_it_is
-from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.jobs.run_directory import Restarts, RunRecord, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
@@ -101,7 +97,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         except ConfigurationError as error:
             console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
-        except (WorkerFailed, DiskError) as error:
+        except (WorkerFailed, PlainError) as error:
             console.error(relative_paths(str(error)))
             if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
                 write_page(run_dir, console.warn)
@@ -207,7 +203,9 @@ def _start(
 
     def start(settings: dict[str, Any]) -> Any:
         started = {**config, "settings": settings, "restarts": restarts.records}
-        return _run_program(prepared.settings.launch, started, run_dir, program, on_event)
+        if joined():
+            return join(torchrun.ENTRY, torchrun.wrap(program.entry, started), run_dir, on_event)
+        return launch_program(program, started, run_dir, on_event)
 
     try:
         return restarts.run(start)
@@ -217,32 +215,14 @@ def _start(
 
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
-    """Returns which step of a stopped run is saved, and the command that continues from there."""
+    """Returns which step of a stopped run is saved, and how the run continues from there."""
     saved, place = step_directories(run_dir), HydraConfig.get()
     if program.conclude is not None or not saved:
         return "stopped before its end; no step is saved"
     sweeps = place.mode == RunMode.MULTIRUN
     key, folder = ("hydra.sweep.dir", place.sweep.dir) if sweeps else ("hydra.run.dir", run_dir)
-    last = [f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"]
-    words = [word for word in sys.argv[1:] if not word.startswith((f"{key}=", "checkpoint.resume="))]
-    command = "the same with" if joined() else shlex.join([command_name(), *words])
-    return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type: {command} {shlex.join(last)}"
-
-
-def _run_program(
-    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, on_event: OnEvent
-) -> Any:
-    if joined():
-        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, on_event)
-    try:
-        return launch_program(program, config, run_dir, on_event)
-    except (ConfigurationError, WorkerFailed, DiskError):
-        raise
-    except Exception as error:
-        said = str(error) if isinstance(error, PlainError) else explain_disk(error)
-        if said is None and not settings.inline:
-            raise
-        raise WorkerFailed(said or traceback.format_exc().rstrip()) from error
+    words = shlex.join([f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"])
+    return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type the same with {words}"
 
 
 def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:

@@ -17,18 +17,16 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.limits import TRAINING
 from gpipe_cli.jobs.page import PAGE
-from gpipe_cli.jobs.record import require_writable, where_it_is
+from gpipe_cli.jobs.run_directory import require_writable, where_it_is
 from gpipe_cli.terminal.command import FAILED, REFUSED
 from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
 
-REFUSALS = (ConfigurationError, DiskError, OmegaConfBaseException)
+REFUSALS = (ConfigurationError, OmegaConfBaseException)
 
 
 @dataclass
@@ -56,7 +54,7 @@ class CommandCallback(Callback):
         HydraConfig.instance().set_config(config)
         try:
             composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            prepared = prepare(composed, TRAINING)
+            prepared = prepare(composed, trains=True)
             require_writable("hydra.run.dir", config.hydra.run.dir)
         except REFUSALS as error:
             raise SystemExit(REFUSED) from error

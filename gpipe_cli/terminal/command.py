@@ -38,7 +38,6 @@ def run_command(
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
     """
-    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # its encoding may be Latin-1 or ASCII
     adopt_step(os.environ)
@@ -62,11 +61,6 @@ def run_command(
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
-    try:
-        Path.cwd()
-    except OSError:
-        say(f"{name}: the current directory has been deleted: change to another one with cd")
-        return REFUSED
     try:
         return work()
     except ConfigurationError as error:
@@ -102,13 +96,6 @@ def discard(stream: IO[str]) -> None:
     """Sends what waits in the stream, and all that follows, to /dev/null."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
-
-
-def _open_closed_streams() -> None:
-    """Opens /dev/null in place of closed standard streams, so that no other file gets their numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # its number is the lowest that is free
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
 
 
 def _reader_is_gone() -> bool:

@@ -27,12 +27,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from gpipe_cli.disk import cannot_write
 from gpipe_cli.errors import visible
@@ -61,7 +60,11 @@ class Console:
         self._every, self._silent, self._brief = every, silent, brief
         self._output = OutputStream(sys.stdout)
         self._rich = RichConsole(file=cast("IO[str]", self._output), highlight=False, markup=False, soft_wrap=True)
-        self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
+        self._bar: Progress | None = None
+        if mode == "auto" and self._rich.is_terminal and not silent:
+            columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
+            self._bar = Progress(*columns, console=self._rich, transient=True, refresh_per_second=4)
+            self._task = self._bar.add_task("training", line="")  # shown from the first step on
         self._began: tuple[float | None, float] | None = None  # share done at the first step, and its time
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
         self._warnings = _WarningsToConsole(self)
@@ -73,13 +76,13 @@ class Console:
     def __exit__(self, *_: object) -> None:
         logging.getLogger().removeHandler(self._warnings)
         if self._bar:
-            self._bar.close()
+            self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         """Prints one event."""
-        show = self._SHOWN.get(event.get("kind") or event.get("event") or "")
+        show = getattr(self, f"_show_{event.get('kind') or event.get('event')}", None)
         if show:
-            show(self, event)
+            show(event)
         else:
             log.info("%s", json.dumps(event, default=str))
 
@@ -100,7 +103,7 @@ class Console:
         if logged:
             log.error("%s", text, extra={"shown": True})
         if self._bar:
-            self._bar.close()
+            self._bar.stop()
         if not self._silent:
             print(visible(text), file=OutputStream(sys.stderr), flush=True)
 
@@ -119,128 +122,90 @@ class Console:
 
     # -- kinds of events -----------------------------------------------------------------------------------------
 
-    def _message(self, event: Event) -> None:
+    def _show_message(self, event: Event) -> None:
         self.detail(relative_paths(str(event["text"])))
 
-    def _warning(self, event: Event) -> None:
+    def _show_warning(self, event: Event) -> None:
         self.warn(str(event.get("text") or event.get("message")))
 
-    def _stopping(self, event: Event) -> None:
+    _show_killed = _show_warning
+
+    def _show_stopping(self, event: Event) -> None:
         self.say(
             f"{event['signal']}: the run stops after this step and saves, within {event['grace_seconds']:g} s "
             "(once more: stop at once)"
         )
 
-    def _preparation(self, event: Event) -> None:
+    def _show_preparation(self, event: Event) -> None:
         done, total, now = event["done"], event["total"], time.monotonic()
         if (total and done >= total) or now - self._last_preparation >= PREPARATION_SECONDS:
             self._last_preparation = now
             self.detail(f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else ""))
 
-    def _cells(self, event: Event) -> None:
+    def _show_cells(self, event: Event) -> None:
         columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]
         keys = ("cell", "worker", "layers", "first", "last", "parameters")
         rows = [[*(row[key] for key in keys), percent(row["share"])] for row in event["rows"]]
         self.detail(text_table(columns, rows))
 
-    def _table(self, event: Event) -> None:
+    def _show_table(self, event: Event) -> None:
         self.detail(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
 
-    def _progress(self, event: Event) -> None:
-        step, steps = event["step"], event["steps"]
-        done = event["done"]
+    def _show_progress(self, event: Event) -> None:
+        step, steps, done, now = event["step"], event["steps"], event["done"], time.monotonic()
         first = self._began is None
-        share, began = self._began = self._began or (done, time.monotonic())
+        share, began = self._began = self._began or (done, now)
         left = None
         if share is not None and done is not None and share < done < 1:
-            left = (time.monotonic() - began) / (done - share) * (1 - done)
+            left = (now - began) / (done - share) * (1 - done)
+        place = f"{number(step)}{f'/{number(steps)}' if steps else ''}"
+        line = f"{place}  {_figures(event, left)}"
         if self._bar:
-            place = f"{step:,}{f'/{steps:,}' if steps else ''}"
-            self._bar.show(done, f"{place}  {_progress_line(event, left, short=True)}")
-        now = time.monotonic()
+            self._bar.start()
+            total = None if done is None else 1.0
+            self._bar.update(self._task, completed=done or 0.0, total=total, line=line)
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
         last = step == steps and not self._brief  # its figures are in the table of the sweep
         if first or last or (due and not self._brief) or silence >= LONGEST_SILENCE_SECONDS:
             self._last_line = now
-            line = _progress_line(event, left)
-            text = f"step {number(step)}{f'/{number(steps)}' if steps else ''}  {line}"
+            predicted = event.get("bubble_predicted")
+            schedule = "" if predicted is None else f" (schedule {percent(predicted)})"
+            text = f"step {line}  bubble {percent(event['bubble'])}{schedule}"
             if self._bar:
                 log.info("%s", text)
             else:
                 self.say(text)
 
-    def _evaluation(self, event: Event) -> None:
+    def _show_evaluation(self, event: Event) -> None:
         shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # without single languages
         numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
         self.say(f"evaluation after step {number(event['step'])}: {numbers or 'nothing is held out'}")
 
-    def _samples(self, event: Event) -> None:
+    def _show_samples(self, event: Event) -> None:
         width = max((len(label) for row in event["rows"] for label in row), default=0)
         blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
         self.detail("\n\n".join(blocks))
 
-    def _end(self, event: Event) -> None:
+    def _show_end(self, event: Event) -> None:
         if self._bar:
-            self._bar.close()
+            self._bar.stop()
         self.say(str(event["text"]))
 
-    _SHOWN: dict[str, Callable[[Console, Event], None]] = {  # noqa: RUF012  # not a field: the same for all
-        "message": _message,
-        "warning": _warning,
-        "killed": _warning,
-        "stopping": _stopping,
-        "preparation": _preparation,
-        "cells": _cells,
-        "table": _table,
-        "progress": _progress,
-        "evaluation": _evaluation,
-        "samples": _samples,
-        "end": _end,
-    }
 
-
-def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
-    """Returns the figures of a step; ``short``: in 80 columns, beside a progress bar."""
+def _figures(event: Event, seconds_left: float | None) -> str:
+    """Returns the figures of a step that fit 80 columns beside a progress bar."""
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
         f"accuracy {number(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
-        f"{number(event['examples_per_second'], 3)} {'ex/s' if short else 'examples/s'}",
-        _bubble(event["bubble"], event.get("bubble_predicted"), short),
+        f"{number(event['examples_per_second'], 3)} examples/s",
     ]
     if event.get("skipped_updates"):
         parts.append(f"{event['skipped_updates']} skipped")
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
-    """Returns the measured bubble, and the one that the schedule itself has with the same times."""
-    if measured is None or predicted is None:
-        return f"bubble {percent(measured)}"
-    if short:
-        return f"bubble {100 * measured:.0f}/{100 * predicted:.0f} %"
-    return f"bubble {percent(measured)} (schedule {percent(predicted)})"
-
-
-class _Bar:
-    """Shows a progress bar at the bottom of a terminal."""
-
-    def __init__(self, console: RichConsole) -> None:
-        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
-        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-        self._task: TaskID | None = None
-
-    def show(self, done: float | None, line: str) -> None:
-        if self._task is None:
-            self._task = self._progress.add_task("training", line=line)
-            self._progress.start()
-        self._progress.update(self._task, completed=done or 0.0, total=None if done is None else 1.0, line=line)
-
-    def close(self) -> None:
-        self._progress.stop()
 
 
 class _WarningsToConsole(logging.Handler):
@@ -293,23 +258,13 @@ class TrainLog(logging.FileHandler):
 
     def __init__(self, filename: str, encoding: str = "utf-8") -> None:
         super().__init__(filename, encoding=encoding, delay=True)  # opened by the first record: see emit
-        self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record; never raises an OSError, and prints no traceback of one."""
-        if self._lost:
-            return
         try:
-            if self.stream is None:
-                self.stream = self._open()
+            self.stream = self.stream or self._open()
             self.stream.write(f"{self.format(record)}{self.terminator}")
             self.stream.flush()
         except OSError as error:
-            self._lost = True
-            self.close()
+            logging.getLogger().removeHandler(self)
             log.warning("%s; the run goes on without it", cannot_write(Path(self.baseFilename), error))
-
-    def close(self) -> None:
-        """Closes the file, also where its last records find no room."""
-        with suppress(OSError):
-            super().close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError, Problems
-from gpipe_cli.typed_section import nearest, read_values, unknown_key
+from gpipe_cli.typed_section import read_values, unknown_key
 
 WITH_VALUE = (
     *("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p", "--cfg", "-c"),
@@ -44,7 +44,7 @@ class Words:
         words = [part for word in self.options for part in word.split("=", 1)]
         return next((words[place + 1] for place, word in enumerate(words) if word in WITH_VALUE[:2]), None)
 
-    def run(self, example: str) -> str:
+    def run(self, command: str) -> str:
         """Returns the only run: a bare path, or the value of `checkpoint=`.
 
         Raises:
@@ -52,7 +52,8 @@ class Words:
         """
         runs = [*self.runs, *(str(value) for key, value in self.own.items() if key == "checkpoint")]
         if len(runs) != 1:
-            raise ConfigurationError(f"{'one run, not ' + ', '.join(runs) if runs else 'which run?'} Type {example}")
+            said = f"one run, not {', '.join(runs)}:" if runs else "which run?"
+            raise ConfigurationError(f"{said} type {command} RUN")
         return runs[0]
 
 
@@ -129,6 +130,4 @@ def _no_such_option(word: str, options: Sequence[str]) -> str:
     flag, equals, _ = word.partition("=")
     if equals and flag not in options:
         return f"{word}: keys have no dashes, type {word.lstrip('-')}"
-    near = nearest(flag, (*options, "--help", "--version"))
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"there is no option {word}; {guess}--help shows what there is"
+    return f"there is no option {word}; --help shows what there is"

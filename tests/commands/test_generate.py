@@ -59,7 +59,7 @@ def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
     info = SimpleNamespace(run_dir=Path("run"))
     run: Any = SimpleNamespace(info=info, config={"data": {}, "task": {"generation": {"beam": 8}}})
     with pytest.raises(ConfigurationError, match="use gpipe-translate"):
-        generate.worker_config(run)
+        generate.worker_config(run, {})
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(r
 def test_a_line_of_too_many_tokens_is_not_answered_and_told(
     run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe_cli.inference.translate.MOST_TOKENS", 100)
+    monkeypatch.setattr("gpipe_cli.inference.lines.MOST_TOKENS", 100)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join([LINES[0], "1" * 200, LINES[4]]))
     assert translated(run, lines, *INLINE) == [reference[0], "", reference[4]]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.reliability.wrong_configurations import CASES, SHELLS, faults, run
+from benchmarks.reliability.wrong_configurations import CASES, faults, run
 
-OUTSIDE = [*CASES][::7] + [case for case in CASES if case.startswith("gone")]
-INSIDE = [case for case in CASES if case.partition(" ")[0] not in SHELLS and case not in OUTSIDE]
+OUTSIDE = [*CASES][::7]
+INSIDE = [case for case in CASES if case not in OUTSIDE]
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
@@ -50,24 +50,5 @@ def test_the_answer_is_one_line_and_no_more(
     monkeypatch.chdir(tmp_path)
     with suppress(SystemExit):
         import_module("gpipe_cli.commands.train").main(words)
-    written = capsys.readouterr().err
-    assert said in written and written.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: &a\n  b: *a\n", "this value holds itself"),
-        ("a: &a [" + "1," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]\n", "write fewer of them"),
-    ],
-)
-def test_yaml_without_an_end_is_refused(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(text)
-    with suppress(SystemExit):
-        import_module("gpipe_cli.commands.train").main(["--config-dir", str(tmp_path), "model=mine"])
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1

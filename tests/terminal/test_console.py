@@ -52,7 +52,7 @@ def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pyt
     for terminal in (True, False):
         output = io.StringIO()
         monkeypatch.setattr(output, "isatty", lambda terminal=terminal: terminal)
-        Writer(output, scores=False, one_line=False)._write(1, [HOSTILE], [0.0])
+        Writer(output, scores=False, one_line=False)._write([HOSTILE], [0.0])
         written[terminal] = output.getvalue()
     assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 
