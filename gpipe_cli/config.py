@@ -16,7 +16,6 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
-from gpipe_cli.targets import other_kinds
 from gpipe_cli.typed_section import (
     Count,
     CountOrZero,
@@ -388,19 +387,40 @@ def known_keys() -> list[str]:
     return [*SECTIONS, *(f"{section}.{field.name}" for section, kind in TYPED.items() for field in fields(kind))]
 
 
+# -- what our own targets are for: a user's own may be for anything --------------------------------------------------
+
+KINDS = {
+    "gpipe_cli.models.transformer.transformer": "translation",
+    "gpipe_cli.data.cldr.source.TranslationSource": "translation",
+    "gpipe_cli.data.parallel.source.ParallelTextSource": "translation",
+    "gpipe_cli.tasks.translation.TranslationTask": "translation",
+    "gpipe_cli.models.transformer_lm.transformer_lm": "text",
+    "gpipe_cli.data.cldr.text.TextSource": "text",
+    "gpipe_cli.data.text.source.TextFilesSource": "text",
+    "gpipe_cli.tasks.language_model.LanguageModelTask": "text",
+    "gpipe_cli.models.amoebanet.amoebanet": "images",
+    "gpipe_cli.data.images.digits.DigitsSource": "images",
+    "gpipe_cli.data.images.source.ImageSource": "images",
+    "gpipe_cli.tasks.classification.ClassificationTask": "images",
+}
+OPTIONS = {  # for each kind of examples: options of the groups model, data and task
+    "translation": {"model": "transformer", "data": "cldr", "task": "translation"},
+    "text": {"model": "transformer_lm_small", "data": "cldr_text", "task": "language_model"},
+    "images": {"model": "amoebanet", "data": "digits", "task": "classification"},
+}
+
+
 # -- relations between keys --------------------------------------------------------------------------------------------
 
 
 def _of_pipeline(settings: Settings) -> Iterator[str]:
-    yield from other_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
+    yield from _of_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
     pipeline, size = settings.pipeline, settings.data.get("batch_size")
     K, M, replicas, workers, sizes = pipeline.K, pipeline.M, pipeline.replicas, pipeline.workers, pipeline.partition
     if isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
-        needs = f"pipeline.M={M}" + (f" × pipeline.replicas={replicas}" if replicas > 1 else "")
-        lower = f"pipeline.M<={size // replicas}" if size >= replicas else f"pipeline.replicas<={size}"
         yield (
-            f"{needs} needs {M * replicas} examples in a mini-batch but data.batch_size={size}: "
-            f"use data.batch_size>={M * replicas} or {lower}"
+            f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples in a mini-batch but "
+            f"data.batch_size={size}: use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"
         )
     if workers != "auto" and workers > K:
         yield (
@@ -418,11 +438,6 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
                 f"pipeline.{key}={shown(given)} has {len(given)} numbers but pipeline.K={K}: "
                 f"give one for each cell, or use pipeline.K={len(given)}"
             )
-    if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
-        yield (
-            "launch.inline=true runs one worker inside the command: "
-            "use pipeline.workers=1 pipeline.replicas=1 (pipeline.K can stay)"
-        )
 
 
 def _of_run(settings: Settings) -> Iterator[str]:
@@ -444,3 +459,15 @@ def _of_run(settings: Settings) -> Iterator[str]:
         )
     if scale is not None and frexp(scale)[0] != 0.5:
         yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
+
+
+def _of_kinds(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line if the sections model, data and task are for different things."""
+    kinds = {name: KINDS[values["_target_"]] for name, values in sections.items() if values.get("_target_") in KINDS}
+    if kinds.get("task") == "text" and "translation" in kinds.values():
+        del kinds["task"]  # the loss of a translation's target side
+    if len(set(kinds.values())) > 1:
+        chosen = kinds.get("data") or kinds["model"]
+        said = ", ".join(f"{name} is for {kind}" for name, kind in kinds.items())
+        fitting = " ".join(f"{name}={OPTIONS[chosen][name]}" for name in kinds if kinds[name] != chosen)
+        yield f"{said}: all must be for the same, here {fitting}"

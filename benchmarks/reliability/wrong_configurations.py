@@ -41,7 +41,7 @@ CASES: Mapping[str, str] = {  # command line to what the answer must contain
     "train hydra/launcher=slurm": "hydra",
     "train name='${nowhere}'": "name",
     "train pipeline.workers=5": "use pipeline.workers<=4 or pipeline.K>=5",
-    "train pipeline.K=4 pipeline.partition=[3,5]": "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4",
+    "train pipeline.K=4 pipeline.partition=[3,5]": "pipeline.partition=[3,5] has 2 numbers but pipeline.K=4",
     "train pipeline.M=128": "use data.batch_size>=128 or pipeline.M<=96",
     "train trainer.steps=null": "set one, as trainer.steps=1000",
     "train checkpoint.init_from=a checkpoint.resume=b": "leave out one of them",

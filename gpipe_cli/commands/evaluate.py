@@ -1,4 +1,23 @@
-"""Implements ``gpipe-eval``: evaluates the checkpoint of a run, and compares evaluated runs. No torch."""
+"""gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
+
+    gpipe-eval RUN                                          its newest checkpoint
+    gpipe-eval RUN step=best split=test pipeline.K=4
+    gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3,RUN4]     table and pictures of runs evaluated before
+
+checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
+step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
+split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
+output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
+                  source, reference and output of each sentence, with tabs between
+trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
+compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
+                  each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME
+                  chooses one report
+baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
+
+Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
+task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
+"""  # --help prints this
 
 from __future__ import annotations
 
@@ -19,27 +38,6 @@ from gpipe_cli.terminal.words import read_words
 if TYPE_CHECKING:
     from gpipe_cli.metrics.language_pictures import ModelScores
 
-HELP = """\
-gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
-
-    gpipe-eval RUN                                          its newest checkpoint
-    gpipe-eval RUN step=best split=test pipeline.K=4
-    gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3,RUN4]     table and pictures of runs evaluated before
-
-checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
-step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
-split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
-output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
-                  source, reference and output of each sentence, with tabs between
-trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
-compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
-                  each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME
-                  chooses one report
-baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
-
-Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
-task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
-"""
 OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_comparison = any(word.startswith(("compare=", "baseline=")) for word in words)
     work = partial(compare if is_comparison else evaluate, words)
-    return run_command("gpipe-eval", words, HELP, work, needs_words=True)
+    return run_command("gpipe-eval", words, __doc__, work, needs_words=True)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -87,53 +85,27 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
-    """Returns the report as tables: all figures, BLEU by resource level and script, BLEU of every language."""
-    numbers = report["numbers"]
-    lines = [text_table(["figure", "value"], [[name, value] for name, value in numbers.items() if "/" not in name])]
+    """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
+    from gpipe_cli.metrics.translation_scores import languages_of
+
+    numbers, sizes = report["numbers"], report["sizes"]
+    lines = [figures_table([report])]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
-    levels = level_rows([report])
-    if levels:
-        lines += ["", text_table(["resource", "languages", "BLEU", "Latin script", "other scripts"], levels)]
-        lines += ["", text_table(["language", "pairs", "BLEU"] * 3, language_rows(report))]
+    if languages := [[code, sizes.get(code), f"{bleu:.1f}"] for code, bleu in languages_of(numbers).items()]:
+        third = -(-len(languages) // 3)
+        thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
+        rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 3)]
+        lines += ["", text_table(["language", "pairs", "BLEU"] * 3, rows)]
     return lines
 
 
-def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Returns a row for each resource level and report: languages, BLEU, BLEU by script (number of languages)."""
-    from gpipe_cli.metrics.translation_scores import LATIN, LEVELS, OTHER, by_script_and_level, languages_of
-
-    rows: list[list[object]] = []
-    for level, report in ((level, report) for level in LEVELS for report in reports):
-        numbers = report["numbers"]
-        if f"bleu_{level}" not in numbers:
-            continue
-        counts = by_script_and_level(languages_of(numbers), report["sizes"], report["scripts"])
-        cells = []
-        for script in (LATIN, OTHER):
-            bleu = numbers.get(f"bleu_{level}/{script}")
-            cells.append(None if bleu is None else f"{bleu:.1f} ({counts[script, level]})")
-        label = level if len(reports) == 1 else f"{level}, {report['name']}"
-        rows.append([label, len(_languages(report, level)), f"{numbers[f'bleu_{level}']:.1f}", *cells])
-    return rows
-
-
-def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
-    """Returns rows with the three levels side by side: language, pairs, BLEU; by falling number of pairs."""
-    from gpipe_cli.metrics.translation_scores import LEVELS, languages_of
-
-    scores, sizes = languages_of(report["numbers"]), report["sizes"]
-    columns = [[[code, sizes[code], f"{scores[code]:.1f}"] for code in _languages(report, level)] for level in LEVELS]
-    return [[value for cell in row for value in cell] for row in zip_longest(*columns, fillvalue=[""] * 3)]
-
-
-def _languages(report: Mapping[str, Any], level: str) -> list[str]:
-    """Returns the languages of one resource level."""
-    from gpipe_cli.metrics.translation_scores import languages_of, resource_levels
-
-    scores, sizes = languages_of(report["numbers"]), report["sizes"]
-    levels = resource_levels({code: sizes[code] for code in scores if code in sizes})
-    return [code for code in scores if levels.get(code) == level]
+def figures_table(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of all figures but single languages, a column for each report."""
+    numbers = [report["numbers"] for report in reports]
+    names = dict.fromkeys(name for found in numbers for name in found if not name.startswith("bleu/"))
+    columns = ["figure", *(str(report["name"]) for report in reports)]
+    return text_table(columns, [[name, *(found.get(name) for found in numbers)] for name in names])
 
 
 # -- comparing evaluated runs ------------------------------------------------------------------------------------------
@@ -162,8 +134,7 @@ def compare(words: Sequence[str]) -> int:
     try:
         draw_languages(models, sizes, output / "languages.png")
         draw_capacity(models, sizes, output / "capacity.png")
-        columns = ["resource, model", "languages", "BLEU", "Latin script", "other scripts"]
-        show(text_table(columns, level_rows(reports)))
+        show(figures_table(reports))
         if single:
             bleu = {code: value for report in single for code, value in _one_language(report).items()}
             draw_languages(models, sizes, output / "differences.png", bleu)

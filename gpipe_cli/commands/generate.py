@@ -52,7 +52,7 @@ def _generate(words: Sequence[str]) -> int:
     if prompt is not None and "input" in line.own:
         raise ConfigurationError("prompt= is one beginning, input= a file of them: leave out one of the two")
     sampling = {key: value for key, value in line.own.items() if key in of_sampling}
-    entry = "gpipe_cli.inference.generate:main"
+    entry = "gpipe_cli.inference.lines:generate"
     return answer_lines("gpipe-generate", line, entry, partial(worker_config, sampling=sampling), prompt)
 
 

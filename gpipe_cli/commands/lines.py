@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.terminal.command import to_stderr as say  # standard output holds answers only
@@ -121,7 +121,7 @@ class Writer:
         one_line: of each answer, as of what it answers.
     """
 
-    def __init__(self, output: TextIO, scores: bool, one_line: bool) -> None:
+    def __init__(self, output: IO[str], scores: bool, one_line: bool) -> None:
         self._output, self._scores, self._one_line = output, scores, one_line
         self._began = time.monotonic()
 

@@ -1,14 +1,30 @@
-"""Implements ``gpipe-plan``: computes the memory and the step time of a run, without running it.
+"""gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
+It needs no hardware, data or weights, and takes seconds for any size of model.
 
-The configuration is gpipe-train's, with one more section, `plan`. It writes nothing but `plan.page` and, under
-`plan.device=this`, the profile that a run would write.
-"""
+    gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
+    gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
+    gpipe-plan model=amoebanet plan.fit=16GB                the fewest devices that hold it, and the fastest pipeline
+    gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
+
+Every key of gpipe-train (gpipe-train --help), and:
+
+    plan.device=NAME        h100, a100-80gb, rtx-4090, tpu-v3 and more (conf/plan.yaml), this (measured now), or
+                            {flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}
+    plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
+    plan.memory=16GB        most bytes a device may hold; as given, or that of the device
+    plan.longest=true       sequences as long as the data allows: the largest memory
+    plan.format=json        one JSON object on standard output
+    plan.page=FILE.html     writes the plan as a page, too
+
+--config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
+
+It writes nothing but `plan.page` and, under `plan.device=this`, the profile that a run would write.
+"""  # --help prints this
 
 from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,28 +40,6 @@ if TYPE_CHECKING:
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
-
-HELP = """\
-gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
-It needs no hardware, data or weights, and takes seconds for any size of model.
-
-    gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
-    gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
-    gpipe-plan model=amoebanet plan.fit=16GB                the fewest devices that hold it, and the fastest pipeline
-    gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
-
-Every key of gpipe-train (gpipe-train --help), and:
-
-    plan.device=NAME        {devices},
-                            this (measured now), or {{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}}
-    plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
-    plan.memory=16GB        most bytes a device may hold; as given, or that of the device
-    plan.longest=true       sequences as long as the data allows: the largest memory
-    plan.format=json        one JSON object on standard output
-    plan.page=FILE.html     writes the plan as a page, too
-
---config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
-"""
 
 
 @dataclass(frozen=True)
@@ -68,33 +62,20 @@ class Request:
         """
         from gpipe_cli.planner.search.search import find_plan
 
-        plan = find_plan(self.settings, self.options, _Progress())
+        plan = find_plan(self.settings, self.options, _show_progress)
         return replace(plan, notes=[*self.notes, *plan.notes])
 
 
-class _Progress:
-    """Prints lines of progress on standard error: over one another on a terminal, else one in ten seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        on_terminal = sys.stderr.isatty()
-        if on_terminal or time.monotonic() - self._last > 10:
-            self._last = time.monotonic()
-            print(line, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
+def _show_progress(line: str) -> None:
+    """Prints a line on standard error, over the last one, if it is a terminal."""
+    if sys.stderr.isatty():
+        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or when nothing fits."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-plan", words, _help_text, partial(_run, words))
-
-
-def _help_text() -> str:
-    from gpipe_cli.planner.devices import PRESETS
-
-    return HELP.format(devices=", ".join(PRESETS))
+    return run_command("gpipe-plan", words, __doc__, partial(_run, words))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _translate(words: Sequence[str]) -> int:
-    return answer_lines("gpipe-translate", read_words(words, OWN), "gpipe_cli.inference.translate:main", worker_config)
+    return answer_lines("gpipe-translate", read_words(words, OWN), "gpipe_cli.inference.lines:translate", worker_config)
 
 
 def worker_config(run: Reopened) -> dict[str, Any]:

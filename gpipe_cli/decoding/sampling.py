@@ -20,7 +20,7 @@ from .beam import Continuation, Hypothesis
 from .decoding import Sizes
 
 DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
-LIMIT, PROMPT, SAMPLE, LAST = range(4)  # columns of the targets; LAST: the place whose output predicts the next token
+PROMPT, SAMPLE, LAST = range(3)  # columns of the targets; LAST: the place whose output predicts the next token
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class ContinuationForm:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.settings.samples, 1, self.settings.length, uses_caches=self.window is None)
+        return Sizes(self.settings.samples, 1, uses_caches=self.window is None)
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
         """Returns the prompts, which are of one length."""
         ids = torch.tensor([list(source.ids) for source in sources])
-        of_row = torch.tensor([[self.settings.length, source.number, source.sample, 0] for source in sources])
+        of_row = torch.tensor([[source.number, source.sample, 0] for source in sources])
         return self._inputs(ids, of_row)
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
@@ -99,7 +99,7 @@ class Sampling:
     """Chooses the tokens of one group of rows; a `Search`.
 
     Args:
-        targets: of the group's first call, [rows, 4].
+        targets: of the group's first call, [rows, 3].
         eos_id: ends a row.
     """
 

@@ -20,6 +20,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
@@ -47,6 +48,7 @@ def folder_name(*words: str | None) -> str:
     return re.sub(r"[^\w.,=+\-\[\]]+", "_", re.sub(r"(^|,)\++", r"\1", word))[:LONGEST_NAME]
 
 
+CONF = Path(next(iter(gpipe_cli.conf.__path__)))  # the YAML files, in the clone or in the installed package
 OmegaConf.register_new_resolver("gpipe_folders", count_folders, replace=True)
 OmegaConf.register_new_resolver("gpipe_name", folder_name, replace=True)
 

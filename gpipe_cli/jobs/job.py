@@ -126,21 +126,19 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     Raises:
         CheckpointError: there is no checkpoint, it was made with another configuration, or the directory holds others.
     """
-    config = prepared.config
+    config, section = prepared.config, prepared.settings.checkpoint
     if not torchrun.is_first():
         return config
     resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
-    begun = None if resumed is not None else _begun_with(prepared, console)
+    paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
-        config = _as_begun(config, resumed)
-    paths = {
-        "resume": None if resumed is None else str(resumed.path.absolute()),
-        "init_from": None if begun is None else str(begun.absolute()),
-    }
-    without: dict[str, Any] = {"init_except": []} if begun is None else {}  # it would be refused beside init_from=null
-    return {**config, "checkpoint": {**config["checkpoint"], **paths, **without}}
+        config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
+    elif section.init_from is not None:
+        begun = _begun_with(Path(section.init_from).expanduser(), console)
+        paths = {"resume": None, "init_from": str(begun.absolute())}
+    return {**config, "checkpoint": {**config["checkpoint"], **paths}}
 
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
@@ -152,11 +150,8 @@ def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, A
     return {**config, "pipeline": {**pipeline, **taken}}
 
 
-def _begun_with(prepared: Prepared, console: Console) -> Path | None:
-    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for, if any."""
-    if prepared.settings.checkpoint.init_from is None:
-        return None
-    path = Path(prepared.settings.checkpoint.init_from).expanduser()
+def _begun_with(path: Path, console: Console) -> Path:
+    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for."""
     if is_foreign(path):
         weight_files(path)  # refuses a folder that is not complete, before workers start
         return path
@@ -171,9 +166,8 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     config, checkpoint = prepared.config, prepared.settings.checkpoint
     if checkpoint.resume is None:
         return None
-    own_place = place.mode == RunMode.MULTIRUN or any(
-        word.startswith("hydra.run.dir=") for word in place.overrides.hydra
-    )
+    typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
+    own_place = typed_place or place.mode == RunMode.MULTIRUN
     choice = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
     for warning in choice.warnings:
         console.warn(warning)

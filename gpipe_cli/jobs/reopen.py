@@ -22,12 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo
-from gpipe_cli.config import FREE_FORM, TYPED
+from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
-from gpipe_cli.jobs.configuration import Prepared, composed, in_one_line, plain, prepare
+from gpipe_cli.jobs.configuration import CONF, Prepared, composed, in_one_line, plain, prepare
 from gpipe_cli.launch.join import joined
-from gpipe_cli.terminal.help import conf_folder
 
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
@@ -93,7 +92,7 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
     """
     try:
         overrides = [OverridesParser.create().parse_override(word) for word in words]
-        values = [override for override in overrides if not (conf_folder() / override.key_or_group).is_dir()]
+        values = [override for override in overrides if not (CONF / override.key_or_group).is_dir()]
         default = composed("train", [str(each.input_line) for each in overrides if each not in values])
         config = OmegaConf.create(_with_new_keys(recorded, plain(default)))
         for group in (override.key_or_group for override in overrides if override not in values):
@@ -109,17 +108,10 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
             if section in OF_TRAINING and key not in READ:
                 raise ConfigurationError(f"{key}: only training reads this key, leave it out")
             own = f"{section}._target_" in typed or override.is_add() or override.is_force_add()
-            OmegaConf.update(config, key, override.value(), force_add=own or _is_newer(key, section, config, default))
+            OmegaConf.update(config, key, override.value(), force_add=own)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(in_one_line(error)) from error
     return config
-
-
-def _is_newer(key: str, section: str, config: DictConfig, default: DictConfig) -> bool:
-    """Returns whether a function of the run has got this key since."""
-    above, _, name = key.rpartition(".")
-    same = section in FREE_FORM and config[section]._target_ == default[section]._target_
-    return same and name in (OmegaConf.select(default, above) or ())
 
 
 def _with_new_keys(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -69,7 +69,7 @@ class CommandCallback(Callback):
         words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         swept = [word for word in words if word.is_sweep_override()]
         counted = all(word.is_choice_sweep() or word.is_range_sweep() for word in swept)
-        jobs = len(BasicSweeper.split_arguments(words, None)[0]) if counted else None
+        jobs = prod(len(list(word.sweep_iterator())) for word in swept) if counted else None
         current = Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
         if fixed := [word.key_or_group for word in words if word not in swept]:
             # Hydra composes each job from the sweep's overrides of `hydra`.

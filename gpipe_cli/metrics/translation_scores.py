@@ -5,8 +5,7 @@ The paper compares models by language, from the most to the least training data 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 
 from ..data.source import split_evenly
@@ -67,14 +66,6 @@ def _averages(single: Mapping[str, float], levels: Mapping[str, str], scripts: M
             if code in scripts:
                 values[f"bleu_{levels[code]}/{_kind(scripts[code])}"].append(value)
     return {name: fmean(of) for name, of in values.items() if of}
-
-
-def by_script_and_level(
-    languages: Iterable[str], sizes: Mapping[str, int], scripts: Mapping[str, str]
-) -> Counter[tuple[str, str]]:
-    """Counts the languages of each (script, level)."""
-    levels = resource_levels({code: sizes[code] for code in languages if code in sizes})
-    return Counter((_kind(scripts[code]), level) for code, level in levels.items() if code in scripts)
 
 
 def _kind(script: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..data.source import Source
-from ..decoding.generation import Generator
+from ..decoding.translation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
 from ..distributed.pipeline import Pipeline
 from ..metrics.predictions import PredictionKeeper

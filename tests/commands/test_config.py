@@ -112,7 +112,6 @@ def test_every_key_of_a_typed_section_has_a_value_in_yaml() -> None:
         (["pipeline.keep=[3,5]"], "pipeline.keep=[3,5] has 2 numbers but pipeline.K=4"),
         (["pipeline.M=32", "pipeline.replicas=4"], "pipeline.M=32 × pipeline.replicas=4 needs 128 examples"),
         (["trainer.patience=3", "trainer.evaluate_every=null"], "set trainer.evaluate_every too"),
-        (["launch.inline=true", "pipeline.workers=2"], "use pipeline.workers=1"),
         (["+pipeline.microbatches=3"], "there is no key pipeline.microbatches; pipeline has: K, M, remat, keep"),
         (["+pipelin={K: 3}"], "there is no key pipelin; did you mean pipeline?"),
         (["~trainer.steps"], "trainer.steps is missing"),

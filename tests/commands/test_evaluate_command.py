@@ -142,7 +142,7 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
     words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "low, narrow 1 10.0" in said and "low, deep 1 18.0" in said
+    assert "figure narrow deep" in said and "bleu_low 10 18" in said
     assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"languages.png", "capacity.png", "differences.png"}
 

@@ -126,7 +126,7 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
     assert settings.pipeline.partition == "auto"  # the run's sizes were for three cells
 
 
-def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(run: Path, tmp_path: Path) -> None:
+def test_a_run_from_before_a_key_existed_has_its_default(run: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(run, old)
     (manifest,) = old.glob("checkpoints/*/manifest.json")
@@ -134,7 +134,7 @@ def test_a_run_from_before_a_key_existed_has_its_default_and_takes_an_override(r
     configuration = said["state"]["configuration"]
     del configuration["task"]["generation"]["beam"], configuration["trainer"]["patience"], configuration["launch"]
     manifest.write_text(json.dumps(said))
-    settings = reopen.open_run(str(old), ["task.generation.beam=3"]).prepared.settings
+    settings = reopen.open_run(str(old), ["+task.generation.beam=3"]).prepared.settings
     assert settings.task["generation"]["beam"] == 3
     assert settings.trainer.patience is None and settings.launch.grace_seconds == 28
 

@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
 GROUND = {
     *("", "config", "cpu", "difference", "disk", "errors", "gpus", "layers", "micro_batch", "parent", "position"),
-    *("svg", "targets", "typed_section"),
+    *("svg", "typed_section"),
 }  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
     "conf": set(),
