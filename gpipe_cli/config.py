@@ -351,16 +351,14 @@ def _before_choice(name: str, section: Any) -> Any:
 
 
 def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        problems.append(f"{section} must be a section with keys, not {shown(values)}")
-        return {}
-    target = values.get("_target_")
-    if not isinstance(target, str) or not target.strip("."):
+    target = values.get("_target_") if isinstance(values, Mapping) else values
+    if not isinstance(target, str) or not target.strip(".") or target is values:
         problems.append(
             f"{section}._target_={shown(target)}: use the dotted name of what to call, "
             f"as {section}._target_=my_module.my_{section}"
         )
-    hints = OPTIMIZER if str(target).startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+        return {}
+    hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 

@@ -107,10 +107,9 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if near := nearest(key, names):
         return f"there is no key {key}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
-    siblings = [name for name in names if name.rpartition(".")[0] == section]
-    if section and siblings:
-        return f"there is no key {key}; {section} has: {', '.join(name.rpartition('.')[2] for name in siblings)}"
-    return f"there is no key {key}; sections and keys: {', '.join(dict.fromkeys(n.partition('.')[0] for n in names))}"
+    there = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
+    there = there or list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return f"there is no key {key}; {section or 'here'} has: {', '.join(there)}"
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
@@ -157,6 +156,4 @@ def typed(value: object) -> str:
         return "[" + ",".join(typed(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, int) and abs(value) >= 10**300:
-        return "(hundreds of digits)"
     return str(value)

@@ -25,7 +25,6 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,10 +45,12 @@ REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command("gpipe-eval", arguments, __doc__, _run, needs_words=True)
+
+
+def _run(words: Sequence[str]) -> int:
     is_comparison = any(word.startswith(("compare=", "baseline=")) for word in words)
-    work = partial(compare if is_comparison else evaluate, words)
-    return run_command("gpipe-eval", words, __doc__, work, needs_words=True)
+    return compare(words) if is_comparison else evaluate(words)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -162,12 +163,8 @@ def read_report(path: Path) -> dict[str, Any]:
     found = [path / REPORT] if (path / REPORT).is_file() else reports
     if not found:
         raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
-    try:
-        report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
-        names = list(report["numbers"])
-    except (ValueError, KeyError) as error:
-        raise ConfigurationError(f"{found[-1]} is no report of gpipe-eval ({error}): evaluate again") from error
-    if not any(name.startswith("bleu/") for name in names):
+    report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+    if not any(name.startswith("bleu/") for name in report["numbers"]):
         raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
     return {**report, "folder": str(found[-1].parent)}
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from gpipe_cli.checkpoint.choose import choose
@@ -35,8 +34,7 @@ OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "averag
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0; 1 for a file that cannot be written; 2 for a wrong call."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-export", words, __doc__, partial(_run, words), needs_words=True)
+    return run_command("gpipe-export", arguments, __doc__, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-generate", words, __doc__, partial(_generate, words), needs_words=True)
+    return run_command("gpipe-generate", arguments, __doc__, _generate, needs_words=True)
 
 
 def _generate(words: Sequence[str]) -> int:

@@ -25,21 +25,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import Problems
+from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
+from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.command import run_command, show
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
 from gpipe_cli.terminal.words import OF_PLANS, read_words
+from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
+
+
+WIDEST_PICTURE = 120  # characters
+MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -74,15 +82,12 @@ def _show_progress(line: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or when nothing fits."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-plan", words, __doc__, partial(_run, words))
+    return run_command("gpipe-plan", arguments, __doc__, _run)
 
 
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
-    from gpipe_cli.commands.plan_report import document
-
     plan = request.plan()
     report = document(plan)
     show(json.dumps(plan.to_json()) if request.options.format == "json" else report.text())
@@ -121,6 +126,117 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
     return Request(settings, options, notes)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def document(plan: Plan) -> Document:
+    """Returns the report of one plan: what a search has found, cells, memory, time, schedule, notes."""
+    where = f"{plan.K} cells on {plural(plan.workers, 'device')}, {plan.schedule}"
+    notes = Lines([f"note: {note}" for note in plan.notes])
+    return Document(
+        f"gpipe-plan: {where}",
+        [*_found(plan), Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), *_picture(plan), notes],
+    )
+
+
+def _found(plan: Plan) -> list[Block]:
+    """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
+    if not plan.found:
+        return []
+    rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
+    for rival in plan.rivals:
+        more = rival.step_seconds / plan.step_seconds - 1
+        slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
+        rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
+    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"])
+    return [said, *([Grid(["step", "memory", "", "pipeline"], rows)] if plan.rivals else [])]
+
+
+def _in_short(keys: Mapping[str, Any]) -> str:
+    """Returns what distinguishes one pipeline from another; the cut follows from it."""
+    short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
+    return f"{short.pop('schedule', '')} {words_of(short)}".strip()
+
+
+def words_of(keys: Mapping[str, Any]) -> str:
+    """Returns keys and values as they are typed."""
+    return " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in keys.items())
+
+
+def _head(plan: Plan) -> list[str]:
+    replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
+    return [
+        f"{plan.parameters:,} parameters in {plural(plan.K, 'cell')} on {plural(plan.workers, 'device')}{replicas} "
+        f"({plan.device.name}), M={plan.M}, {plan.schedule}, "
+        + (f"remat {plan.remat}" if plan.keep is None else f"keep {shown(plan.keep)}"),
+        f"a micro-batch: {', '.join(plan.micro_batch)}; a mini-batch: {plan.examples:,} examples",
+    ]
+
+
+def _cells(plan: Plan) -> Grid:
+    """Returns a table with one row per cell and the bytes of each kind."""
+    average = any(cell.average for cell in plan.cells)
+    columns = ["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time"]
+    columns += ["weights", "gradients", "optimizer", *(["average"] if average else []), "inputs", "working", "total"]
+    rows: list[list[object]] = []
+    for cell in plan.cells:
+        sizes = [cell.weights, cell.gradients, cell.optimizer, *([cell.average] if average else [])]
+        rows.append(
+            [
+                *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
+                *(round(cell.flops / 1e9, 3), percent(cell.share)),
+                *(size_text(size) for size in (*sizes, cell.inputs, cell.working, cell.total)),
+            ]
+        )
+    return Grid(columns, rows)
+
+
+def _facts(plan: Plan) -> list[tuple[str, object]]:
+    fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
+    kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
+    held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
+    return [
+        (
+            "memory",
+            f"{size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
+            f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
+            + (f": {kinds})" if kinds else ")"),
+        ),
+        ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
+        ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
+        ("bubble", f"{percent(plan.bubble)} simulated{_by_formula(plan)}"),
+        ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
+        ("bound", _bound(plan)),
+    ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.bound_of_any_cut_seconds is None:
+        return "no schedule fits, whatever the cut"
+    any_cut = f"of any cut {seconds_text(plan.bound_of_any_cut_seconds)}"
+    if plan.bound_seconds is None:
+        return f"no schedule of this cut fits, {any_cut}"
+    gap = f" (gap {percent(max(0.0, plan.step_seconds / plan.bound_seconds - 1))})" if plan.fits else ""
+    return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
+
+
+def _by_formula(plan: Plan) -> str:
+    if plan.bubble_formula is None:
+        return ""
+    return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
+
+
+def _picture(plan: Plan) -> list[Block]:
+    """Returns the simulated step, and for a terminal that it fits the schedule with one column per instruction."""
+    text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
+    lines = text.splitlines()
+    fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
+    drawing = draw_panels([Panel(plan.timeline, f"{plan.schedule}, a planned step")], "s")
+    return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]
 
 
 if __name__ == "__main__":

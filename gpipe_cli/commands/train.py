@@ -81,8 +81,7 @@ def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = No
     Returns:
         The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command(command_name(), words, page, partial(_run, words, program), say=_say)
+    return run_command(command_name(), arguments, page, partial(_run, program=program), say=_say)
 
 
 def _say(text: str) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.commands.lines import OWN, answer_lines, line_config
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-translate", words, __doc__, partial(_translate, words), needs_words=True)
+    return run_command("gpipe-translate", arguments, __doc__, _translate, needs_words=True)
 
 
 def _translate(words: Sequence[str]) -> int:

@@ -40,13 +40,12 @@ Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/ve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
     from gpipe_cli.commands import train
     from gpipe_cli.jobs.job import EntryPoint
 
     program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify")
     with redirect_stdout(sys.stdout):  # puts it back: verify.format=json changes it
-        return train.main(words, program, HELP)
+        return train.main(arguments, program, HELP)
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 import sys
@@ -75,6 +76,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     is_sweep = place.mode == RunMode.MULTIRUN
     if OmegaConf.select(composed, "verify.format") == "json":
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
+    logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:

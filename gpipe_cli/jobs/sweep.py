@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.errors import ConfigurationError, visible
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.page import PAGE
 from gpipe_cli.jobs.run_directory import require_writable, where_it_is
-from gpipe_cli.terminal.command import FAILED, REFUSED
+from gpipe_cli.terminal.command import FAILED, REFUSED, show
 from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
 
@@ -80,8 +79,6 @@ class CommandCallback(Callback):
 
 def end(sweep: Sweep) -> int:
     """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
-    from gpipe_cli.terminal.console import OutputStream  # imported late: rich is slow
-
     if not torchrun.is_first():
         return 0
     if not sweep.directory.is_dir():
@@ -95,8 +92,8 @@ def end(sweep: Sweep) -> int:
     more = f"\n{missing} more were not started" if missing > 0 else ""
     with suppress(OSError):
         document.save(sweep.directory / PAGE)
-    text = f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}"
-    print(visible(text), file=OutputStream(sys.stdout), flush=True)
+    with suppress(OSError):  # nobody reads it
+        show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
     return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED
 
 

@@ -23,9 +23,9 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configurat
 
 def run_command(
     name: str,
-    words: Sequence[str],
-    help_text: str | Callable[[], str],
-    work: Callable[[], int],
+    arguments: Sequence[str] | None,
+    page: str | Callable[[], str],
+    work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -33,23 +33,25 @@ def run_command(
 
     Args:
         name: of the command, printed before the reason of a refusal.
-        words: of the command line.
-        help_text: the page, or a function that makes it.
+        arguments: the words of the command line; None: those of this process.
+        page: of --help, or a function that makes it.
+        work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # its encoding may be Latin-1 or ASCII
     adopt_step(os.environ)
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):
-            show((help_text if isinstance(help_text, str) else help_text()).rstrip("\n"))
+            show((page if isinstance(page, str) else page()).rstrip("\n"))
             return REFUSED if needs_words and not words else 0
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
-        return work()
+        return work(words)
 
     code = exit_code(name, answer, say or to_stderr)
     try:

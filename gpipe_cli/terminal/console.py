@@ -16,26 +16,23 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
 event goes only to train.log. Numbers may be null (not finite, or unknown). A run goes on when its output can no longer
-be written: see `OutputStream`.
+be written.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import IO, Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 
-from gpipe_cli.disk import cannot_write
 from gpipe_cli.errors import visible
-from gpipe_cli.terminal.command import discard
+from gpipe_cli.terminal.command import discard, to_stderr
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
@@ -58,8 +55,7 @@ class Console:
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
         self._every, self._silent, self._brief = every, silent, brief
-        self._output = OutputStream(sys.stdout)
-        self._rich = RichConsole(file=cast("IO[str]", self._output), highlight=False, markup=False, soft_wrap=True)
+        self._rich = RichConsole(highlight=False, markup=False, soft_wrap=True)
         self._bar: Progress | None = None
         if mode == "auto" and self._rich.is_terminal and not silent:
             columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
@@ -105,7 +101,7 @@ class Console:
         if self._bar:
             self._bar.stop()
         if not self._silent:
-            print(visible(text), file=OutputStream(sys.stderr), flush=True)
+            to_stderr(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning on standard output and in train.log."""
@@ -115,10 +111,15 @@ class Console:
     def _print(self, text: str, style: str | None = None) -> None:
         if self._silent:
             return
-        if self._rich.is_terminal:
-            self._rich.print(visible(text), style=style)
-        else:
-            print(visible(text), file=self._output, flush=True)
+        try:
+            if self._rich.is_terminal:
+                self._rich.print(visible(text), style=style)
+            else:
+                print(visible(text), flush=True)
+        except (OSError, ValueError) as error:  # no reader, no terminal, a full disk behind a >; closed in this process
+            self._silent = True
+            discard(sys.stdout)  # with what waits in Python's buffer, which would fail at its end
+            log.info("the output cannot be written to (%s): the run goes on", error)
 
     # -- kinds of events -----------------------------------------------------------------------------------------
 
@@ -218,53 +219,3 @@ class _WarningsToConsole(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "shown", False):
             self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
-
-
-class OutputStream(io.TextIOBase):
-    """Wraps standard output or error so that a run goes on when they can no longer be written.
-
-    The reader of a pipe may have died, the terminal may be closed, the disk behind a `>` may be full. After the first
-    failure everything goes to /dev/null: also Python's own buffers, which it would fail to flush at its end, and what
-    the user's code prints.
-    """
-
-    def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream  # None: Python was started with this stream closed
-
-    def write(self, text: str) -> int:
-        self._guard(lambda stream: stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._guard(lambda stream: stream.flush())
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def _guard(self, action: Callable[[IO[str]], object]) -> None:
-        if self._stream is None:
-            return
-        try:
-            action(self._stream)
-        except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
-            failed, self._stream = self._stream, None
-            discard(failed)
-            # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
-            log.info("%s cannot be written to (%s): the run goes on", getattr(failed, "name", "the output"), error)
-
-
-class TrainLog(logging.FileHandler):
-    """Appends records to a file, until it cannot be written: then it warns once, and writes nothing more."""
-
-    def __init__(self, filename: str, encoding: str = "utf-8") -> None:
-        super().__init__(filename, encoding=encoding, delay=True)  # opened by the first record: see emit
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record; never raises an OSError, and prints no traceback of one."""
-        try:
-            self.stream = self.stream or self._open()
-            self.stream.write(f"{self.format(record)}{self.terminator}")
-            self.stream.flush()
-        except OSError as error:
-            logging.getLogger().removeHandler(self)
-            log.warning("%s; the run goes on without it", cannot_write(Path(self.baseFilename), error))

@@ -105,7 +105,7 @@ def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path
         (["checkpoint=nowhere"], "nowhere"),
         (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
         (["compare=[]"], "compare= names no run"),
-        (["compare=[a]", "split=test"], "there is no key split; sections and keys: compare, baseline, output"),
+        (["compare=[a]", "split=test"], "there is no key split; here has: compare, baseline, output"),
     ],
 )
 def test_a_wrong_call_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ from own_plan import OWN, planned
 from schedule_rules import scheduled
 from shortest_step import Search
 
-from gpipe_cli.commands.plan import make_request
-from gpipe_cli.commands.plan_report import document
+from gpipe_cli.commands.plan import document, make_request
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.instruction import Instruction, Op

@@ -12,8 +12,7 @@ import pytest
 from own_plan import OWN, planned
 from torch import nn
 
-from gpipe_cli.commands.plan import make_request
-from gpipe_cli.commands.plan_report import words_of
+from gpipe_cli.commands.plan import make_request, words_of
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan

@@ -26,7 +26,7 @@ def shown(*events: dict[str, object], every: int = 1) -> str:
 def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
     written = io.BytesIO()
     with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")):
-        assert run_command("gpipe-x", ["K=1"], "", lambda: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
+        assert run_command("gpipe-x", ["K=1"], "", lambda words: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
         assert written.getvalue() == b"8.1 ? 7.9\n"
 
 
