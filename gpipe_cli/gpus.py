@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def count_gpus() -> int:
     return min(present, sum(1 for _ in valid))
 
 
+@cache
 def _installed_gpus() -> int:
     if program := shutil.which("nvidia-smi"):
         try:

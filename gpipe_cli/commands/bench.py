@@ -43,9 +43,7 @@ MAKERS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a measurement failed, 2 for a wrong call."""
-    return run_command(
-        "gpipe-bench", arguments, lambda: HELP + keys_text(), lambda words: run(parse(words)), needs_words=True
-    )
+    return run_command("gpipe-bench", arguments, HELP + keys_text(), lambda words: run(parse(words)), needs_words=True)
 
 
 def keys_text() -> str:

@@ -37,7 +37,7 @@ from gpipe_cli.terminal.words import read_words
 if TYPE_CHECKING:
     from gpipe_cli.metrics.language_pictures import ModelScores
 
-OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split": Literal["dev", "test"]}
+OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # written by inference/evaluate.py
@@ -68,13 +68,13 @@ def evaluate(words: Sequence[str]) -> int:
     line = read_words(words, OWN)
     split = line.own.get("split", "dev")
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
-    run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
+    run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ()))
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))
     require_writable("output", folder)
     name = run.prepared.settings.name or run.info.run_dir.name
     about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}
-    config = {"settings": run.config, "checkpoint": str(run.info.path.absolute()), "about": about}
+    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
         for warning in run.warnings:

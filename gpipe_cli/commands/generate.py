@@ -61,8 +61,8 @@ def worker_config(run: Reopened, sampling: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: the run's model translates, or there is more than one replica.
     """
-    data = run.config["data"]
-    if run.config["task"].get("generation"):
+    data = run.prepared.config["data"]
+    if run.prepared.config["task"].get("generation"):
         raise ConfigurationError(f"{run.info.run_dir} translates, it does not continue texts: use gpipe-translate")
     keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
     return {**line_config(run, "gpipe-generate", "PromptSource", **keys), "sampling": sampling}

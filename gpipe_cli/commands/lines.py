@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
     from gpipe_cli.terminal.words import Words
 
-OWN: dict[str, Any] = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool}
+OWN: dict[str, Any] = {
+    **dict.fromkeys(("checkpoint", "step", "input", "output"), str),
+    "trust": list[str],
+    "scores": bool,
+}
 
 
 def answer_lines(
@@ -46,7 +50,7 @@ def answer_lines(
     own = line.own
     with ExitStack() as stack:
         lines = _open("input", own["input"], "rb") if "input" in own else None
-        run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ""))
+        run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
         for text in (*run.warnings, *run.prepared.lines):
             say(text)
         config = configure(run)
@@ -85,8 +89,8 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
     vocabularies = vocabulary_folder(run.info.run_dir)
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
-    launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
-    config = {**run.config, "launch": launch}
+    launch = {**run.prepared.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
+    config = {**run.prepared.config, "launch": launch}
     if vocabulary_file(vocabularies).is_file():
         target = f"gpipe_cli.data.kept_vocabularies.{source}"
         config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}

@@ -18,7 +18,7 @@ Keys (key=value) and their defaults:
     data.batch_size         96           examples in a mini-batch, over all replicas
     trainer.steps           1100         mini-batches to train on
     trainer.evaluate_every  550          steps between evaluations
-    optimizer.lr            0.003        peak learning rate
+    optimizer.lr            0.005        peak learning rate
     checkpoint.every        500          steps between checkpoints
     checkpoint.resume       null         auto, or the path of a run to resume
     launch.restarts         0            restarts after a worker's death
@@ -95,18 +95,17 @@ def _say(text: str) -> None:
 
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     line = read_words(words, options=OF_HYDRA, runs=False)
-    from gpipe_cli.jobs import sweep
-    from gpipe_cli.jobs.job import EntryPoint
+    from gpipe_cli.jobs import job
 
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
-    sweep.current = sweep.prepared = None
+    job.sweep = None
     try:
-        _run_jobs(line, program or EntryPoint(), started_at, codes)
+        _run_jobs(line, program or job.EntryPoint(), started_at, codes)
     finally:
-        if sweep.current is not None:
-            codes.append(sweep.end(sweep.current))
-    if sweep.current is None:
+        if job.sweep is not None:
+            codes.append(job.end_sweep(job.sweep))
+    if job.sweep is None:
         return next((code for code in codes if code), 0)
     return codes[-1] or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
 

@@ -49,7 +49,7 @@ def worker_config(run: Reopened) -> dict[str, Any]:
     Raises:
         ConfigurationError: the run's model does not translate, or there is more than one replica.
     """
-    if not run.config["task"].get("generation"):
+    if not run.prepared.config["task"].get("generation"):
         raise ConfigurationError(
             f"{run.info.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
             "gpipe-generate. If its model is a translation, type "

@@ -67,13 +67,10 @@ class ContinuationForm:
         return self._inputs(torch.cat((ids[:, : int(of_row[0, LAST]) + 1], tokens[:, None]), 1), of_row)
 
     def _inputs(self, ids: Tensor, of_row: Tensor) -> MicroBatch:
-        of_row = of_row.clone()
+        ids, of_row = ids[:, -self.window :] if self.window else ids, of_row.clone()
+        of_row[:, LAST] = ids.shape[1] - 1
         if self.window is not None:  # padding on the right: a causal model does not see it
-            ids = ids[:, -self.window :]
-            of_row[:, LAST] = ids.shape[1] - 1
             ids = torch.nn.functional.pad(ids, (0, self.window - ids.shape[1]), value=self.eos_id)
-        else:
-            of_row[:, LAST] = ids.shape[1] - 1
         return (ids,), (of_row,)
 
     def search(self, targets: Tensors, beam: int) -> Sampling:

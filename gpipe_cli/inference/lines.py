@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -35,7 +36,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         config: as in `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines.
 
     Returns:
-        As `Answerer.answer_all`.
+        As `Answerer.counts`.
 
     Raises:
         ConfigurationError: the run's task or data cannot translate, or as `assemble_from_checkpoint`.
@@ -44,8 +45,9 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     generation, settings = assembly.task.generation, assembly.settings
     if generation is None:
         raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
-    decoder, at_once = assemble_decoder(assembly, generation), generation.group * settings.pipeline.M
-    return Answerer(context, assembly, decoder, at_once, beam=generation.beam).answer_all(config["input"])
+    answerer = Answerer(context, assembly, assemble_decoder(assembly, generation), beam=generation.beam)
+    answerer.answer_all(config["input"], generation.group * settings.pipeline.M)
+    return answerer.counts()
 
 
 def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
@@ -56,131 +58,26 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
             text, or "input", the path of a pipe with UTF-8 lines.
 
     Returns:
-        As `Answerer.answer_all`.
+        As `Answerer.counts`.
 
     Raises:
         ConfigurationError: the run's model or data cannot generate text, or as `assemble_from_checkpoint`.
     """
-    assembly = assemble_from_checkpoint(context, config)
-    continuer = Continuer(context, assembly, SamplingSettings(**config["sampling"]))
-    if "prompt" not in config:
-        return continuer.answer_all(config["input"])
-    continuer.answer([config["prompt"]])
-    return continuer.counts()
-
-
-class Answerer:
-    """Answers lines with a decoder; every worker calls its methods at the same time.
-
-    Args:
-        at_once: lines that are answered together, at most.
-        samples: answers to each line.
-        beam: of the decoder.
-    """
-
-    def __init__(
-        self, context: Context, assembly: Assembly, decoder: Decoder, at_once: int, samples: int = 1, beam: int = 1
-    ) -> None:
-        self._context, self._assembly, self._codec = context, assembly, assembly.source
-        self._decoder, self._at_once, self._samples, self._beam = decoder, at_once, samples, beam
-        self._lines = self._left_out = 0
-
-    def source(self, ids: Sequence[int], line: int, sample: int) -> Any:
-        """Returns what the decoder continues, from the tokens of a line."""
-        return ids
-
-    def answer_text(self, ids: Sequence[int], found: Sequence[int]) -> Sequence[int]:
-        """Returns the tokens of an answer, from those of the line and what the decoder has found."""
-        return found
-
-    def is_blank(self, line: str) -> bool:
-        """Returns whether the answer to a line is empty."""
-        return not line.strip()
-
-    def answer_all(self, pipe: str) -> dict[str, int]:
-        """Answers all lines of a pipe.
-
-        Args:
-            pipe: its path; its lines are UTF-8.
-
-        Returns:
-            On rank 0 the number of "lines" and of those with more than "most" tokens ("left_out").
-        """
-        reader = None
-        if self._assembly.world.rank == 0:
-            idle = {"kind": "idle"}
-            reader = PipeReader(pipe, self._context.stop_requested, lambda: self._context.emit(idle))
-        more = Exchange({"more": 1}, self._assembly.world.all_ranks)
-        while True:
-            lines = reader.read(self._at_once) if reader is not None else None
-            more.own["more"][0] = float(lines is not None)
-            more.run()
-            if not more.total["more"][0]:
-                return self.counts()
-            self.answer(lines or [])
-
-    def counts(self) -> dict[str, int]:
-        """Returns what `answer_all` does, of the lines answered so far."""
-        return {"lines": self._lines, "left_out": self._left_out, "most": MOST_TOKENS}
-
-    def answer(self, lines: list[str]) -> None:
-        """Emits {"kind": "answers", "texts", "log_probabilities"}: as many texts as samples for each line of rank 0.
-
-        A blank line and one of too many tokens have empty texts.
-        """
-        encoded = [] if self._codec is None else self._codec.encode(lines)
-        asked = {number: ids for number, ids in enumerate(encoded) if not self.is_blank(lines[number])}
-        places = [
-            (number, sample)
-            for number, ids in asked.items()
-            if len(ids) <= MOST_TOKENS
-            for sample in range(self._samples)
-        ]
-        sources = [self.source(asked[number], self._lines + number, sample) for number, sample in places]
-        found = dict(zip(places, self._decoder.decode(sources, self._beam), strict=True))
-        if self._codec is None or not lines:
-            return
-        self._lines += len(lines)
-        self._left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
-        texts, log_probabilities = list[str](), list[float]()
-        for place in ((number, sample) for number in range(len(lines)) for sample in range(self._samples)):
-            hypothesis = found.get(place, Hypothesis([], 0.0))
-            ids = self.answer_text(asked[place[0]], hypothesis.tokens) if place in found else []
-            texts.append(self._codec.decode(ids))
-            log_probabilities.append(hypothesis.log_probability)
-        self._context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
-
-
-class Continuer(Answerer):
-    """Continues prompts.
-
-    Raises:
-        ConfigurationError: the model is no language model.
-    """
-
-    def __init__(self, context: Context, assembly: Assembly, settings: SamplingSettings) -> None:
-        shape = assembly.first.shape
-        if shape.inputs != (2,) or len(shape.targets) != 1:
-            raise ConfigurationError(
-                f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
-                "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
-            )
-        self._eos = assembly.first.tokens.eos_id
-        window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
-        decoder = Decoder(assembly.pipeline, ContinuationForm(settings, self._eos, window))
-        super().__init__(context, assembly, decoder, assembly.settings.pipeline.M, settings.samples)
-
-    def source(self, ids: Sequence[int], line: int, sample: int) -> Prompt:
-        """Returns the line as the beginning of a document."""
-        return Prompt([self._eos, *ids], line, sample)
-
-    def answer_text(self, ids: Sequence[int], found: Sequence[int]) -> Sequence[int]:
-        """Returns the line and what follows it."""
-        return [*ids, *found]
-
-    def is_blank(self, line: str) -> bool:
-        """Returns False: an empty line begins a new text."""
-        return False
+    assembly, sampling = assemble_from_checkpoint(context, config), SamplingSettings(**config["sampling"])
+    shape, eos = assembly.first.shape, assembly.first.tokens.eos_id
+    if shape.inputs != (2,) or len(shape.targets) != 1:
+        raise ConfigurationError(
+            f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
+            "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
+        )
+    window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
+    decoder = Decoder(assembly.pipeline, ContinuationForm(sampling, eos, window))
+    answerer = Answerer(context, assembly, decoder, samples=sampling.samples, begin=eos)
+    if "prompt" in config:
+        answerer.answer([config["prompt"]])
+    else:
+        answerer.answer_all(config["input"], assembly.settings.pipeline.M)
+    return answerer.counts()
 
 
 def _keeps_caches(assembly: Assembly) -> bool:
@@ -193,6 +90,77 @@ def _window(assembly: Assembly) -> int:
     """Returns the tokens of a training example; on rank 0."""
     batch = next(iter(assembly.source.train(None, 1, 0, 1)))  # type: ignore[union-attr]  # rank 0 has the source
     return int(batch.micro_batches[0][0][0].shape[1])
+
+
+class Answerer:
+    """Translates or continues lines with a decoder; every worker calls its methods at the same time.
+
+    Args:
+        beam: of the decoder.
+        samples: texts for each line.
+        begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        assembly: Assembly,
+        decoder: Decoder,
+        beam: int = 1,
+        samples: int = 1,
+        begin: int | None = None,
+    ) -> None:
+        self._context, self._world, self._codec, self._decoder = context, assembly.world, assembly.source, decoder
+        self._beam, self._samples, self._begin = beam, samples, begin
+        self._lines = self._left_out = 0
+
+    def counts(self) -> dict[str, int]:
+        """Returns, on rank 0, the number of "lines", and of those with more than "most" tokens ("left_out")."""
+        return {"lines": self._lines, "left_out": self._left_out, "most": MOST_TOKENS}
+
+    def answer_all(self, pipe: str, at_once: int) -> None:
+        """Answers all lines of a pipe.
+
+        Args:
+            pipe: its path; its lines are UTF-8.
+            at_once: lines that are answered together, at most.
+        """
+        reader = None
+        if self._world.rank == 0:
+            reader = PipeReader(pipe, self._context.stop_requested, lambda: self._context.emit({"kind": "idle"}))
+        more = Exchange({"more": 1}, self._world.all_ranks)
+        while True:
+            lines = reader.read(at_once) if reader is not None else None
+            more.own["more"][0] = float(lines is not None)
+            more.run()
+            if not more.total["more"][0]:
+                return
+            self.answer(lines or [])
+
+    def answer(self, lines: list[str]) -> None:
+        """Emits {"kind": "answers", "texts", "log_probabilities"}: as many texts as samples for each line of rank 0.
+
+        A line of too many tokens has empty texts.
+        """
+        encoded = [] if self._codec is None else self._codec.encode(lines)
+        asked = {n: ids for n, ids in enumerate(encoded) if self._begin is not None or lines[n].strip()}
+        places = [(n, sample) for n, ids in asked.items() if len(ids) <= MOST_TOKENS for sample in range(self._samples)]
+        found = self._decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self._beam)
+        if self._codec is None or not lines:
+            return
+        self._lines += len(lines)
+        self._left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
+        known, texts, log_probabilities = dict(zip(places, found, strict=True)), list[str](), list[float]()
+        for n, sample in product(range(len(lines)), range(self._samples)):
+            hypothesis = known.get((n, sample), Hypothesis([], 0.0))
+            before = asked[n] if self._begin is not None and (n, sample) in known else []
+            texts.append(self._codec.decode([*before, *hypothesis.tokens]))
+            log_probabilities.append(hypothesis.log_probability)
+        self._context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
+
+    def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
+        """Returns what the decoder reads for a line of this call."""
+        return ids if self._begin is None else Prompt([self._begin, *ids], self._lines + line, sample)
 
 
 class PipeReader:

@@ -1,20 +1,28 @@
-"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended."""
+"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended.
+
+Hydra calls it, once or for each job of a sweep, which ends with the table of its jobs.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint import choose as checkpoints
 from gpipe_cli.checkpoint.commit import refuse_another_run
@@ -23,19 +31,24 @@ from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.jobs import sweep, torchrun
+from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.page import PLAN, ask_planner, write_page
-from gpipe_cli.jobs.run_directory import Restarts, RunRecord, sole_writer, where_it_is
+from gpipe_cli.jobs.page import PAGE, PLAN, ask_planner, write_page
+from gpipe_cli.jobs.run_directory import Restarts, RunRecord, require_writable, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
-from gpipe_cli.terminal.command import FAILED, REFUSED
+from gpipe_cli.terminal.command import FAILED, REFUSED, show
+from gpipe_cli.terminal.run_table import compare
+from gpipe_cli.terminal.runs import find_runs
 from gpipe_cli.terminal.text import command_name, relative_paths
 from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
+
+
+REFUSALS = (ConfigurationError, OmegaConfBaseException)
 
 
 @dataclass(frozen=True)
@@ -80,10 +93,10 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            console.say(sweep.job_line(int(place.job.num), place.overrides.task))
+            console.say(_job_line(int(place.job.num), place.overrides.task))
         try:
             with sole_writer(run_dir), record:
-                prepared = sweep.prepared or prepare(composed)
+                prepared = prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 named = prepared.settings.checkpoint.resume
                 config = {
@@ -253,3 +266,78 @@ def _console_settings(composed: DictConfig) -> tuple[int, Any]:
     """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
+
+
+# -- before the first job, and after the last one of a sweep -----------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """Describes the sweep that this process runs; `jobs` is None if the sweeper decides on the way."""
+
+    directory: Path
+    jobs: int | None
+
+
+sweep: Sweep | None = None  # that this process runs: set by Hydra's callback, read by the command
+
+
+class CommandCallback(Callback):
+    """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep`.
+
+    Hydra turns every exception into a warning but SystemExit, whose cause the command prints.
+    """
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Checks the configuration and the run directory."""
+        HydraConfig.instance().set_config(config)
+        try:
+            composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            prepare(composed, trains=True)
+            require_writable("hydra.run.dir", config.hydra.run.dir)
+        except REFUSALS as error:
+            raise SystemExit(REFUSED) from error
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Makes the sweep's directory, counts its jobs, and names their folders by the keys that are swept."""
+        global sweep  # Hydra makes this object and lends no other place
+        try:
+            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
+        except REFUSALS as error:
+            raise SystemExit(REFUSED) from error
+        words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+        swept = [word for word in words if word.is_sweep_override()]
+        counted = all(word.is_choice_sweep() or word.is_range_sweep() for word in swept)
+        jobs = math.prod(len(list(word.sweep_iterator())) for word in swept) if counted else None
+        sweep = Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
+        if fixed := [word.key_or_group for word in words if word not in swept]:
+            # Hydra composes each job from the sweep's overrides of `hydra`.
+            excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
+            with read_write(config.hydra):
+                config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
+
+
+def end_sweep(sweep: Sweep) -> int:
+    """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
+    if not torchrun.is_first():
+        return 0
+    if not sweep.directory.is_dir():
+        return REFUSED
+    runs = find_runs([sweep.directory])[0]
+    table = compare(runs)
+    document = table.document(sweep.directory)
+    content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
+    (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
+    missing = (sweep.jobs or 0) - len(runs)
+    more = f"\n{missing} more were not started" if missing > 0 else ""
+    with suppress(OSError):
+        document.save(sweep.directory / PAGE)
+    with suppress(OSError):  # nobody reads it
+        show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
+    return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED
+
+
+def _job_line(number: int, words: Sequence[str]) -> str:
+    """Returns the line above a job's output."""
+    total = f"/{sweep.jobs}" if sweep is not None and sweep.jobs else ""
+    return f"\njob {number + 1}{total}  {' '.join(word.lstrip('+') for word in words)}"

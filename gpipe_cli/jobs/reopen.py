@@ -1,7 +1,7 @@
 """Opens a run again, for the commands that use its weights: gpipe-eval, -translate, -generate. Imports no torch.
 
     run = open_run("runs/NAME", ["pipeline.K=4"])
-    config = {"settings": run.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
+    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
     launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
@@ -55,13 +55,8 @@ class Reopened:
     prepared: Prepared
     warnings: tuple[str, ...]
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Returns the configuration as plain values, with the number of workers."""
-        return self.prepared.config
 
-
-def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Reopened:
+def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:
     """Opens a checkpoint and applies overrides to the configuration recorded in it.
 
     Args:
@@ -79,7 +74,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     info, warnings = choose(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
     config = _with_overrides(info.state.configuration, words)
-    names = [*trust.trusted_names(trusted), *trust.typed_names(words)]
+    names = [*trusted, *trust.typed_names(words)]
     trust.refuse_foreign(plain(config), names, info.path)
     return Reopened(info, prepare(config, trusted=names), warnings)
 

@@ -28,11 +28,6 @@ OURS = {  # of models, data and tasks
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
 
 
-def trusted_names(word: str) -> list[str]:
-    """Returns the names in the value of `trust=`: ``[a.b,c.d]``, or ``a.b``."""
-    return [name for part in word.strip().removeprefix("[").removesuffix("]").split(",") if (name := part.strip())]
-
-
 def typed_names(words: Sequence[str]) -> list[str]:
     """Returns the `_target_`s in overrides, also inside values such as ``data.train={_target_:my_data.Mine}``."""
     overrides = OverridesParser.create().parse_overrides(list(words))

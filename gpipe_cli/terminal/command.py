@@ -24,7 +24,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configurat
 def run_command(
     name: str,
     arguments: Sequence[str] | None,
-    page: str | Callable[[], str],
+    page: str,
     work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
@@ -34,7 +34,7 @@ def run_command(
     Args:
         name: of the command, printed before the reason of a refusal.
         arguments: the words of the command line; None: those of this process.
-        page: of --help, or a function that makes it.
+        page: of --help.
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
@@ -46,7 +46,7 @@ def run_command(
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):
-            show((page if isinstance(page, str) else page()).rstrip("\n"))
+            show(page.rstrip("\n"))
             return REFUSED if needs_words and not words else 0
         if "--version" in words:
             show(f"{name} {__version__}")

@@ -54,7 +54,7 @@ class Console:
     """
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
-        self._every, self._silent, self._brief = every, silent, brief
+        self._every, self._silent, self._brief, self._lost = every, silent, brief, False
         self._rich = RichConsole(highlight=False, markup=False, soft_wrap=True)
         self._bar: Progress | None = None
         if mode == "auto" and self._rich.is_terminal and not silent:
@@ -109,7 +109,7 @@ class Console:
         self._print(f"warning: {text}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        if self._silent:
+        if self._silent or self._lost:
             return
         try:
             if self._rich.is_terminal:
@@ -117,7 +117,7 @@ class Console:
             else:
                 print(visible(text), flush=True)
         except (OSError, ValueError) as error:  # no reader, no terminal, a full disk behind a >; closed in this process
-            self._silent = True
+            self._lost = True
             discard(sys.stdout)  # with what waits in Python's buffer, which would fail at its end
             log.info("the output cannot be written to (%s): the run goes on", error)
 

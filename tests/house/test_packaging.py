@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "tasks": set(),
     "launch": set(),
     "schedule": set(),
-    "terminal": {"conf", "launch"},
+    "terminal": {"launch"},
     "pipeline": {"schedule"},
     "distributed": {"launch", "partition", "pipeline", "schedule", "tasks"},
     "partition": {"pipeline", "schedule"},
@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
         *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
     },
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
-    "jobs": {"checkpoint", "data", "launch", "terminal"},
+    "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
     "commands": {
         *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),
     },
