@@ -401,12 +401,6 @@ KINDS = {
     "gpipe_cli.data.images.source.ImageSource": "images",
     "gpipe_cli.tasks.classification.ClassificationTask": "images",
 }
-OPTIONS = {  # for each kind of examples: options of the groups model, data and task
-    "translation": {"model": "transformer", "data": "cldr", "task": "translation"},
-    "text": {"model": "transformer_lm_small", "data": "cldr_text", "task": "language_model"},
-    "images": {"model": "amoebanet", "data": "digits", "task": "classification"},
-}
-
 
 # -- relations between keys --------------------------------------------------------------------------------------------
 
@@ -465,7 +459,5 @@ def _of_kinds(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if kinds.get("task") == "text" and "translation" in kinds.values():
         del kinds["task"]  # the loss of a translation's target side
     if len(set(kinds.values())) > 1:
-        chosen = kinds.get("data") or kinds["model"]
         said = ", ".join(f"{name} is for {kind}" for name, kind in kinds.items())
-        fitting = " ".join(f"{name}={OPTIONS[chosen][name]}" for name in kinds if kinds[name] != chosen)
-        yield f"{said}: all must be for the same, here {fitting}"
+        yield f"{said}: all must be for the same; model=… brings the data and the task that fit it"

@@ -96,7 +96,6 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 def _in_words(error: ValidationError, hint: Any) -> str:
     """Returns what a value should be: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
-    told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
     told += ["Input should be null"] if type(None) in get_args(hint) else []
     return " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ").removeprefix("Input ")
 
@@ -124,10 +123,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
         return [names[lowered]]
     section, _, last = lowered.rpartition(".")
     siblings = {name.rpartition(".")[2]: names[name] for name in names if name.rpartition(".")[0] == section}
-    if siblings:
-        return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
-    as_deep = [name for name in names if name.count(".") == word.count(".")]
-    return [names[near] for near in difflib.get_close_matches(lowered, as_deep, n=3, cutoff=0.75)]
+    return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,9 +17,8 @@ from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
+from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.text import duration
-from gpipe_cli.terminal.words import read_words
 from gpipe_cli.typed_section import read_section
 
 HELP = """\

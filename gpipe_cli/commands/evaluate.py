@@ -30,16 +30,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command, show
+from gpipe_cli.terminal.command import read_words, run_command, show
 from gpipe_cli.terminal.text import text_table
-from gpipe_cli.terminal.words import read_words
 
 if TYPE_CHECKING:
     from gpipe_cli.metrics.language_pictures import ModelScores
 
 OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
-COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 
@@ -125,19 +123,25 @@ def compare(words: Sequence[str]) -> int:
     given = read_words(words, COMPARED, runs=False, overrides=False).own
     runs, baselines, output = given.get("compare"), given.get("baseline", []), Path(given.get("output", "comparison"))
     if not runs:
-        raise ConfigurationError(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
+        raise ConfigurationError("compare= names no run; for example: gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]")
     reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
     name_apart(reports)
     require_writable("output", output)
     models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
+    bleu: dict[str, float] = {}
     try:
         draw_languages(models, sizes, output / "languages.png")
         draw_capacity(models, sizes, output / "capacity.png")
         show(figures_table(reports))
         if single:
-            bleu = {code: value for report in single for code, value in _one_language(report).items()}
+            for report in single:
+                if len(found := languages_of(report["numbers"])) != 1:
+                    raise ConfigurationError(
+                        f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs"
+                    )
+                bleu |= found
             draw_languages(models, sizes, output / "differences.png", bleu)
             show("\n" + _difference_table(models, sizes, bleu))
     except ValueError as error:
@@ -197,15 +201,6 @@ def _difference_table(models: Sequence[ModelScores], sizes: Mapping[str, int], b
         differences = [None if score is None else f"{score - baselines[code]:+.1f}" for score in scores]
         rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
     return text_table(["language", "pairs", "bilingual", *(model.name for model in models)], rows)
-
-
-def _one_language(report: Mapping[str, Any]) -> dict[str, float]:
-    from gpipe_cli.metrics.translation_scores import languages_of
-
-    found = languages_of(report["numbers"])
-    if len(found) != 1:
-        raise ConfigurationError(f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs")
-    return found
 
 
 if __name__ == "__main__":

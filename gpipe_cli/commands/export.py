@@ -26,8 +26,7 @@ from gpipe_cli.checkpoint.choose import choose
 from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command, show, to_stderr
-from gpipe_cli.terminal.words import read_words
+from gpipe_cli.terminal.command import read_words, run_command, show, to_stderr
 
 OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
 

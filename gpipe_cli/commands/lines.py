@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
@@ -18,7 +18,7 @@ from gpipe_cli.terminal.text import duration, plural
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
-    from gpipe_cli.terminal.words import Words
+    from gpipe_cli.terminal.command import Words
 
 OWN: dict[str, Any] = {
     **dict.fromkeys(("checkpoint", "step", "input", "output"), str),
@@ -65,7 +65,13 @@ def answer_lines(
             config["input"] = str(pipe)
         else:
             config["prompt"] = prompt  # it may be empty, and may look like a number
-        writer.print_end(launch_program(EntryPoint(entry), config, folder, writer))
+        began = time.monotonic()
+        result = launch_program(EntryPoint(entry), config, folder, writer)
+        took = duration(time.monotonic() - began)
+        say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
+        if count := result["left_out"]:
+            limit = f"they have more than {result['most']:,} tokens"
+            say(f"warning: not answered, because {limit}: {plural(count, 'line')}")
     return 0
 
 
@@ -127,7 +133,6 @@ class Writer:
 
     def __init__(self, output: IO[str], scores: bool, one_line: bool) -> None:
         self._output, self._scores, self._one_line = output, scores, one_line
-        self._began = time.monotonic()
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event.get("kind") or event.get("event")
@@ -135,19 +140,6 @@ class Writer:
             self._write(event["texts"], event["log_probabilities"])
         elif kind in ("message", "warning", "killed"):
             say(str(event.get("text") or event.get("message")))
-
-    def print_end(self, result: Mapping[str, int]) -> None:
-        """Says how many lines were answered, and how many were too long.
-
-        Args:
-            result: of the workers: the number of "lines", of those "left_out", with more than "most" tokens.
-        """
-        took = duration(time.monotonic() - self._began)
-        say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
-        if count := result["left_out"]:
-            say(
-                f"warning: not answered, because they have more than {result['most']:,} tokens: {plural(count, 'line')}"
-            )
 
     def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._one_line:

@@ -34,10 +34,9 @@ from gpipe_cli.disk import writing
 from gpipe_cli.errors import Problems
 from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
-from gpipe_cli.terminal.command import run_command, show
+from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
-from gpipe_cli.terminal.words import OF_PLANS, read_words
 from gpipe_cli.typed_section import shown
 
 if TYPE_CHECKING:
@@ -199,6 +198,8 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
+    formula = plan.bubble_formula
+    by_formula = "" if formula is None else f", {percent(formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
     return [
         (
             "memory",
@@ -208,7 +209,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
         ),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
-        ("bubble", f"{percent(plan.bubble)} simulated{_by_formula(plan)}"),
+        ("bubble", f"{percent(plan.bubble)} simulated{by_formula}"),
         ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
         ("bound", _bound(plan)),
     ]
@@ -222,12 +223,6 @@ def _bound(plan: Plan) -> str:
         return f"no schedule of this cut fits, {any_cut}"
     gap = f" (gap {percent(max(0.0, plan.step_seconds / plan.bound_seconds - 1))})" if plan.fits else ""
     return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
-
-
-def _by_formula(plan: Plan) -> str:
-    if plan.bubble_formula is None:
-        return ""
-    return f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
 
 
 def _picture(plan: Plan) -> list[Block]:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
+from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.run_table import compare
 from gpipe_cli.terminal.runs import find_runs
-from gpipe_cli.terminal.words import read_words
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.

@@ -60,9 +60,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.terminal.command import FAILED, run_command, to_stderr
+from gpipe_cli.terminal.command import FAILED, OF_HYDRA, Words, read_words, run_command, to_stderr
 from gpipe_cli.terminal.text import command_name
-from gpipe_cli.terminal.words import OF_HYDRA, Words, read_words
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

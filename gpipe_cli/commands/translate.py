@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.commands.lines import OWN, answer_lines, line_config
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command
-from gpipe_cli.terminal.words import read_words
+from gpipe_cli.terminal.command import read_words, run_command
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened

@@ -77,15 +77,12 @@ class _Round:
         groups: their numbers; each is one micro-batch of the round, in this order.
         signatures: of the micro-batches.
         micro_batches: on the worker of cell 0; None elsewhere.
-        searches: by group, on the worker of the last cell.
     """
 
-    beam: int
     groups: list[int]
     signatures: tuple[tuple[object, ...], ...]
     micro_batches: list[MicroBatch] | None
     caches: Caches | None
-    searches: dict[int, Search]
 
 
 class Decoder:
@@ -145,13 +142,14 @@ class Decoder:
 
         The keys are replica, group and source: their numbers, the same on every worker.
         """
-        going = self._first_round(groups, beam)
+        going = self._first_round(groups)
         if going is None:
             return None
-        searches = going.searches
+        searches: dict[int, Search] = {}  # by group, on the worker of the last cell
         while going is not None:
             if going.groups:
-                self._pipeline.run_forward(going.signatures, going.micro_batches, self._search(going), going.caches)
+                search = self._search(going.groups, searches, beam)
+                self._pipeline.run_forward(going.signatures, going.micro_batches, search, going.caches)
             run_unless_stopped(self._round, self._stop_requested)
             going = self._next_round(going)
         own = [
@@ -162,7 +160,7 @@ class Decoder:
         everyone = [each for found in self._world.all_gather(own) for each in found]
         return {(replica, group, source): Hypothesis(*found) for replica, group, source, *found in everyone}
 
-    def _first_round(self, groups: Sequence[Sources], beam: int) -> _Round | None:
+    def _first_round(self, groups: Sequence[Sources]) -> _Round | None:
         micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
             self._pipeline.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
@@ -171,17 +169,19 @@ class Decoder:
         if plan.total_micro_batches == 0:
             return None
         caches: Caches | None = {} if self._sizes.uses_caches else None
-        return _Round(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, caches, {})
+        return _Round(list(range(len(plan.signatures))), plan.signatures, micro_batches, caches)
 
-    def _search(self, going: _Round) -> Callable[[int, Tensors, Tensors], None]:
+    def _search(
+        self, groups: Sequence[int], searches: dict[int, Search], beam: int
+    ) -> Callable[[int, Tensors, Tensors], None]:
         """Returns what the worker of the last cell calls with a group's outputs: one step of its search."""
         parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))
 
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
-            group = going.groups[micro_batch]
-            if group not in going.searches:
-                going.searches[group] = self._form.search(targets, going.beam)
-            continuation = going.searches[group].advance(self._form.log_probabilities(outputs, targets))
+            group = groups[micro_batch]
+            if group not in searches:
+                searches[group] = self._form.search(targets, beam)
+            continuation = searches[group].advance(self._form.log_probabilities(outputs, targets))
             place = (self._world.replica, group, slice(0, len(continuation.parents)))
             parents[place] = (continuation.parents + 1).double()  # 0: this row does not go on
             tokens[place] = continuation.tokens.double()
@@ -206,12 +206,10 @@ class Decoder:
             ]
         caches = going.caches
         return _Round(
-            beam=going.beam,
             groups=[group for _, group in left],
             signatures=tuple(("generate on", rows[group]) for _, group in left),
             micro_batches=micro_batches,
             caches=None if caches is None else reorder_caches(caches, chosen, self._world.device),
-            searches=going.searches,
         )
 
 

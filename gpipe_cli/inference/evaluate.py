@@ -46,7 +46,12 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     for old in (*context.run_dir.glob("translations/*.txt"), context.run_dir / "languages.png"):
         old.unlink(missing_ok=True)  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
-    draw(result, str(made["name"]), context.run_dir)
+    languages = languages_of(result.numbers)
+    if len(languages) > 1 and result.sizes:
+        models = [ModelScores(str(made["name"]), 0, languages)]
+        draw_languages(models, result.sizes, context.run_dir / "languages.png")
+    if result.predictions is not None:
+        draw_classification(result.predictions, context.run_dir)
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
     return made
@@ -77,12 +82,3 @@ def write_translations(translations: Sequence[Sample], folder: Path) -> None:
     for language, of_language in lines.items():
         folder.mkdir(exist_ok=True)
         write_whole(folder / f"{language}.txt", "".join(of_language))
-
-
-def draw(result: Evaluation, name: str, folder: Path) -> None:
-    """Draws languages.png of translations from several languages, and the predictions of a classification."""
-    languages = languages_of(result.numbers)
-    if len(languages) > 1 and result.sizes:
-        draw_languages([ModelScores(name, 0, languages)], result.sizes, folder / "languages.png")
-    if result.predictions is not None:
-        draw_classification(result.predictions, folder)

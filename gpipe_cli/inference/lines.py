@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
@@ -92,31 +93,29 @@ def _window(assembly: Assembly) -> int:
     return int(batch.micro_batches[0][0][0].shape[1])
 
 
+@dataclass
 class Answerer:
     """Translates or continues lines with a decoder; every worker calls its methods at the same time.
 
-    Args:
+    Attributes:
         beam: of the decoder.
         samples: texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
+        answered, left_out: lines so far, on rank 0.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        assembly: Assembly,
-        decoder: Decoder,
-        beam: int = 1,
-        samples: int = 1,
-        begin: int | None = None,
-    ) -> None:
-        self._context, self._world, self._codec, self._decoder = context, assembly.world, assembly.source, decoder
-        self._beam, self._samples, self._begin = beam, samples, begin
-        self._lines = self._left_out = 0
+    context: Context
+    assembly: Assembly
+    decoder: Decoder
+    beam: int = 1
+    samples: int = 1
+    begin: int | None = None
+    answered: int = 0
+    left_out: int = 0
 
     def counts(self) -> dict[str, int]:
         """Returns, on rank 0, the number of "lines", and of those with more than "most" tokens ("left_out")."""
-        return {"lines": self._lines, "left_out": self._left_out, "most": MOST_TOKENS}
+        return {"lines": self.answered, "left_out": self.left_out, "most": MOST_TOKENS}
 
     def answer_all(self, pipe: str, at_once: int) -> None:
         """Answers all lines of a pipe.
@@ -126,9 +125,9 @@ class Answerer:
             at_once: lines that are answered together, at most.
         """
         reader = None
-        if self._world.rank == 0:
-            reader = PipeReader(pipe, self._context.stop_requested, lambda: self._context.emit({"kind": "idle"}))
-        more = Exchange({"more": 1}, self._world.all_ranks)
+        if self.assembly.world.rank == 0:
+            reader = PipeReader(pipe, self.context.stop_requested, lambda: self.context.emit({"kind": "idle"}))
+        more = Exchange({"more": 1}, self.assembly.world.all_ranks)
         while True:
             lines = reader.read(at_once) if reader is not None else None
             more.own["more"][0] = float(lines is not None)
@@ -142,25 +141,26 @@ class Answerer:
 
         A line of too many tokens has empty texts.
         """
-        encoded = [] if self._codec is None else self._codec.encode(lines)
-        asked = {n: ids for n, ids in enumerate(encoded) if self._begin is not None or lines[n].strip()}
-        places = [(n, sample) for n, ids in asked.items() if len(ids) <= MOST_TOKENS for sample in range(self._samples)]
-        found = self._decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self._beam)
-        if self._codec is None or not lines:
+        codec = self.assembly.source
+        encoded = [] if codec is None else codec.encode(lines)
+        asked = {n: ids for n, ids in enumerate(encoded) if self.begin is not None or lines[n].strip()}
+        places = [(n, sample) for n, ids in asked.items() if len(ids) <= MOST_TOKENS for sample in range(self.samples)]
+        found = self.decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self.beam)
+        if codec is None or not lines:
             return
-        self._lines += len(lines)
-        self._left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
+        self.answered += len(lines)
+        self.left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
         known, texts, log_probabilities = dict(zip(places, found, strict=True)), list[str](), list[float]()
-        for n, sample in product(range(len(lines)), range(self._samples)):
+        for n, sample in product(range(len(lines)), range(self.samples)):
             hypothesis = known.get((n, sample), Hypothesis([], 0.0))
-            before = asked[n] if self._begin is not None and (n, sample) in known else []
-            texts.append(self._codec.decode([*before, *hypothesis.tokens]))
+            before = asked[n] if self.begin is not None and (n, sample) in known else []
+            texts.append(codec.decode([*before, *hypothesis.tokens]))
             log_probabilities.append(hypothesis.log_probability)
-        self._context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
+        self.context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
 
     def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
         """Returns what the decoder reads for a line of this call."""
-        return ids if self._begin is None else Prompt([self._begin, *ids], self._lines + line, sample)
+        return ids if self.begin is None else Prompt([self.begin, *ids], self.answered + line, sample)
 
 
 class PipeReader:

@@ -9,7 +9,6 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,9 @@ LONGEST = 300  # characters of a library's message
 
 def count_folders(root: str | None, folder: str) -> int | str:
     """Returns the number of folders in ``root/folder``, one for each class of images; `MISSING` if there are none."""
-    found = 0
-    with suppress(OSError), os.scandir(Path(root or os.devnull, folder).expanduser()) as entries:
-        found = sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
-    return found or str(MISSING)
+    place = Path(root or os.devnull, folder).expanduser()
+    entries = place.iterdir() if place.is_dir() else ()
+    return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries) or str(MISSING)
 
 
 def folder_name(*words: str | None) -> str:

@@ -37,8 +37,6 @@ ANEW: Mapping[str, Any] = {
     "checkpoint.init_from": None,
     "launch.inline": False,
 }
-OF_TRAINING = ("optimizer", "lr_schedule", "trainer", "checkpoint", "logging")  # sections that are not read here
-READ = ("trainer.samples", "trainer.average")  # but these keys are
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
     """Returns the recorded configuration with overrides, not resolved.
 
     Raises:
-        ConfigurationError: an override is wrong, or of a key that only training reads.
+        ConfigurationError: an override is wrong.
     """
     try:
         overrides = [OverridesParser.create().parse_override(word) for word in words]
@@ -100,8 +98,6 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
         OmegaConf.set_struct(config, True)
         for override in values:
             key, section = override.key_or_group, override.key_or_group.partition(".")[0]
-            if section in OF_TRAINING and key not in READ:
-                raise ConfigurationError(f"{key}: only training reads this key, leave it out")
             own = f"{section}._target_" in typed or override.is_add() or override.is_force_add()
             OmegaConf.update(config, key, override.value(), force_add=own)
     except (HydraException, OmegaConfBaseException) as error:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -125,7 +124,7 @@ class RunRecord:
         if self.is_open:
             self._write()
 
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Leaves the reason why the run failed; of a refused run that was to have a directory of its own, nothing."""
         if not self.is_open or not isinstance(error, Exception):
             return

@@ -14,8 +14,7 @@ import pytest
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.terminal.command import exit_code, to_stderr
-from gpipe_cli.terminal.words import Words, read_words
+from gpipe_cli.terminal.command import Words, exit_code, read_words, to_stderr
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -102,7 +102,6 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
             "no section generation, so it does not translate; texts are continued by gpipe-generate",
         ),
         (["checkpoint={run}", "pipeline.k=4"], "did you mean pipeline.K?"),
-        (["checkpoint={run}", "optimizer.lr=3"], "optimizer.lr: only training reads this key, leave it out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
