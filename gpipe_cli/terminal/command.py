@@ -181,7 +181,8 @@ def read_words(
         key, equals, value = word.partition("=")
         if word.startswith("-"):
             if key not in options:
-                raise ConfigurationError(_no_such_option(word, options))
+                hint = f"keys have no dashes, type {word.lstrip('-')}" if equals else "there is no such option (--help)"
+                raise ConfigurationError(f"{word}: {hint}")
             line.options.append(word)
             if key in WITH_VALUE and not equals and rest and not rest[0].startswith("-"):
                 line.options.append(rest.pop(0))
@@ -224,10 +225,3 @@ def read_value(text: str, hint: Any) -> Any:
         with suppress(ValueError):
             return float(value)  # 1e9 is a text in YAML 1.1
     return value
-
-
-def _no_such_option(word: str, options: Sequence[str]) -> str:
-    flag, equals, _ = word.partition("=")
-    if equals and flag not in options:
-        return f"{word}: keys have no dashes, type {word.lstrip('-')}"
-    return f"there is no option {word}; --help shows what there is"

@@ -78,7 +78,7 @@ def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
         (["step="], "step=: give step one value"),
         (["n=two"], "n=two: should be a valid integer"),
         (["--config-dir=a"], "--config-dir=a: keys have no dashes"),
-        (["-m"], "there is no option -m"),
+        (["-m"], "-m: there is no such option"),
     ],
 )
 def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:
