@@ -112,16 +112,13 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Returns at most three of ``known`` that look like ``word``; a difference of case alone is nearest of all.
+    """Returns at most three of ``known`` that look like ``word``, whatever the case of their letters.
 
     In a section that exists, only its own keys count, compared by their last part: a long section name would make them
     all look alike.
     """
     names = {name.lower(): name for name in known}
-    lowered = word.lower()
-    if lowered in names:
-        return [names[lowered]]
-    section, _, last = lowered.rpartition(".")
+    section, _, last = word.lower().rpartition(".")
     siblings = {name.rpartition(".")[2]: names[name] for name in names if name.rpartition(".")[0] == section}
     return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
 

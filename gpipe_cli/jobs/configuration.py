@@ -5,7 +5,6 @@ A value is checked with all others, so those are told together. No torch is impo
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -128,7 +127,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ConfigurationError: a value is missing, or refers to nothing.
     """
     try:
-        return dict(OmegaConf.to_container(copy.deepcopy(config), resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
+        return dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
     except OmegaConfBaseException as error:
         raise ConfigurationError(in_one_line(error)) from error
 

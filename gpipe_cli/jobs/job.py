@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +93,9 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            console.say(_job_line(int(place.job.num), place.overrides.task))
+            total = f"/{sweep.jobs}" if sweep is not None and sweep.jobs else ""
+            words = " ".join(word.lstrip("+") for word in place.overrides.task)
+            console.say(f"\njob {int(place.job.num) + 1}{total}  {words}")
         try:
             with sole_writer(run_dir), record:
                 prepared = prepare(composed)
@@ -335,9 +337,3 @@ def end_sweep(sweep: Sweep) -> int:
     with suppress(OSError):  # nobody reads it
         show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
     return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED
-
-
-def _job_line(number: int, words: Sequence[str]) -> str:
-    """Returns the line above a job's output."""
-    total = f"/{sweep.jobs}" if sweep is not None and sweep.jobs else ""
-    return f"\njob {number + 1}{total}  {' '.join(word.lstrip('+') for word in words)}"

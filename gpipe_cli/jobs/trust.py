@@ -54,7 +54,8 @@ def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None
     Raises:
         ConfigurationError: a text of the recorded configuration contains ``${``.
     """
-    if (found := next((text for text in _texts(recorded) if "${" in text), None)) is not None:
+    texts = (text for entry in _entries(recorded) for text in entry if isinstance(text, str))
+    if (found := next((text for text in texts if "${" in text), None)) is not None:
         raise ConfigurationError(
             f"{checkpoint}/manifest.json: its configuration has the text {found!r}; no run writes ${{…}} there, so the "
             "file was changed: use another copy of the checkpoint"
@@ -83,11 +84,6 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
 def targets(value: Any) -> Iterator[str]:
     """Yields every `_target_`, at any depth."""
     return (str(item) for key, item in _entries(value) if key == "_target_")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yields every text, keys included, at any depth."""
-    return (text for entry in _entries(value) for text in entry if isinstance(text, str))
 
 
 def _entries(value: Any, key: Any = None) -> Iterator[tuple[Any, Any]]:

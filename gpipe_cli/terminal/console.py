@@ -26,6 +26,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from rich.console import Console as RichConsole
@@ -71,8 +72,12 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger().removeHandler(self._warnings)
+        self._stop_bar()
+
+    def _stop_bar(self) -> None:
         if self._bar:
-            self._bar.stop()
+            with suppress(OSError):  # the terminal is gone
+                self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         """Prints one event."""
@@ -98,8 +103,7 @@ class Console:
         """Prints a failure on standard error and, if it is logged, in train.log."""
         if logged:
             log.error("%s", text, extra={"shown": True})
-        if self._bar:
-            self._bar.stop()
+        self._stop_bar()
         if not self._silent:
             to_stderr(text)
 
@@ -189,8 +193,7 @@ class Console:
         self.detail("\n\n".join(blocks))
 
     def _show_end(self, event: Event) -> None:
-        if self._bar:
-            self._bar.stop()
+        self._stop_bar()
         self.say(str(event["text"]))
 
 
