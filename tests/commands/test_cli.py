@@ -121,7 +121,7 @@ def test_ctrl_c_says_which_step_is_saved_and_what_goes_on(tmp_path: Path) -> Non
 
 
 def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
-    words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=50"]
+    words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=500"]
     with subprocess.Popen(
         [*COMMAND, *words, f"seed={cli_jobs.SLOW}"], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
     ) as first:
