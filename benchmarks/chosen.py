@@ -45,8 +45,7 @@ from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.planner.options import Options
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search.candidates import candidates
-from gpipe_cli.planner.search.search import Search
+from gpipe_cli.planner.search import Search, candidates
 
 FREE = ("K", "schedule", "partition", "remat", "workers")
 BOUNDS = {"cut": "bound_seconds", "any cut": "bound_of_any_cut_seconds"}
@@ -135,7 +134,7 @@ def typed(pipeline: PipelineConfig) -> dict[str, PipelineConfig]:
 def contenders(words: Sequence[str], number: int) -> dict[str, Row]:
     """Returns choices, the defaults, so many typed pipelines and torch's stages, as `worker` takes them."""
     settings = make_request(words).settings
-    planners = [Planner(settings, Options.of_this_machine(W)) for _ in range(CHOICES)]
+    planners = [Planner(settings, Options(best=True, most_workers=W)) for _ in range(CHOICES)]
     plans = {f"chosen {n}": Search(planner, FREE).fastest(W) for n, planner in enumerate(planners)}
     plans["defaults"] = planners[0].plan()
     known = typed(settings.pipeline)
@@ -144,7 +143,7 @@ def contenders(words: Sequence[str], number: int) -> dict[str, Row]:
             plans[name] = planners[0].plan(known[name])
     if tuple(words) in map(REAL.get, NOT_BY_TORCH):
         return {name: as_contender(plan) for name, plan in plans.items()}
-    four = Planner(settings, Options.of_this_machine(4)).plan(replace(settings.pipeline, K=4, workers=4))
+    four = Planner(settings, Options(best=True, most_workers=4)).plan(replace(settings.pipeline, K=4, workers=4))
     two, turns = planners[0].plan(known[TORCH_CUTS["1f1b"]]), planners[0].plan(known[TORCH_CUTS["interleaved"]])
     torchs = [(kind, two) for kind in ("gpipe", "1f1b", "zero_bubble")]
     torchs += [("interleaved", turns), ("zero_bubble", turns), ("zbv", four)]

@@ -87,7 +87,7 @@ def highest(M: int, remat: str, rank: int, K: int) -> int:
     known += [tensor for inputs, targets in micro_batches for tensor in inputs + targets] if rank == 0 else []
     with counted([tensor for tensor in known if tensor is not None]) as (_, counts):
         step()
-    most = torch.tensor([max(counts) + step.engine.bytes_shared])
+    most = torch.tensor([max(counts) + getattr(transport, "bytes_shared", 0)])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 

@@ -32,9 +32,7 @@ from torch import Tensor
 
 from benchmarks.common import Row, parser, report
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
-from gpipe_cli.distributed.exchange import Exchange
-from gpipe_cli.distributed.tree import Tree
-from gpipe_cli.distributed.values import all_gather_json
+from gpipe_cli.distributed.exchange import Exchange, Tree, all_gather_json
 from gpipe_cli.distributed.world import World
 from gpipe_cli.metrics.step_report import StepReporter
 from gpipe_cli.pipeline.engine import TASK

@@ -79,12 +79,12 @@ class Defects:
         self.counts.setdefault(defect.language, Counter())[defect.kind] += 1
         self._list(defect)
 
-    def update(self, other: Defects, policy: Mapping[str, str]) -> None:
-        """Adds others; raises ConfigurationError for the first of all that the policy refuses."""
-        for language, counts in other.counts.items():
+    def update(self, content: Mapping[str, Any], policy: Mapping[str, str]) -> None:
+        """Adds others, as `as_json` gives them; raises ConfigurationError for the first that the policy refuses."""
+        for language, counts in content["counts"].items():
             self.counts.setdefault(language, Counter()).update(counts)
-        for defect in other.examples:
-            self._list(defect)
+        for defect in content.get("defects", ()):
+            self._list(Defect(**defect))
         self.refuse(policy)
 
     def _list(self, defect: Defect) -> None:
@@ -95,21 +95,29 @@ class Defects:
     def refuse(self, policy: Mapping[str, str]) -> None:
         """Raises ConfigurationError for the first defect that the policy refuses."""
         for of in self.examples:
-            if policy[of.kind] == "refuse":
+            if policy.get(of.kind) == "refuse":
                 raise ConfigurationError(
                     f"{of}. Mend the file, or go on without it: data.on_defect.{of.kind}=drop, not data.strict"
                 )
 
+    def totals(self) -> dict[str, int]:
+        """Returns the number of each kind, in all languages."""
+        return dict(sum(self.counts.values(), Counter[str]()))
+
+    def in_words(self, policy: Mapping[str, str]) -> str:
+        """Returns "dropped 3 empty, 1 too long; kept 2 copied; such as …", an example of each kind; "" without any."""
+        totals = self.totals()
+        parts = []
+        for word, did in (("drop", "dropped"), ("keep", "kept")):
+            if kinds := sorted(kind for kind in totals if policy[kind] == word):
+                parts.append(f"{did} {', '.join(f'{totals[kind]:,} {kind}' for kind in kinds)}".replace("_", " "))
+        first = {one.kind: str(one) for one in reversed(self.examples) if policy[one.kind] == "drop"}
+        if first:
+            parts.append(f"such as {'; '.join(first[kind] for kind in sorted(first))}")
+        return "; ".join(parts)
+
     def as_json(self) -> dict[str, Any]:
         return {"counts": self.counts, "defects": [vars(defect) for defect in self.examples]}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Defects:
-        found = cls()
-        found.counts = {language: Counter(counts) for language, counts in content["counts"].items()}
-        for defect in content["defects"]:
-            found._list(Defect(**defect))
-        return found
 
     def write(self, store: Path, lines: int, corpora: Mapping[str, Mapping[str, list[int]]] | None = None) -> None:
         """Writes defects.json.
@@ -122,43 +130,9 @@ class Defects:
         text = json.dumps({**counted, **self.as_json()}, indent=1, ensure_ascii=False, sort_keys=True)
         (store / DEFECTS).write_text(text, encoding="utf-8")
 
-
-def defects_of(store: Path) -> dict[str, int]:
-    """Returns how many defects of each kind were found when a store was made."""
-    content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
-    return dict(sum(map(Counter, content["counts"].values()), Counter[str]()))
-
-
-def corpora_of(store: Path) -> dict[str, dict[str, list[int]]]:
-    """Returns, by language and file, the pairs used and the lines of the corpora of languages that have several."""
-    content: dict[str, dict[str, dict[str, list[int]]]] = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
-    return content.get("corpora", {})
-
-
-def defect_notice(store: Path, policy: Mapping[str, str], used: str) -> str | None:
-    """Returns a warning of what was left out when a store was made, with an example of each kind; None: nothing was.
-
-    Args:
-        used: what was not, in words; {lines} becomes the number of lines.
-
-    Raises:
-        ConfigurationError: it was made with defects dropped that are to be refused now.
-    """
-    content = json.loads((store / DEFECTS).read_text(encoding="utf-8"))
-    defects = Defects.from_json(content)
-    defects.refuse(policy)
-    found = in_words(defects_of(store), policy)
-    first = {one.kind: str(one) for one in reversed(defects.examples) if policy[one.kind] == "drop"}
-    such_as = f"; such as {'; '.join(first[kind] for kind in sorted(first))}" if first else ""
-    used = used.format(lines=f"{content['lines']:,}")
-    return f"{used}: {found}{such_as}; which ones: {store / DEFECTS}" if found else None
-
-
-def in_words(counts: Mapping[str, int], policy: Mapping[str, str]) -> str:
-    """Returns counts by kind, "dropped 3 empty, 1 too long; kept 2 copied", or an empty text if there are none."""
-    parts = []
-    for word, did in (("drop", "dropped"), ("keep", "kept")):
-        kinds = sorted(kind for kind, count in counts.items() if count and policy[kind] == word)
-        if kinds:
-            parts.append(f"{did} {', '.join(f'{counts[kind]:,} {kind}' for kind in kinds)}".replace("_", " "))
-    return "; ".join(parts)
+    @classmethod
+    def read(cls, store: Path) -> tuple[Defects, dict[str, Any]]:
+        """Returns the defects found when a store was made, and all of defects.json."""
+        found, content = cls(), json.loads((store / DEFECTS).read_text(encoding="utf-8"))
+        found.update(content, {})
+        return found, content

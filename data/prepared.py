@@ -1,26 +1,38 @@
-"""Makes a prepared text in the cache, and opens it for a source."""
+"""Prepares text in the cache, in several processes, and opens it for a source."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Sized
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from itertools import starmap
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import sentencepiece
 
 from ..cpu import usable_cores
+from ..parent import die_with_parent
 from .cache import cache_folder, made, writing_cache
-from .defects import defect_notice, defects_of
-from .kept_vocabularies import keep_vocabularies
-from .source import Report, Source
-from .vocabulary import smaller_notice
+from .defects import DEFECTS, Defects
+from .source import Report
+from .vocabulary import VocabularySource, keep_vocabularies, smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
+
+RunAll = Callable[..., Iterator[Any]]
+"""Yields `function(*job)` of each job, in order."""
 
 
 def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
@@ -44,65 +56,6 @@ def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], Non
     return folder
 
 
-class PreparedText(Protocol):
-    """Holds a prepared text: a `store.Store` or a `text.store.TextStore`."""
-
-    folder: Path
-    source_vocabulary: Any  # of `Vocabulary` or `TokenizerFile`
-    target_vocabulary: Any
-
-    def fingerprint(self) -> str: ...
-
-
-class PreparedSource(Source):
-    """Reads a prepared text; `prepare` calls `_use`."""
-
-    _store: PreparedText
-
-    def _use(self, store: PreparedText) -> None:
-        self._store, self.prepared_defects = store, defects_of(store.folder)
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the source ids of each text."""
-        ids: list[list[int]] = self._store.source_vocabulary.encode(texts)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of target ids, up to the first end token."""
-        return str(self._store.target_vocabulary.decode(ids))
-
-    def keep_vocabularies(self, folder: Path) -> None:
-        """Copies what ids mean to a folder, from which `kept_vocabularies` reads it without the text."""
-        keep_vocabularies(self._store.folder, folder)
-
-    def fingerprint(self) -> str:
-        """Returns that of the text that is trained on, which the order of reading does not change."""
-        return self._store.fingerprint()
-
-
-def warn_of(
-    log: logging.Logger,
-    store: Path,
-    policy: Mapping[str, str],
-    used: str,
-    vocabularies: Mapping[str, tuple[int, Sized]],
-) -> None:
-    """Warns of what was left out when a store was made, and of vocabularies smaller than asked for.
-
-    Args:
-        log: whose warnings the console shows.
-        policy, used: see `defect_notice`.
-        vocabularies: by their key under `data`: the pieces asked for, and the vocabulary.
-
-    Raises:
-        ConfigurationError: it was made with defects dropped that are to be refused now.
-    """
-    notices = [defect_notice(store, policy, used)]
-    notices += [smaller_notice(key, *of_key) for key, of_key in vocabularies.items()]
-    for notice in filter(None, notices):
-        log.warning("%s", notice)
-
-
 def digest_of(*content: object) -> str:
     """Returns a digest of all that decides the bytes of a store, JSON values; by it the store is found again."""
     text = json.dumps([*content, sentencepiece.__version__])
@@ -115,6 +68,95 @@ def stat_of(file: Path) -> list[object]:
     return [str(file.resolve()), found.st_size, found.st_mtime_ns]
 
 
+class PreparedSource(VocabularySource):
+    """Reads a prepared text; `prepare` calls `_use`."""
+
+    _store: Any  # a `store.Store` or `text.source.TextStore`
+
+    def _use(self, store: Any) -> None:
+        self._store, self.prepared_defects = store, Defects.read(store.folder)[0].totals()
+        self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
+
+    def _warn(
+        self, policy: Mapping[str, str], used: str, vocabularies: Mapping[str, tuple[int, Sized]]
+    ) -> dict[str, Any]:
+        """Warns of what was left out when the store was made, and of vocabularies smaller than asked for.
+
+        Args:
+            policy: see `defects.check_policy`.
+            used: what was not left out, in words; {lines} becomes the number of lines.
+            vocabularies: by their key under `data`: the pieces asked for, and the vocabulary.
+
+        Returns:
+            The content of the store's defects.json.
+
+        Raises:
+            ConfigurationError: it was made with defects dropped that are to be refused now.
+        """
+        log = logging.getLogger(type(self).__module__)  # the console shows those of the source's package
+        defects, content = Defects.read(self._store.folder)
+        defects.refuse(policy)
+        if found := defects.in_words(policy):
+            which = self._store.folder / DEFECTS
+            log.warning("%s: %s; which ones: %s", used.format(lines=f"{content['lines']:,}"), found, which)
+        for key, (wanted, vocabulary) in vocabularies.items():
+            if notice := smaller_notice(key, wanted, vocabulary):
+                log.warning("%s", notice)
+        return content
+
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Copies what ids mean to a folder, from which `vocabulary` reads it without the text."""
+        keep_vocabularies(self._store.folder, folder)
+
+    def fingerprint(self) -> str:
+        """Returns that of the text that is trained on, which the order of reading does not change."""
+        return str(self._store.fingerprint())
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
 def worker_count(files: Sequence[Path], workers: int | None) -> int:
     """Returns the number of processes that prepare these files: as many as asked for, else one per core."""
     return workers or (1 if sum(file.stat().st_size for file in files) < SMALL_BYTES else usable_cores())
+
+
+@contextmanager
+def in_processes(count: int) -> Iterator[RunAll]:
+    """Yields what runs jobs in `count` processes, or in this one if `count` is 1; results come in the jobs' order.
+
+    They are new interpreters, not forks, because the caller may hold a GPU or threads. They end with this process.
+    """
+    if count == 1:
+        yield starmap
+        return
+    pool = ProcessPoolExecutor(count, get_context("spawn"), die_with_parent, (os.getpid(),))
+    try:
+        yield partial(_run_all, pool, 2 * count)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _run_all(
+    pool: ProcessPoolExecutor, most: int, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]
+) -> Iterator[Any]:
+    """Yields the results; fewer than `most` jobs are running or not yet taken."""
+    waiting: deque[Future[Any]] = deque()
+    for job in jobs:
+        with _without_script():
+            waiting.append(pool.submit(function, *job))
+        if len(waiting) >= most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Hides the running script, which new interpreters import: a script without a `__main__` guard would run again."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script

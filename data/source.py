@@ -53,8 +53,8 @@ class Source(ABC):
 
     Attributes:
         pad_id, bos_id, eos_id: token ids, for generation.
-        class_names: by label, for pictures.
-        sizes, scripts: training pairs and script of each language, for averages of scores over languages.
+        class_names: by label, for mistakes.
+        sizes: training pairs of each language, for averages of scores over languages.
         evaluation_split: which held-out sentences are translated, "dev" or "test".
         evaluation_per_language: how many of them of each language; None: all.
         prepared_defects: counts of what `prepare` found broken or left out, equal on every replica; for summary.json.
@@ -66,7 +66,6 @@ class Source(ABC):
     eos_id: int = 0
     class_names: Sequence[str] = ()
     sizes: Mapping[str, int] = MappingProxyType({})
-    scripts: Mapping[str, str] = MappingProxyType({})
     evaluation_split: str = "dev"
     evaluation_per_language: int | None = None
     prepared_defects: Mapping[str, int] = MappingProxyType({})

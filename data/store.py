@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from ..disk import write_whole
 from .cache import mapped_array, save_array
-from .kept_vocabularies import read_both
 from .source import fingerprint_of
 from .token_batches import width_of
+from .vocabulary import read_both
 
 FORMAT = 3  # raised when the same parameters would give other bytes
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes

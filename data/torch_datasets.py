@@ -68,7 +68,8 @@ class DatasetSource(Source):
         start = position or {"epoch": 0, "batch": 0}
         loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], M, replica, replicas))
         numbers = count(start["epoch"] * self._batches + start["batch"] + 1)
-        return (Batch(list(islice(loaded, M)), self._position(number)) for number in numbers)
+        positions = (divmod(number, self._batches) for number in numbers)
+        return (Batch(list(islice(loaded, M)), {"epoch": epoch, "batch": batch}) for epoch, batch in positions)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Returns all examples once, in order; the last batch may have fewer micro-batches."""
@@ -95,10 +96,6 @@ class DatasetSource(Source):
     def _batches(self) -> int:
         """Returns the number of mini-batches of an epoch."""
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
-
-    def _position(self, batches: int) -> dict[str, int]:
-        """Returns the position after so many mini-batches."""
-        return {"epoch": batches // self._batches, "batch": batches % self._batches}
 
     def _keys(self, epoch: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[list[Key]]:
         """Yields the keys of each micro-batch of this replica, epoch after epoch."""

@@ -16,7 +16,6 @@ import torch
 
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .cldr.languages import SCRIPTS
 from .prepared import PreparedSource
 from .sampling import TemperatureSampler, temperature_shares
 from .source import Batch, HeldOutSample, Report, evaluation_parts, permutation, read_ahead, slices_of_replica
@@ -50,6 +49,7 @@ class PairSource(PreparedSource):
 
     _store: Store
     pad_id, bos_id, eos_id = PAD, BOS, EOS
+    reads_ends = True
     typical_lengths = (24, 16)  # padded source and target tokens: the medians of CLDR batches with 4,000 pieces
 
     def __init__(
@@ -86,7 +86,6 @@ class PairSource(PreparedSource):
         store = self._open(report)
         self._use(store)
         self.sizes = store.sizes
-        self.scripts = {code: SCRIPTS[code] for code in store.sizes if code in SCRIPTS}
         if self._batch_tokens is not None:
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 
@@ -140,10 +139,6 @@ class PairSource(PreparedSource):
             return pairs
         start = self._first_held_out(code, per_language)
         return [pairs[(start + i) % len(pairs)] for i in range(min(per_language, len(pairs)))]
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the source ids of each text with the end token, as the model reads them."""
-        return [[*ids, EOS] for ids in super().encode(texts)]
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""

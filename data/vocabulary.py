@@ -1,18 +1,29 @@
-"""Trains and reads vocabularies of subword pieces: a SentencePiece unigram model (Kudo & Richardson, 2018)."""
+"""Says what token ids mean: trains, reads and keeps vocabularies; sources that encode and decode text by them.
+
+A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence, Sized
+import shutil
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
 from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch
+from .cache import whole_file
+from .source import Batch, Source
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
+EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
 
 
 def train_vocabulary(
@@ -55,23 +66,12 @@ def train_vocabulary(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigurationError(_explained(size, str(error), key)) from error
+        said = f"data.{key}={size}: SentencePiece could not train it: {error}"
+        if largest := re.search(r"set it to a value <= (\d+)", str(error)):
+            said = f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}, or "
+            said += "data.smaller_vocabulary=true to train as many as there are"
+        raise ConfigurationError(said) from error
     return model.getvalue()
-
-
-def _explained(size: int, message: str, key: str) -> str:
-    """Returns SentencePiece's message with the key and a size that works."""
-    if largest := re.search(r"set it to a value <= (\d+)", message):
-        return (
-            f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}, or "
-            "data.smaller_vocabulary=true to train as many as there are"
-        )
-    if smallest := re.search(r"\d+ vs (\d+)", message):
-        return (
-            f"data.{key}={size}, but the corpus has {smallest[1]} pieces to hold for its characters alone: "
-            f"use data.{key}={int(smallest[1]) * 2} or fewer data.languages"
-        )
-    return f"data.{key}={size}: SentencePiece could not train: {message}"
 
 
 def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
@@ -117,7 +117,182 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
-        kept = list(ids)[: list(ids).index(EOS)] if EOS in ids else list(ids)
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
-        text: str = self._pieces.decode([int(piece) for piece in kept if piece not in (PAD, BOS) and piece < len(self)])
-        return CONTROL.sub("\ufffd", text)
+        kept = [piece for piece in _before_end(ids, EOS) if piece not in (PAD, BOS) and piece < len(self)]
+        return CONTROL.sub("\ufffd", str(self._pieces.decode(kept)))
+
+
+class TokenizerFile:
+    """Turns texts into ids and back as a tokenizer.json says; no special tokens are added.
+
+    Args:
+        path: of the file.
+        end_token: the text of the token that ends a document; None: one of `ENDS` that the file has.
+
+    Raises:
+        ConfigurationError: the library or the file is missing, it is no such file, or has no such token.
+    """
+
+    def __init__(self, path: Path, end_token: str | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except ImportError as error:
+            raise ConfigurationError(
+                f"data.tokenizer={path} needs the tokenizers library: pip install 'gpipe-cli[tokenizers]'"
+            ) from error
+        except Exception as error:  # the library raises no error of its own kind
+            raise ConfigurationError(
+                f"data.tokenizer={path} is no tokenizer.json, nor a run's vocabulary/source.model: {error}"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        wanted = ENDS if end_token is None else (end_token,)
+        found = [number for name in wanted if (number := self._tokenizer.token_to_id(name)) is not None]
+        if not found:
+            special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+            raise ConfigurationError(
+                f"data.tokenizer={path} has no token {' or '.join(wanted)} to end a document with: name one as "
+                f"data.end_token; its special tokens: {', '.join(special) or 'none'}"
+            )
+        self.eos_id: int = found[0]
+
+    def __len__(self) -> int:
+        """Returns one more than the largest id."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Returns the ids of each text, without special tokens."""
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
+        return CONTROL.sub("\ufffd", self._tokenizer.decode(_before_end(ids, self.eos_id)))
+
+
+def _before_end(ids: Sequence[int], end: int) -> list[int]:
+    kept = [int(number) for number in ids]
+    return kept[: kept.index(end)] if end in kept else kept
+
+
+# -- in folders --------------------------------------------------------------------------------------------------------
+
+
+def keep_vocabularies(store: Path, folder: Path) -> None:
+    """Copies a store's vocabularies; those that it does not have are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (SOURCE, TARGET, TOKENIZER):
+        if (store / name).exists():
+            with whole_file(folder / name) as draft:
+                shutil.copyfile(store / name, draft)
+        else:
+            (folder / name).unlink(missing_ok=True)
+
+
+def vocabulary_file(folder: Path) -> Path:
+    """Returns the file in a folder that says what a text's ids mean."""
+    return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
+
+
+def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
+    """Returns the vocabulary of a file: a tokenizer.json, or a .model that a run has kept.
+
+    Args:
+        end_token: see `TokenizerFile`.
+
+    Raises:
+        ConfigurationError: it is neither, or damaged.
+    """
+    if path.suffix == ".model" and path.is_file():
+        return Vocabulary(path.read_bytes(), path)
+    return TokenizerFile(path, end_token)
+
+
+def read_both(folder: Path) -> tuple[Vocabulary, Vocabulary]:
+    """Returns the vocabularies of sources and of targets in a folder; one object if they share one."""
+    source, target = (folder / name for name in (SOURCE, TARGET))
+    of_source = Vocabulary(source.read_bytes(), source)
+    return of_source, Vocabulary(target.read_bytes(), target) if target.exists() else of_source
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+class VocabularySource(Source):
+    """Encodes and decodes text by its vocabularies.
+
+    Attributes:
+        reads_ends: whether the model reads an end token after each source text.
+    """
+
+    source_vocabulary: Vocabulary | TokenizerFile
+    target_vocabulary: Vocabulary | TokenizerFile
+    reads_ends = False
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the source ids of each text, as the model reads them."""
+        ends = [EOS] if self.reads_ends else []
+        return [[*ids, *ends] for ids in self.source_vocabulary.encode(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of target ids, up to the first end token."""
+        return self.target_vocabulary.decode(ids)
+
+
+class _VocabulariesOnly(VocabularySource):
+    """Yields one mini-batch, which shows the shapes: there is no corpus."""
+
+    _example: MicroBatch
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields the one mini-batch."""
+        yield Batch([self._example] * M, None)
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        """Yields nothing."""
+        yield from ()
+
+
+class SentenceSource(_VocabulariesOnly):
+    """Encodes and decodes sentences; its only batch is of padding.
+
+    Args:
+        vocabularies: a folder made by `keep_vocabularies`.
+
+    Raises:
+        ConfigurationError: a vocabulary is damaged.
+    """
+
+    pad_id, bos_id, eos_id = PAD, BOS, EOS
+    reads_ends = True
+
+    def __init__(self, vocabularies: str) -> None:
+        import torch  # imported late: `vocabulary_file` does not need it
+
+        self.source_vocabulary, self.target_vocabulary = read_both(Path(vocabularies))
+        tokens = torch.full(EXAMPLE, PAD)
+        self._example = (tokens, tokens), (tokens,)
+
+
+class PromptSource(_VocabulariesOnly):
+    """Encodes and decodes the text of a language model; its only batch is of end tokens.
+
+    Args:
+        vocabularies: a folder made by `keep_vocabularies`.
+        sequence_length: tokens of an example in training.
+        end_token: see `TokenizerFile`.
+
+    Raises:
+        ConfigurationError: the vocabulary is damaged.
+    """
+
+    def __init__(self, vocabularies: str, sequence_length: int, end_token: str | None = None) -> None:
+        import torch
+
+        self.source_vocabulary = self.target_vocabulary = read_vocabulary(
+            vocabulary_file(Path(vocabularies)), end_token
+        )
+        self.eos_id = self.source_vocabulary.eos_id
+        tokens = torch.full((1, sequence_length), self.eos_id)
+        self._example = (tokens,), (tokens,)

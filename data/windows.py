@@ -1,6 +1,6 @@
 """Yields windows of one long sequence of tokens, for language models.
 
-`cldr.text.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
+`cldr.source.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .sampling import EpochOrder
 from .source import Batch, Source, evaluation_parts, read_ahead, slices_of_replica
@@ -85,6 +86,14 @@ class WindowSource(Source):
     def epoch(self, position: Any) -> float:
         """Returns how often the whole text was read up to `position`."""
         return float((position or {"batch": 0})["batch"] * self._batch_size / self._count())
+
+    def _require_a_window(self) -> None:
+        """Raises ConfigurationError for a text that is shorter than a window."""
+        if self._count() < 1:
+            raise ConfigurationError(
+                f"there are {len(self._training_tokens()):,} tokens to train on, less than a window: lower "
+                f"data.sequence_length={self._length}, or give more text"
+            )
 
     def _count(self) -> int:
         """Returns the number of windows that are trained on."""

@@ -393,7 +393,7 @@ KINDS = {
     "gpipe_cli.data.parallel.source.ParallelTextSource": "translation",
     "gpipe_cli.tasks.translation.TranslationTask": "translation",
     "gpipe_cli.models.transformer_lm.transformer_lm": "text",
-    "gpipe_cli.data.cldr.text.TextSource": "text",
+    "gpipe_cli.data.cldr.source.TextSource": "text",
     "gpipe_cli.data.text.source.TextFilesSource": "text",
     "gpipe_cli.tasks.language_model.LanguageModelTask": "text",
     "gpipe_cli.models.amoebanet.amoebanet": "images",

@@ -32,7 +32,6 @@ class Gap:
         ours, plain: norms of the two; of their changes, where the step began with values.
         size: norm of the plain one itself.
         epsilon: relative precision of its type.
-        said: how the two differ, where that is no number.
     """
 
     absolute: float
@@ -41,7 +40,6 @@ class Gap:
     plain: float
     size: float
     epsilon: float
-    said: str = ""
 
 
 MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0)
@@ -91,17 +89,15 @@ class Difference:
         absolute: largest difference of two elements (of fingerprints: of the two norms).
         relative: norm of the difference divided by the norm that the quantity is measured by; inf where one side has
             nothing.
-        said: how they differ, where that is no number.
     """
 
     layer: int
     where: str
     absolute: float
     relative: float
-    said: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.said or f'relative difference {self.relative:.1e}'}"
+        return f"{self.where}: relative difference {self.relative:.1e}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ def judge_tensors(
     for key, gap in gaps:
         rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
         relative = gap.distance / max(gap.plain, least[kind(key)], rounding, TINY)
-        found.append(Difference(*key, gap.absolute, relative, gap.said))
+        found.append(Difference(*key, gap.absolute, relative))
     return judge(name, found, tolerance)
 
 

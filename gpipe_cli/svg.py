@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import cycle
 from math import ceil, floor, isfinite, log10
 from pathlib import Path
+from statistics import fmean
 
 from gpipe_cli.disk import write_whole
 
@@ -35,7 +37,6 @@ _RULES = [
     for dark in (0, 1)
 ]
 STYLE = f"svg text{{font-family:system-ui,sans-serif}}{_RULES[0]}{DARK}{{{_RULES[1]}}}"
-CHARACTER = 0.58  # width of a digit as a share of the font's size
 Bar = tuple[float, float, float, float]  # x, y, width, height
 
 
@@ -126,7 +127,7 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
-_ROLES = {  # colour, width, dashes, whether points have dots
+_LOOKS = {  # of a role: colour, width, dashes, whether points have dots
     "ours": ("blue", 2.2, "", True),
     "smooth": ("blue", 2.2, "", False),
     "paper": ("orange", 1.8, "", True),
@@ -134,13 +135,8 @@ _ROLES = {  # colour, width, dashes, whether points have dots
     "limit": ("grey", 1.3, "7 4", True),
     "raw": ("pale", 1.0, "", False),
 }
-_PEERS = (
-    ("green", 1.2, "", True),
-    ("leaf", 1.2, "6 3", True),
-    ("red", 1.2, "2 3", True),
-    ("ink", 1.0, "8 3 2 3", True),
-)
-_COLUMNS, _PANEL, _TALL, _LEFT, _FOOT = 3, 300.0, 190.0, 58.0, 26.0  # of a plot: panels in a row, and pixels
+_PEERS = ("green", ""), ("leaf", "6 3"), ("red", "2 3"), ("ink", "8 3 2 3")  # colour and dashes of one after the other
+_COLUMNS, _PANEL, _TALL, _LEFT = 3, 300.0, 190.0, 58.0  # of a plot: panels in a row, and pixels
 
 
 def plot(
@@ -156,8 +152,9 @@ def plot(
     panels = {curve.panel: [each for each in curves if each.panel == curve.panel] for curve in curves}
     columns = min(_COLUMNS, len(panels)) or 1
     wide = _PANEL if columns > 1 else 640.0
-    peers = list(dict.fromkeys(curve.label for curve in curves if curve.role == "peer"))
-    looks = {c.label: _PEERS[peers.index(c.label) % 4] if c.role == "peer" else _ROLES[c.role] for c in curves}
+    peers = dict.fromkeys(curve.label for curve in curves if curve.role == "peer")
+    looks = {curve.label: _LOOKS.get(curve.role, _LOOKS["ours"]) for curve in curves}
+    looks |= {label: (colour, 1.2, dashes, True) for label, (colour, dashes) in zip(peers, cycle(_PEERS), strict=False)}
     rows = ceil(len(panels) / columns) or 1
     drawing = Drawing(columns * (_LEFT + wide), 44 + rows * (_TALL + 56) + 20 * (1 + 24 * len(looks) // 96), title)
     drawing.text(8, 14, title, size=14, bold=True)
@@ -206,6 +203,35 @@ def _panel(
         drawing.line(placed, colour, width, dash)
         if dotted:
             drawing.dots([(x, y) for x, y in placed if isfinite(y)], colour)
+
+
+def draw_shares(columns: Mapping[str, Mapping[str, float]], title: str) -> Drawing:
+    """Draws a horizontal bar for each column, such as {"measured": …}: shares of a step in percent, as in table 4."""
+    names = [name.replace("_", " ") for name in next(iter(columns.values()))]
+    # As in `schedule/picture.py`: blue forward, pale recompute; warm colours for lost time.
+    colours = ("blue", "pale", "light", "red", "grey", "leaf")
+    margin = 16 + 6.6 * max(map(len, columns))
+    said = (f"{column}: {', '.join(f'{k} {v:.1%}' for k, v in row.items())}" for column, row in columns.items())
+    drawing = Drawing(700, 78 + 34 * len(columns), f"{title}; {'; '.join(said)}".replace("_", " "))
+    drawing.text(8, 14, f"{title}, % of the workers' time", size=13, bold=True)
+    for row, (column, shares) in enumerate(columns.items()):
+        left, y = margin, 30.0 + 34 * row
+        drawing.text(margin - 8, y + 13, column, "end")
+        for share, colour in zip(shares.values(), colours, strict=True):
+            width = share * (700 - margin - 12)
+            drawing.bars([(left, y, max(0.0, width - 0.7), 26)], colour)
+            if width >= 28:
+                ink = "ink" if colour in ("pale", "light") else "white"
+                drawing.text(left + width / 2, y + 13, f"{100 * share:.1f}", "middle", 11, ink)
+            left += width
+    drawing.legend(list(zip(names, colours, strict=True)), 44.0 + 34 * len(columns))
+    return drawing
+
+
+def running_means(values: Sequence[float], share: float) -> list[float]:
+    """Returns the mean of each value and those before it, over a share of all values."""
+    width = max(1, round(share * len(values)))
+    return [fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
 
 
 def ticks(low: float, high: float) -> list[float]:

@@ -32,7 +32,8 @@ from torch import nn
 
 from ..layers import LayerBuilder
 from ..typed_section import Count, PartAboveZero, Positive, ShareOrZero
-from .amoebanet_cells import (
+from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
+from .amoebanet_layers import (
     AUXILIARY_POOL,
     AUXILIARY_STRIDE,
     STEM_WIDTH,
@@ -43,7 +44,6 @@ from .amoebanet_cells import (
     Head,
     Stem,
 )
-from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
 
 
 def spatial_sizes(image_size: int) -> dict[str, int]:
@@ -129,10 +129,8 @@ def _pooled(image_size: int) -> int:
     """Returns the side of the auxiliary head's map after its pooling."""
     side = spatial_sizes(image_size)["stack_2"]
     if side < AUXILIARY_POOL:
-        least = next(size for size in range(image_size, 1000) if spatial_sizes(size)["stack_2"] >= AUXILIARY_POOL)
         raise ValueError(
-            f"model.auxiliary_head=true with model.image_size={image_size}: its {AUXILIARY_POOL}×{AUXILIARY_POOL} "
-            f"pooling does not fit the {side}×{side} map after stack 2: use model.auxiliary_head=false, or images of "
-            f"at least {least} pixels a side"
+            f"model.auxiliary_head=true with model.image_size={image_size}: its pooling does not fit "
+            f"the {side}×{side} map after stack 2: use model.auxiliary_head=false, or larger images"
         )
     return (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1

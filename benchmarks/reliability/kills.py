@@ -27,8 +27,7 @@ from safetensors.torch import load_file
 
 from benchmarks.common import Row, environment, parser, report
 from benchmarks.reliability.planted_faults.subject import WORDS
-from gpipe_cli.checkpoint.choose import latest
-from gpipe_cli.checkpoint.files import step_directories
+from gpipe_cli.checkpoint.files import latest, step_directories
 
 POLL_SECONDS, PATIENCE_SECONDS = 0.002, 300.0
 SEED = 1  # of the moments and the workers
@@ -119,7 +118,7 @@ def disturb(run_dir: Path, K: int, steps: int, kills: int) -> Counter[str]:
 
 def same_end(one: Path, other: Path) -> bool:
     """Returns whether two runs agree bit for bit: every tensor of their last checkpoints, and all losses."""
-    first, second = latest(one).checkpoint, latest(other).checkpoint
+    first, second = latest(one)[0], latest(other)[0]
     assert first is not None and second is not None
     files = [(first.layer_path(layer), second.layer_path(layer)) for layer in first.layers]
     tensors = all(_bits(a) == _bits(b) for a, b in files)

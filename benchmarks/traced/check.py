@@ -94,20 +94,18 @@ def find(subject: TracedSubject, cases: Sequence[tuple[int, str]] = CASES) -> Fi
     comparing = _Comparing(subject, cases)
     try:
         with patch.object(compare, "_SameNoise", nullcontext):
-            found = decide(comparing.sides)
+            found, in_float32 = decide(comparing.sides)
     except Exception as error:
         told = error if isinstance(error, ConfigurationError) else error.__cause__ or error
         refused = isinstance(told, (ConfigurationError, CostError))
         said = str(told) if refused else f"{type(told).__name__}: {told}"
         return Finding(0, 0, comparing.seconds, False, 1.0, 1.0, said, refused)
-    worst = found.worst
-    difference = worst.relative if worst is not None else 0.0
-    decided = f"in float64; in float32 {found.decided}" if found.decided else ""
-    reason = "; ".join(map(str, found.differing[:3])) or decided or (f"at {worst}" if difference else "")
+    difference = found.relative
+    decided = f"in float64; in float32 {in_float32}" if in_float32 else ""
+    reason = "; ".join(map(str, found.beyond[:3])) or decided or (f"at {found.worst}" if difference else "")
     tied = sum(len(builder.tied) for builder in comparing.builders)
-    return Finding(
-        len(comparing.builders), tied, comparing.seconds, found.agrees, difference, comparing.cuts_differ, reason
-    )
+    equal = not found.beyond
+    return Finding(len(comparing.builders), tied, comparing.seconds, equal, difference, comparing.cuts_differ, reason)
 
 
 class _Comparing:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...cpu import usable_cores
 from ...errors import ConfigurationError
-from ..defects import DEFECTS, defects_of
-from ..prepared import prepared_folder
+from ..defects import DEFECTS, Defects
+from ..prepared import in_processes, prepared_folder
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import (
@@ -22,12 +22,10 @@ from ..store import (
     Sizes,
     Store,
     interleave,
-    pair_ends,
     write_description,
     write_shard,
 )
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
-from ..workers import in_processes
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
 from .strings import cldr_version
@@ -80,7 +78,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)
-    used, left_out = sum(store.sizes.values()), defects_of(folder).get("too_long", 0)
+    used, left_out = sum(store.sizes.values()), Defects.read(folder)[0].totals().get("too_long", 0)
     if 1_000 * left_out > used:
         counts = f"{left_out:,} of {used + left_out:,} pairs"
         log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)
@@ -131,12 +129,8 @@ def _write_language(
     if not kept:
         raise ConfigurationError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
     tokens, lengths = interleave([sources[i] for i in kept], [targets[i] for i in kept], wide=False)
-    sizes, ends, shards = Sizes(), pair_ends(lengths), list[LanguageSummary]()
-    for first in range(0, len(kept), sizes.shard):
-        last = min(len(kept), first + sizes.shard)
-        write_shard(folder, code, len(shards), tokens[ends[first] : ends[last]], lengths[first:last], sizes.block)
-        shards.append(LanguageSummary.of_shard(lengths[first:last]))
-    return LanguageSummary.of_shards(shards)
+    write_shard(folder, code, 0, tokens, lengths, Sizes().block)
+    return LanguageSummary.of_shard(lengths)
 
 
 def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:

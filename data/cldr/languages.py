@@ -25,7 +25,6 @@ class Language(NamedTuple):
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
     LANGUAGES = tuple(Language(**row) for row in csv.DictReader(_table))
 RANK: dict[str, int] = {language.code: rank for rank, language in enumerate(LANGUAGES)}
-SCRIPTS: dict[str, str] = {language.code: language.script for language in LANGUAGES}
 
 
 def check_languages(codes: Sequence[str] | None) -> list[str]:

@@ -2,17 +2,23 @@
 
 The strings are translated by people; the sentences are composed by each language's own patterns. A model learns from
 them compositional translation over a known lexicon, not open-vocabulary prose. docs/data.md shows samples.
+
+An item is the language-free content of a sentence; it is drawn from what a language can express.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
-from .items import ItemDraw, core_inventory, inventory_keys, unambiguous_inventory, used_keys
-from .rendering import Item, render
-from .strings import locale_strings
+from .languages import LANGUAGES
+from .strings import NAME_KINDS, Item, LocaleStrings, locale_strings, render
 
 # How often each kind of item is drawn. Half are lists: they teach the lexicon and how a language joins and reorders,
 # and are far from being exhausted. Dates are few: they are grammar and copying, which is learnt first.
@@ -24,6 +30,159 @@ TRAIN_MIX = {
 HELD_OUT_MIX = {kind: weight for kind, weight in TRAIN_MIX.items() if kind not in ("compact", "name", "zone name")}
 HELD_OUT_ITEMS = 300
 HELD_OUT_SHARE = {"dev": range(10), "test": range(10, 20)}  # of 1000
+CORE_SHARE = 0.9  # held-out items use strings that nine languages in ten have
+FIRST_DAY, LAST_DAY = 693596, 766644  # 1900-01-01 … 2099-12-31, as date.toordinal() counts
+
+_Choice = TypeVar("_Choice")
+
+Inventory = dict[str, list[Any]]
+"""What items can be made of: sorted CLDR keys by kind, of `NAME_KINDS`, "unit" or "relative" (field, direction)."""
+
+
+@cache
+def unambiguous_inventory(code: str) -> Inventory:
+    """Returns the names, units and relative times of a language that have exactly one English meaning.
+
+    Thai has one word for "Polish" and "Poland": nothing in a sentence shows which is meant, so both are left out.
+    """
+    english, strings = locale_strings("en"), locale_strings(code)
+    meanings: dict[str, set[str]] = {}
+    for text, meaning in _texts(strings, english):
+        meanings.setdefault(text, set()).add(meaning)
+    inventory: Inventory = {kind: [] for kind in NAME_KINDS}
+    for (kind, key), text in strings.names.items():
+        forms = {text, *strings.currencies.get(key, {}).values()} if kind == "currency" else {text}
+        if (kind, key) in english.names and _one(meanings, forms):
+            inventory[kind].append(key)
+    known = {unit: forms for unit, forms in strings.units.items() if unit in english.units}
+    for kind, table in (("unit", known), ("relative", strings.relative)):
+        inventory[kind] = [key for key, forms in table.items() if _one(meanings, forms.values())]
+    return inventory
+
+
+def _one(meanings: dict[str, set[str]], texts: Iterable[str]) -> bool:
+    return all(len(meanings[text]) == 1 for text in texts)
+
+
+@cache
+def core_inventory() -> Inventory:
+    """Returns what at least nine in ten of all 102 languages can express, for held-out items."""
+    counts = Counter(key for language in LANGUAGES for key in inventory_keys(unambiguous_inventory(language.code)))
+    core = sorted(key for key, count in counts.items() if count >= CORE_SHARE * len(LANGUAGES))
+    return {kind: [key for of, key in core if of == kind] for kind in (*NAME_KINDS, "unit", "relative")}
+
+
+def inventory_keys(inventory: Inventory) -> set[tuple[str, Any]]:
+    """Returns the keys of an inventory as (kind, key)."""
+    return {(kind, key) for kind, keys in inventory.items() for key in keys}
+
+
+def used_keys(item: Item) -> list[tuple[str, Any]]:
+    """Returns the keys, as `inventory_keys` has them, that an item is made of."""
+    kind = item[0]
+    if kind == "list":
+        return [key for inner in item[2] for key in used_keys(inner)]
+    if kind == "language in territory":
+        return [("language", item[1]), ("territory", item[2])]
+    of_kind = {
+        "name": item[1:],
+        "money": ("currency", item[-1]),
+        "unit": ("unit", item[-1]),
+        "zone time": ("zone", item[-1]),
+        "relative": ("relative", item[2:]),
+    }
+    return [of_kind[kind]] if kind in of_kind else []
+
+
+def _texts(strings: LocaleStrings, english: LocaleStrings) -> Iterator[tuple[str, str]]:
+    """Yields (text, English meaning) of every name, plural form and relative time."""
+    for name, text in strings.names.items():
+        if name in english.names:
+            yield text, english.names[name]
+            if name[0] == "currency":
+                for form in strings.currencies.get(name[1], {}).values():
+                    yield form, english.names[name]
+    for unit in strings.units.keys() & english.units.keys():
+        for form in strings.units[unit].values():
+            yield form, english.units[unit]["other"]
+    for field, forms in strings.relative.items():
+        for form in forms.values():
+            yield form, english.relative[field]["other"]
+
+
+class ItemDraw:
+    """Draws items by a mix of kinds. It uses `Random.random()` alone, whose sequence Python never changes."""
+
+    def __init__(self, inventory: Inventory, mix: dict[str, int], key: str) -> None:
+        self._inventory, self._mix = inventory, mix
+        self._random = random.Random(key).random
+        self._makers: dict[str, Callable[[], Item]] = {
+            "list": self._list,
+            "money": self._money,
+            "unit": self._unit,
+            "date": lambda: ("date", *self._day()),
+            "date and time": lambda: ("date and time", *self._day(), 60 * self._below(1440)),
+            "language in territory": lambda: ("language in territory", self._key("language"), self._key("territory")),
+            "zone time": lambda: ("zone time", self._below(86400), self._key("zone")),
+            "relative": self._relative,
+            "compact": lambda: ("compact", str(1 + self._below(99)) + "0" * (2 + self._below(11))),
+            "name": self._name,
+            "zone name": lambda: ("name", "zone", self._key("zone")),
+        }
+
+    def item(self) -> Item:
+        return self._makers[self._weighted(self._mix)]()
+
+    def _list(self) -> Item:
+        style = self._weighted({"standard": 60, "or": 40})
+        if self._random() < 0.75:
+            items = [self._name() for _ in range(self._weighted({2: 40, 3: 35, 4: 25}))]
+        else:
+            items = [(self._money if self._random() < 0.5 else self._unit)() for _ in range(2 + self._below(2))]
+        return ("list", style, tuple(dict.fromkeys(items))) if len(set(items)) > 1 else self._list()
+
+    def _name(self) -> Item:
+        kind = self._weighted({"territory": 38, "language": 38, "currency": 16, "script": 8})
+        return ("name", kind, self._key(kind))
+
+    def _money(self) -> Item:
+        return ("money", self._number(), self._key("currency"))
+
+    def _unit(self) -> Item:
+        return ("unit", self._number(), self._key("unit"))
+
+    def _relative(self) -> Item:
+        if not self._inventory["relative"]:
+            return self.item()
+        return ("relative", str(1 + self._below(120)), *self._key("relative"))
+
+    def _number(self) -> str:
+        """Returns a number up to 100, up to ten million, or with one or two decimals (the last one not 0)."""
+        form = self._weighted({"small": 50, "large": 25, "decimal": 25})
+        if form == "small":
+            return str(1 + self._below(100))
+        if form == "large":
+            return str(int(10 ** (2 + 5 * self._random())))
+        tenths = str(self._below(10)) if self._random() < 0.3 else ""
+        return f"{self._below(1000)}.{tenths}{1 + self._below(9)}"
+
+    def _day(self) -> tuple[str, int]:
+        """Returns a style and a day."""
+        return self._weighted({"full": 1, "long": 1}), FIRST_DAY + self._below(LAST_DAY - FIRST_DAY + 1)
+
+    def _key(self, kind: str) -> Any:
+        keys = self._inventory[kind]
+        return keys[self._below(len(keys))]
+
+    def _below(self, count: int) -> int:
+        return int(self._random() * count)
+
+    def _weighted(self, weights: dict[_Choice, int]) -> _Choice:
+        totals = list(accumulate(weights.values()))
+        return list(weights)[bisect.bisect(totals, self._random() * totals[-1])]
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):

@@ -1,11 +1,12 @@
-"""Opens the paper's image data sets (section 4) on disk, and explains what is missing."""
+"""Opens the paper's image data sets (section 4) on disk."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,60 +14,39 @@ from ...errors import ConfigurationError
 from ..source import Report
 from . import imagenet
 from .files import ImageArray, ImageFiles, Images
-from .folders import read_folder
-from .tars import NEEDS as SHARDS
+from .folders import is_flat, read_flat, read_folder
 from .tars import read_tars, tars_of
 
 
-class ImageDataset(NamedTuple):
-    """Describes a data set.
+class Downloaded(NamedTuple):
+    """Describes a data set whose files torchvision lists.
 
     Attributes:
-        needs: what `data.root` must hold, and where to get it.
-        torchvision: the class of torchvision.datasets that lists its files; empty for an image folder.
+        kind: its class in torchvision.datasets.
         splits: that class's arguments for training and evaluation.
-        download: size of what `data.download=true` fetches; empty if a program cannot fetch it.
+        size: of what `data.download=true` fetches; empty if a program cannot fetch it.
     """
 
-    needs: str
-    torchvision: str = ""
-    splits: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
-    download: str = ""
+    kind: str
+    splits: tuple[Mapping[str, Any], Mapping[str, Any]]
+    size: str = ""
 
 
 CIFAR = ({"train": True}, {"train": False})
 TRAIN, TRAINVAL = ({"split": "train"}, {"split": "test"}), ({"split": "trainval"}, {"split": "test"})
-DATASETS = {
-    "image_folder": ImageDataset(
-        "a folder for each of data.folders, in each of them a folder of images for each class; or, for each, " + SHARDS
-    ),
-    "imagenet": ImageDataset(imagenet.NEEDS),
-    "cifar10": ImageDataset(
-        "cifar-10-batches-py/, as published. Where from: https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-        "CIFAR10", CIFAR, "170 MB",
-    ),
-    "cifar100": ImageDataset(
-        "cifar-100-python/, as published. Where from: https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-        "CIFAR100", CIFAR, "170 MB",
-    ),
-    "stanford_cars": ImageDataset(
-        "stanford_cars/ with cars_train/*.jpg, cars_test/*.jpg, devkit/ and cars_test_annos_withlabels.mat. Its own "
-        "site is gone: look for the files at https://github.com/pytorch/vision/issues/7545",
-        "StanfordCars", TRAIN,
-    ),
-    "oxford_pets": ImageDataset(
-        "oxford-iiit-pet/ with images/ and annotations/. Where from: https://www.robots.ox.ac.uk/~vgg/data/pets/",
-        "OxfordIIITPet", TRAINVAL, "800 MB",
-    ),
-    "food101": ImageDataset(
-        "food-101/ with images/ and meta/. Where from: http://data.vision.ee.ethz.ch/cvl/food-101.tar.gz",
-        "Food101", TRAIN, "5 GB",
-    ),
-    "fgvc_aircraft": ImageDataset(
-        "fgvc-aircraft-2013b/, as published. Where from: https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/",
-        "FGVCAircraft", TRAINVAL, "2.8 GB",
-    ),
-}  # fmt: skip
+TORCHVISION = {
+    "cifar10": Downloaded("CIFAR10", CIFAR, "170 MB"),
+    "cifar100": Downloaded("CIFAR100", CIFAR, "170 MB"),
+    "stanford_cars": Downloaded("StanfordCars", TRAIN),
+    "oxford_pets": Downloaded("OxfordIIITPet", TRAINVAL, "800 MB"),
+    "food101": Downloaded("Food101", TRAIN, "5 GB"),
+    "fgvc_aircraft": Downloaded("FGVCAircraft", TRAINVAL, "2.8 GB"),
+}
+
+
+Name = Literal[
+    "image_folder", "imagenet", "cifar10", "cifar100", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft"
+]
 
 
 def open_images(
@@ -75,60 +55,63 @@ def open_images(
     """Returns the training and the evaluation images of a data set.
 
     Args:
-        dataset: a key of `DATASETS`.
+        dataset: "image_folder", "imagenet" or a key of `TORCHVISION`.
         root: the folder that holds it.
         folders: the two splits of an image folder.
         download: whether torchvision may fetch what is missing.
 
     Raises:
-        ConfigurationError: something is missing; the message says what belongs where and where to get it.
+        ConfigurationError: something is missing; the message says what was looked for.
     """
-    known = DATASETS[dataset]
+    known = TORCHVISION.get(dataset)
+    size = known.size if known is not None else ""
     try:
         if root is None:
             raise ConfigurationError("data.root is not set")
-        if download and not known.download:
+        if download and not size:
             raise ConfigurationError(f"data.download=true: {dataset} cannot be downloaded by program")
         place = Path(root).expanduser()
-        if known.torchvision:
+        if known is not None:
             return _from_torchvision(known, place, download, report)
-        if dataset == "imagenet":
-            return imagenet.open_imagenet(place, folders, report)
-        tars = tars_of(place, folders)
-        train = _read_split(place / folders[0], tars[0], report)
-        return train, _read_split(place / folders[1], tars[1], report, train.class_names)
+        return _on_disk(place, folders, dataset == "imagenet", report)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{error}. {help_for(dataset)}") from error
+        fetch = f", or data.download=true fetches it ({size})" if size else ""
+        raise ConfigurationError(
+            f"{error}. docs/images.md says what belongs there and where it is from{fetch}"
+        ) from error
 
 
-def _read_split(split: Path, tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> Images:
-    return read_tars(tars, report, known) if tars else read_folder(split, report, known)
+def _on_disk(root: Path, folders: Sequence[str], is_imagenet: bool, report: Report) -> tuple[Images, Images]:
+    """Returns the images of both splits: in class folders, in tars, or, of ImageNet, flat with a label file."""
+    base = imagenet.folder_of_splits(root, folders[0]) if is_imagenet else root
+    folders_of = partial(imagenet.wnids_of, root) if is_imagenet else None
+
+    def read(folder: str, tars: Sequence[Path], known: Sequence[str] | None = None) -> Images:
+        if tars:
+            return read_tars(tars, report, known, folders_of)
+        if known is not None and folders_of is not None and is_flat(base / folder):
+            return read_flat(base / folder, known, folders_of)
+        return read_folder(base / folder, report, known)
+
+    train_tars, evaluation_tars = tars_of(base, folders)
+    train = read(folders[0], train_tars)
+    return train, read(folders[1], evaluation_tars, train.class_names)
 
 
-def help_for(dataset: str) -> str:
-    """Returns what `data.root` must hold and where to get it."""
-    known = DATASETS[dataset]
-    fetch = f"; or data.download=true ({known.download})" if known.download else ""
-    return f"For data.dataset={dataset}, data.root must hold {known.needs}{fetch}"
-
-
-def _from_torchvision(known: ImageDataset, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
+def _from_torchvision(known: Downloaded, root: Path, download: bool, report: Report) -> tuple[Images, Images]:
     from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
 
     if download:
-        report(f"{known.torchvision}: downloading up to {known.download}", 0, 1)
+        report(f"{known.kind}: downloading up to {known.size}", 0, 1)
     opened = []
     for split in known.splits:
         try:
-            opened.append(getattr(datasets, known.torchvision)(root, **split, download=download))
+            opened.append(getattr(datasets, known.kind)(root, **split, download=download))
         except (RuntimeError, OSError, ValueError, KeyError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0].replace(DOWNLOAD_ADVICE, "")
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigurationError(f"data.root={root}: {reason.rstrip('. ')}") from error
     train, evaluation = (_images(dataset, root, opened[0].classes) for dataset in opened)
     return train, evaluation
-
-
-DOWNLOAD_ADVICE = "You can use download=True to download it"  # torchvision's words; ours name the key
 
 
 def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:

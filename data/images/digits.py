@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ...micro_batch import MicroBatch
 from ...typed_section import Part, Pixels
 from ..source import Batch, Report, Source, evaluation_parts, permutation, read_ahead, slices_of_replica
-from .loading import typical_images
+from .source import typical_images
 
 CLASSES: Literal[10] = 10
 TRAINING_IMAGES = 1437  # the 360 after them are mostly of writers who are not in the training set

@@ -63,18 +63,26 @@ class ImageFiles(Images):
 
     Args:
         root: the folder.
-        names: paths from `root`, with "/" between folders. They are kept as bytes in one array and not as a million
+        names: of the images, with "/" between folders. They are kept as bytes in one array and not as a million
             strings, because loader processes would copy the memory of every string they touch.
         labels: of each file.
         class_names: the names of the classes, by label.
         others: the number of files beside them that are no images.
+        paths: of the files from `root`; None: the names.
     """
 
     def __init__(
-        self, root: Path, names: Sequence[str], labels: Sequence[int], class_names: Sequence[str], others: int = 0
+        self,
+        root: Path,
+        names: Sequence[str],
+        labels: Sequence[int],
+        class_names: Sequence[str],
+        others: int = 0,
+        paths: Sequence[str] | None = None,
     ) -> None:
         super().__init__(labels, class_names, others)
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
+        self._paths = self._names if paths is None else np.array([os.fsencode(path) for path in paths])
 
     def fingerprint(self) -> str:
         names = self._names.tolist()
@@ -82,26 +90,14 @@ class ImageFiles(Images):
         return fingerprint_of(b"".join(names), ends.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
+        path = self._root / os.fsdecode(self._paths[index])
         try:
-            return decode(self._file(index))
+            return decode(self._file(index, path))
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise BrokenImageError(str(self._path(index)), f"{type(error).__name__}: {error}") from error
+            raise BrokenImageError(str(path), f"{type(error).__name__}: {error}") from error
 
-    def _name(self, index: int) -> str:
-        return os.fsdecode(self._names[index])
-
-    def _path(self, index: int) -> Path:
-        return self._root / self._name(index)
-
-    def _file(self, index: int) -> Path | BinaryIO:
-        return self._path(index)
-
-
-class FlatImageFiles(ImageFiles):
-    """Reads image files that lie together in one folder, but have names as if each lay in the folder of its class."""
-
-    def _path(self, index: int) -> Path:
-        return self._root / self._name(index).partition("/")[2]
+    def _file(self, index: int, path: Path) -> Path | BinaryIO:
+        return path
 
 
 class ImageArray(Images):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ...errors import ConfigurationError
@@ -17,6 +17,9 @@ from .files import ImageFiles
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+
+FoldersOf = Callable[[Sequence[str], Path], Sequence[str]]
+"""Returns the class of each image in a folder or tar that does not tell it."""
 
 
 def read_folder(split: Path, report: Report, known: Sequence[str] | None = None) -> ImageFiles:
@@ -30,33 +33,50 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         ConfigurationError: the folder, class folders or the images of a class are missing, or a class is not known;
             the message says what was found.
     """
-    root = split.parent
-    if not root.is_dir():
-        raise ConfigurationError(f"data.root={root}: there is no such folder")
     if not split.is_dir():
-        found = some_of([path.name for path in root.iterdir()])
-        raise ConfigurationError(f"data.root={root} has no folder '{split.name}', only {found}")
+        found = some_of([path.name for path in split.parent.glob("*")])
+        raise ConfigurationError(f"data.root={split.parent} has no folder '{split.name}', only {found}")
     classes = sorted(path.name for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         found = some_of([path.name for path in split.iterdir()])
         raise ConfigurationError(f"{split} has no class folders, only {found}: sort its images into one folder a class")
-    number = {name: label for label, name in enumerate(classes if known is None else known)}
-    if strange := [name for name in classes if name not in number]:
-        raise ConfigurationError(f"{split} has class folders that the training folder has not: {some_of(strange)}")
-    names, labels, others, empty = list[str](), list[int](), list[str](), list[str]()
+    names, others = list[str](), list[str]()
     for done, name in enumerate(classes):
         report(f"listing the images of {split}", done, len(classes))
         images, strangers = images_in(split, name)
-        others += strangers
-        empty += [] if images else [name]
+        if not images:
+            raise ConfigurationError(f"{split} has class folders without an image ({', '.join(SUFFIXES)}): {name} …")
         names += images
-        labels += [number[name]] * len(images)
+        others += strangers
     report(f"listing the images of {split}", len(classes), len(classes))
-    if empty:
-        kinds = ", ".join(SUFFIXES)
-        raise ConfigurationError(f"{split} has {len(empty)} class folders without an image ({kinds}): {some_of(empty)}")
-    warn_of(split, others)
-    return ImageFiles(split, names, labels, list(number), len(others))
+    return ImageFiles(split, names, *numbered(names, known or classes, split), _warned_of(split, others))
+
+
+def read_flat(split: Path, known: Sequence[str], folders_of: FoldersOf) -> ImageFiles:
+    """Returns the images that lie together in a folder, in the order and with the names of class folders."""
+    found, others = images_in(split)
+    names = sorted(f"{of}/{path}" for of, path in zip(folders_of(found, split), found, strict=True))
+    paths = [name.partition("/")[2] for name in names]
+    return ImageFiles(split, names, *numbered(names, known, split), _warned_of(split, others), paths)
+
+
+def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple[list[int], list[str]]:
+    """Returns the number of each image's class, which is the first part of its name, and the classes.
+
+    Args:
+        classes: in the order of their numbers.
+        place: where the images are; for messages.
+
+    Raises:
+        ConfigurationError: an image is of another class.
+    """
+    number, labels = {name: label for label, name in enumerate(classes)}, list[int]()
+    for name in names:
+        of = name.partition("/")[0]
+        if of not in number:
+            raise ConfigurationError(f"{place / name} is of class '{of}', which the training images have not")
+        labels.append(number[of])
+    return labels, list(classes)
 
 
 def some_of(names: Sequence[str]) -> str:
@@ -78,11 +98,11 @@ def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
     return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
 
 
-def warn_of(split: Path, others: Sequence[str]) -> None:
-    """Warns of files that are no images."""
+def _warned_of(split: Path, others: Sequence[str]) -> int:
+    """Warns of files that are no images; returns how many there are."""
     if others:
-        shown = f"{len(others):,} files are left out, being no images: {some_of(others)}"
-        log.warning("%s: %s", split, shown)
+        log.warning("%s: %d files are left out, being no images: %s", split, len(others), some_of(others))
+    return len(others)
 
 
 def _files(folder: str | Path) -> Iterator[tuple[str, bool]]:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
 
+from ...cpu import usable_cores
 from ...errors import ConfigurationError
-from ...micro_batch import MicroBatch
+from ...micro_batch import MicroBatch, Tensors
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, Source, read_ahead, split_evenly
 from ..torch_datasets import DatasetSource
-from .datasets import help_for, open_images
+from .datasets import Name, open_images
 from .files import BrokenImageError, Images
-from .loading import LoadedMicroBatch, TransformedImages, collate, loader_workers, typical_images
-from .transforms import evaluation_transform, training_transform
+from .transforms import Transform, evaluation_transform, training_transform
 
 log = logging.getLogger(__name__)
+
+MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
+
+Example = tuple[Tensor | None, int, list[BrokenImageError]]
+"""One transformed image, uint8 [3, S, S], or None if none could be read; its label; the broken images tried."""
+
+Loaded = tuple[Tensors, Tensors, list[BrokenImageError]]
+"""What a loader process returns: a micro-batch, and the broken images tried."""
 
 
 class ImageSource(Source):
@@ -33,7 +44,7 @@ class ImageSource(Source):
     left out. Each is logged and listed in `broken_images`; more than `broken_images_limit` of them end the run.
 
     Args:
-        dataset: one of `datasets.DATASETS`.
+        dataset: see `datasets.open_images`.
         classes: number of classes; checked.
         root: the folder that holds the data set.
         download: fetch the data set if it is not there.
@@ -55,7 +66,7 @@ class ImageSource(Source):
 
     def __init__(
         self,
-        dataset: str,
+        dataset: Name,
         classes: Count,
         root: str | None = None,
         download: bool = False,
@@ -107,7 +118,7 @@ class ImageSource(Source):
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
         batches = self._ahead(self._examples(replicas).train(position, M, replica, replicas), replicas)
-        return (Batch([one.tensors for one in self._loaded(batch)], batch.position) for batch in batches)
+        return (Batch(self._counted(batch), batch.position) for batch in batches)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields every evaluation image once, in order; the last mini-batch may have fewer micro-batches."""
@@ -115,13 +126,11 @@ class ImageSource(Source):
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the mini-batches number replica, replica + replicas, … of `evaluation`; no image is decoded twice."""
-        batches = self._examples(replicas).evaluation_share(M, replica, replicas)
-        for batch in self._ahead(batches, replicas):
-            loaded = [one for one in self._loaded(batch) if len(one.labels)]
-            if any(one.broken for one in loaded):
-                loaded = _divided_again(loaded, M)
-            if loaded:
-                yield Batch([one.tensors for one in loaded], batch.position)
+        for batch in self._ahead(self._examples(replicas).evaluation_share(M, replica, replicas), replicas):
+            broken = any(of_one for *_, of_one in cast("list[Loaded]", batch.micro_batches))
+            read = [one for one in self._counted(batch) if len(one[1][0])]
+            if read:
+                yield Batch(_divided_again(read, M) if broken else read, batch.position)
 
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
@@ -133,7 +142,7 @@ class ImageSource(Source):
 
     def _examples(self, replicas: int = 1) -> DatasetSource:
         sets, size = (self._train_set, self._evaluation_set), (self._batch_size, self._drop_last)
-        with_broken = cast(Any, collate)  # its micro-batches also hold broken images; `_loaded` counts them
+        with_broken = cast(Any, collate)  # its micro-batches also hold broken images; `_counted` takes them out
         return DatasetSource(*sets, *size, with_broken, loader_workers(self._workers, replicas), self._seed)
 
     def _ahead(self, batches: Iterator[Batch], replicas: int) -> Iterator[Batch]:
@@ -144,47 +153,96 @@ class ImageSource(Source):
         """
         return read_ahead(batches) if loader_workers(self._workers, replicas) else batches
 
-    def _loaded(self, batch: Batch) -> list[LoadedMicroBatch]:
+    def _counted(self, batch: Batch) -> list[MicroBatch]:
         """Returns the batch's micro-batches after counting their broken images.
 
         Raises:
             ConfigurationError: there are too many of them.
         """
-        loaded = cast("list[LoadedMicroBatch]", batch.micro_batches)
-        for broken in (broken for one in loaded for broken in one.broken):
-            if broken.name not in self.broken_images:
-                self._count(broken)
-        return loaded
-
-    def _count(self, broken: BrokenImageError) -> None:
-        self.broken_images[broken.name] = broken.reason
-        found, limit = len(self.broken_images), self._broken_limit
-        self.defects = {"broken_images": found}
-        if found > limit:
-            raise ConfigurationError(
-                f"{broken.name} is broken ({broken.reason}). It is broken image number {found} of this run, and "
-                f"data.broken_images_limit is {limit}: replace the file, or raise the limit to go on without it"
-            )
-        log.warning("%s is broken (%s) and left out: %d of at most %d", broken.name, broken.reason, found, limit)
+        loaded, limit = cast("list[Loaded]", batch.micro_batches), self._broken_limit
+        for image in (image for *_, broken in loaded for image in broken if image.name not in self.broken_images):
+            self.broken_images[image.name] = image.reason
+            found = len(self.broken_images)
+            self.defects = {"broken_images": found}
+            if found > limit:
+                raise ConfigurationError(
+                    f"{image.name} is broken ({image.reason}). It is broken image number {found} of this run, and "
+                    f"data.broken_images_limit is {limit}: replace the file, or raise the limit to go on without it"
+                )
+            log.warning("%s is broken (%s) and left out: %d of at most %d", image.name, image.reason, found, limit)
+        return [(images, labels) for images, labels, _ in loaded]
 
     def _check_counts(self, train: Images, evaluation: Images) -> None:
-        found = len(train.class_names)
+        found, counts = len(train.class_names), [len(train), len(evaluation)]
+        wrong = ""
         if found != self._classes:
-            raise ConfigurationError(
-                f"data.root={self._root} has {found} classes, but data.classes={self._classes}: if these are all, "
-                f"set data.classes={found}. {help_for(self._dataset)}"
+            wrong = f"{found} classes, but data.classes={self._classes}: if these are all, set data.classes={found}"
+        elif self._expected is not None and counts != list(self._expected):
+            wrong = (
+                f"{counts[0]} training and {counts[1]} evaluation images, not {' and '.join(map(str, self._expected))}"
             )
-        counts = [len(train), len(evaluation)]
-        if self._expected is not None and counts != list(self._expected):
-            raise ConfigurationError(
-                f"data.root={self._root} has {counts[0]} training and {counts[1]} evaluation images, not "
-                f"{self._expected[0]} and {self._expected[1]} (data.images): unpack it again, or set data.images=null "
-                f"to use what is there. {help_for(self._dataset)}"
-            )
+            wrong += " (data.images): unpack it again, or set data.images=null to use what is there"
+        if wrong:
+            raise ConfigurationError(f"data.root={self._root} has {wrong}")
 
 
-def _divided_again(loaded: list[LoadedMicroBatch], M: int) -> list[LoadedMicroBatch]:
+def _divided_again(read: list[MicroBatch], M: int) -> list[MicroBatch]:
     """Divides a mini-batch in which images are missing into micro-batches of equal size."""
-    images, labels = torch.cat([one.images for one in loaded]), torch.cat([one.labels for one in loaded])
-    slices = split_evenly(len(labels), min(M, len(labels)))
-    return [LoadedMicroBatch(images[cut], labels[cut], ()) for cut in slices]
+    images, labels = (torch.cat([one[side][0] for one in read]) for side in (0, 1))
+    return [((images[cut],), (labels[cut],)) for cut in split_evenly(len(labels), min(M, len(labels)))]
+
+
+# -- in loader processes -----------------------------------------------------------------------------------------------
+
+
+class TransformedImages(Dataset[Example]):
+    """Reads and transforms images.
+
+    Args:
+        images: to read.
+        transform: bytes to bytes; draws from torch's global generator.
+        attempts: how many images are tried for an example: the given one, then the next ones.
+    """
+
+    def __init__(self, images: Images, transform: Transform, attempts: int) -> None:
+        self.images, self._transform, self._attempts = images, transform, attempts
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Example:
+        broken = list[BrokenImageError]()
+        for place in range(self._attempts):
+            number = (index + place) % len(self)
+            try:
+                image = self.images.read(number)
+            except BrokenImageError as error:
+                broken.append(error)
+            else:
+                return self._transform(image), int(self.images.labels[number]), broken
+        return None, -1, broken
+
+
+def collate(examples: list[Example]) -> Loaded:
+    """Returns a micro-batch of the examples that have an image: uint8 [b, 3, S, S] and int64 [b]."""
+    images = [image for image, *_ in examples if image is not None]
+    labels = [label for image, label, _ in examples if image is not None]
+    # default_collate stacks directly into memory shared with the training process.
+    stacked: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
+    return (stacked,), (torch.tensor(labels, dtype=torch.int64),), [one for *_, broken in examples for one in broken]
+
+
+def loader_workers(workers: int | str, replicas: int) -> int:
+    """Returns the loader processes of one replica; "auto" divides the cores among the replicas on this machine."""
+    if workers != "auto":
+        return int(workers)
+    everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    replicas_here = -(-replicas * min(here, everywhere) // everywhere)
+    return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))
+
+
+def typical_images(micro_batches: int, batch_size: int, image_size: int) -> tuple[MicroBatch, int]:
+    """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+    count = -(-batch_size // micro_batches)
+    images = torch.empty((count, 3, image_size, image_size), dtype=torch.uint8, device="meta")
+    return ((images,), (torch.empty(count, dtype=torch.int64, device="meta"),)), batch_size

@@ -10,9 +10,9 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,44 +22,34 @@ from ...errors import ConfigurationError
 from ..cache import cache_folder, made
 from ..source import Report, fingerprint_of
 from .files import ImageFiles
-from .folders import SUFFIXES, some_of
+from .folders import SUFFIXES, FoldersOf, numbered, some_of
 
-NEEDS = "shards of WebDataset, <folder>/*.tar or *<folder>*.tar, with each image (KEY.jpg) beside its label (KEY.cls)"
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
 IN_TAR = ".tar/"  # in a name: between a tar in a tar, which has the images of one class, and its image
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
 
-FoldersOf = Callable[[Sequence[str]], Sequence[str]]
-
-
-class TarIndex(NamedTuple):
-    """Lists the images in some tar files.
-
-    Attributes:
-        names: bytes [n], of each image in its tar.
-        places: int64 [n, 3]: number of the tar, first byte in it, bytes.
-        labels: int64 [n], from files beside them; empty if there are none.
-    """
-
-    names: npt.NDArray[Any]
-    places: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-
 
 class ImagesInTars(ImageFiles):
-    """Reads images that lie in tar files as `index` says; for the rest see `ImageFiles`."""
+    """Reads images that lie in tar files of one folder; for the rest see `ImageFiles`.
+
+    Args:
+        places: int64 [n, 3] of each image: number of the tar, first byte in it, bytes.
+    """
 
     def __init__(
-        self, tars: Sequence[Path], index: TarIndex, names: Sequence[str], labels: Sequence[int], classes: Sequence[str]
+        self,
+        tars: Sequence[Path],
+        places: npt.NDArray[np.int64],
+        names: Sequence[str],
+        labels: Sequence[int],
+        class_names: Sequence[str],
+        paths: Sequence[str],
     ) -> None:
-        super().__init__(tars[0].parent, names, labels, classes)
-        self._tars, self._index = tars, index
+        super().__init__(tars[0].parent, names, labels, class_names, paths=paths)
+        self._tars, self._places = tars, places
 
-    def _path(self, index: int) -> Path:
-        return self._tars[int(self._index.places[index, 0])] / os.fsdecode(self._index.names[index])
-
-    def _file(self, index: int) -> BinaryIO:
-        tar, first, size = self._index.places[index].tolist()
+    def _file(self, index: int, path: Path) -> BinaryIO:
+        tar, first, size = self._places[index].tolist()
         with self._tars[tar].open("rb") as file:
             return io.BytesIO(os.pread(file.fileno(), size, first))
 
@@ -95,31 +85,26 @@ def read_tars(
     Args:
         tars: its files.
         known: names of the classes, in the order of their numbers; None: those that are found.
-        folders_of: gives the class of each image by its name where the tars do not tell it.
+        folders_of: gives the class of each image where the tars do not tell it.
 
     Raises:
         ConfigurationError: a tar is damaged, or an image has no class or one that is not known; the message names it.
     """
     index = _kept_index(tars, report)
-    names = [os.fsdecode(name) for name in index.names.tolist()]
-    if not names:
+    found, places, labels = [os.fsdecode(name) for name in index["names"].tolist()], index["places"], index["labels"]
+    if not found:
         raise ConfigurationError(f"{some_of([str(tar) for tar in tars])}: no image in it ({', '.join(SUFFIXES)})")
-    if len(index.labels):
-        of_images = [str(label) for label in index.labels.tolist()]
-        found = [str(number) for number in range(index.labels.max() + 1)]
+    if len(labels):
+        names, in_folders = found, [f"{label}/{name}" for label, name in zip(labels.tolist(), found, strict=True)]
+        classes = known or [str(number) for number in range(labels.max() + 1)]
     else:
-        names = _in_folders(names, tars[index.places[0, 0]], folders_of)
-        order = sorted(range(len(names)), key=names.__getitem__)
-        names = [names[place] for place in order]
-        index = TarIndex(index.names[order], index.places[order], index.labels)
-        of_images = [name.partition("/")[0] for name in names]
-        found = sorted(set(of_images))
-    number = {name: label for label, name in enumerate(known or found)}
-    for place, name in enumerate(of_images):
-        if name not in number:
-            image = tars[index.places[place, 0]] / names[place]
-            raise ConfigurationError(f"{image} is of class '{name}', which the training images have not")
-    return ImagesInTars(tars, index, names, [number[name] for name in of_images], list(number))
+        in_folders = _in_folders(found, tars[places[0, 0]], folders_of)
+        order = sorted(range(len(found)), key=in_folders.__getitem__)
+        names = in_folders = [in_folders[place] for place in order]
+        found, places = [found[place] for place in order], places[order]
+        classes = known or sorted({name.partition("/")[0] for name in names})
+    paths = [f"{tars[tar].name}/{name}" for tar, name in zip(places[:, 0].tolist(), found, strict=True)]
+    return ImagesInTars(tars, places, names, *numbered(in_folders, classes, tars[0].parent), paths)
 
 
 def _in_folders(names: Sequence[str], tar: Path, folders_of: FoldersOf | None) -> list[str]:
@@ -128,25 +113,26 @@ def _in_folders(names: Sequence[str], tar: Path, folders_of: FoldersOf | None) -
         return [name.replace(IN_TAR, "/") for name in names]
     if folders_of is None:
         raise ConfigurationError(f"{tar / names[0]} has no {CLASS} file with its class: write one, or unpack the tar")
-    return [f"{folder}/{name}" for folder, name in zip(folders_of(names), names, strict=True)]
+    return [f"{folder}/{name}" for folder, name in zip(folders_of(names, tar), names, strict=True)]
 
 
-def _kept_index(tars: Sequence[Path], report: Report) -> TarIndex:
+def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[Any]]:
     """Returns the index of tar files from the cache; it is made again when a file's size or time has changed."""
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
     kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr(states).encode())}.npz"
-
-    def make(draft: Path) -> None:
-        index = _index(tars, report)
-        np.savez(draft, names=index.names, places=index.places, labels=index.labels)
-
     with writing(kept.parent, "set GPIPE_CACHE to a folder with room"):
-        made(kept, make, report)
+        made(kept, lambda draft: np.savez(draft, **_index(tars, report)), report)
     with np.load(kept) as arrays:
-        return TarIndex(arrays["names"], arrays["places"], arrays["labels"])
+        return dict(arrays)
 
 
-def _index(tars: Sequence[Path], report: Report) -> TarIndex:
+def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
+    """Lists the images in some tar files.
+
+    Returns:
+        "names": bytes [n], of each image in its tar; "places": see `ImagesInTars`; "labels": int64 [n], from files
+        beside the images; empty if there are none.
+    """
     names, places, labels = list[bytes](), list[tuple[int, int, int]](), list[int]()
     for number, tar in enumerate(tars):
         images, classes = dict[str, tuple[int, int]](), dict[str, int]()
@@ -157,28 +143,21 @@ def _index(tars: Sequence[Path], report: Report) -> TarIndex:
                     if len(images) % 1000 == 1:
                         report(f"listing the images of {tar}", first, tar.stat().st_size)
                 elif name.endswith(CLASS):
-                    classes[_key(name)] = _class(os.pread(file.fileno(), size, first), tar / name)
+                    content = os.pread(file.fileno(), size, first).strip()
+                    if not content.isdigit():
+                        raise ConfigurationError(f"{tar / name}: {content[:20]!r} is not the number of a class")
+                    classes[_key(name)] = int(content)
         report(f"listing the images of {tar}", 1, 1)
-        if classes or labels:
-            _check_pairs(tar, [_key(name) for name in images], classes)
+        found = Counter(map(_key, images))
+        if (classes or labels) and (odd := (found - Counter(classes.keys())) + (Counter(classes.keys()) - found)):
+            raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {some_of(list(odd))}")
         if classes and len(labels) < len(names):
             raise ConfigurationError(f"{tar} has {CLASS} files, but {tars[0]} has none")
         names += [os.fsencode(name) for name in images]
         places += [(number, *place) for place in images.values()]
         labels += [classes[_key(name)] for name in images] if classes else []
-    return TarIndex(np.array(names), np.array(places, np.int64).reshape(-1, 3), np.array(labels, np.int64))
-
-
-def _check_pairs(tar: Path, images: Sequence[str], classes: Collection[str]) -> None:
-    """Checks that each image has a label and each label an image, by what their names have in common."""
-    faults = {
-        "images without": set(images) - set(classes),
-        "no images for": set(classes) - set(images),
-        "two images for one of": set(Counter(images) - Counter(set(images))),
-    }
-    for fault, names in faults.items():
-        if names:
-            raise ConfigurationError(f"{tar} has {fault} the {CLASS} files: {some_of(list(names))}")
+    arrays = {"places": np.array(places, np.int64).reshape(-1, 3), "labels": np.array(labels, np.int64)}
+    return {"names": np.array(names), **arrays}
 
 
 def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> Iterator[tuple[str, int, int]]:
@@ -213,9 +192,3 @@ def _key(name: str) -> str:
     """Returns what an image has in common with its label: the name up to the first dot."""
     folder, slash, file = name.rpartition("/")
     return folder + slash + file.partition(".")[0]
-
-
-def _class(content: bytes, place: Path) -> int:
-    if not content.strip().isdigit():
-        raise ConfigurationError(f"{place}: {content[:20]!r} is not the number of a class")
-    return int(content)

@@ -4,7 +4,7 @@
     Europarl.de-en.de + Europarl.de-en.en        OPUS, Moses: to train on, unless named dev, test or valid
     train.de + train.en                          pairs of files, in one folder or in one for each language
     de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
-    de-en/train.jsonl, train-00000-of-00001.parquet      records, see `records.texts_in`
+    de-en/train.jsonl, train-00000-of-00001.parquet      records, see `lines.texts_in`
 
 The language is the name beside the target language. dev may be called valid or validation. Each file may be
 compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
@@ -21,8 +21,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, ending_of, has_records, unpacked, visible_files
-from ..records import JSON, PARQUET
+from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked, visible_files
 
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
 """By language: files of the source side, globs or pairs of files."""
@@ -84,7 +83,7 @@ def find_pairs(
         ConfigurationError: the folder, a file or a language is missing, or there is no text.
     """
     named, only = named or {}, languages[0] if languages is not None and len(languages) == 1 else None
-    folder = Path() if root is None and "train" in named else _checked_root(root)
+    folder = Path(root or "").expanduser()
     seen = [] if root is None else list(visible_files(folder))
     pairs = [pair for pair in _pairs(folder, seen, target, only) if pair.split not in named]
     for split, files in named.items():
@@ -97,35 +96,23 @@ def find_pairs(
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
+    where = "data.train" if "train" in named else f"data.root={root}"
     if not trained:
         some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
         raise ConfigurationError(
-            f"data.root={folder} has no training text into '{target}' (data.target). Expected {LAYOUTS}. "
+            f"{where} has no training text into '{target}' (data.target). Expected {LAYOUTS}. "
             f"Found {len(seen)} files: {some}"
         )
     wanted = trained if languages is None else list(dict.fromkeys(languages))
     asked = {"data.languages": wanted, **{f"data.{split}": list(files) for split, files in named.items()}}
-    for key, language in ((key, language) for key, names in asked.items() for language in names):
-        if language not in trained:
-            where = "data.train" if "train" in named else f"data.root={folder}"
+    for key, names in asked.items():
+        if missing := [name for name in names if name not in trained]:
             raise ConfigurationError(
-                f"{key}: {where} has no training text from '{language}' into '{target}', only from {', '.join(trained)}"
+                f"{key}: {where} has no training text from '{missing[0]}' into '{target}', only from "
+                f"{', '.join(trained)}"
             )
-    return [
-        pair
-        for language in wanted
-        for split in ("train", "dev", "test")
-        for pair in found.get((language, split), {}).values()
-    ]
-
-
-def _checked_root(root: str | None) -> Path:
-    if root is None:
-        raise ConfigurationError(f"data.root is not set: the folder of your parallel text. Expected in it: {LAYOUTS}")
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        raise ConfigurationError(f"data.root={root}: there is no such folder. Expected a folder with {LAYOUTS}")
-    return folder
+    splits = [(language, split) for language in wanted for split in ("train", "dev", "test")]
+    return [pair for key in splits for pair in found.get(key, {}).values()]
 
 
 # -- files that are named ----------------------------------------------------------------------------------------------

@@ -7,27 +7,28 @@ continues where it stopped, and the bytes do not depend on the number of process
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache import made_json, whole_file
-from ..defects import Defects
-from ..packed import checked_start
+from ..defects import KINDS, Defect, Defects
+from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK
-from ..records import check_lines
 from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import LanguageSummary, Numbers, Sizes, interleave, pair_ends, places_of, write_shard
-from ..vocabulary import Vocabulary
+from ..vocabulary import SOURCE, TARGET, Vocabulary
 from .folders import PairFiles
-from .text_files import Line, Piece, count_lines, defect_at, read_pieces, readable, texts_of, too_long
 
 LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
+LONGEST_PIECE = 16  # characters of a SentencePiece piece; with more than this per token a line is certainly too long
 AT_ONCE = 65_536  # pairs that are shuffled at once: more would need more memory for indices
 
 
@@ -97,42 +98,138 @@ class Draft:
     @property
     def models(self) -> tuple[Path, Path]:
         """Returns the files of the source's and the target's vocabulary."""
-        source = self.folder / "source.model"
-        return source, source if self.text.vocabularies.shared else self.folder / "target.model"
+        source = self.folder / SOURCE
+        return source, source if self.text.vocabularies.shared else self.folder / TARGET
 
-    def scan(self, pair: PairFiles) -> Path:
-        number = f"-{pair.number}" if pair.number else ""
-        return self.folder / WORK / "scan" / f"{pair.language}-{pair.split}{number}.json"
-
-    def held_out(self, language: str) -> Path:
-        """Returns the file of the digests of a language's held-out pairs."""
-        return self.folder / WORK / "held_out" / f"{language}.npy"
+    def work(self, *name: str) -> Path:
+        """Returns an intermediate file of a language, or a part of it: ("ids", language, piece) …"""
+        return self.folder / WORK / f"{'-'.join(name)}.json"
 
     def piece(self, language: str, number: int) -> Path:
         """Returns the file that describes a piece; the files of its ids have other endings."""
-        return self.folder / WORK / "ids" / f"{language}-{number:06}.json"
-
-    def result(self, language: str, shard: int | None = None) -> Path:
-        """Returns the file that is written when a language, or a shard of it, is finished."""
-        name = language if shard is None else f"{language}-{shard:05}"
-        return self.folder / WORK / "shards" / f"{name}.json"
+        return self.work("ids", language, f"{number:06}")
 
 
-def scan(draft: Draft, pair: PairFiles, wanted: int) -> list[int]:
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Holds consecutive lines of a pair of files, as bytes.
+
+    Attributes:
+        number: of the piece within its language.
+        first: the first line's number, from 1.
+        rows: the columns of each line; two, unless a line of a TSV file is malformed; a record is one column.
+    """
+
+    files: PairFiles
+    number: int
+    first: int
+    rows: list[Sequence[bytes]]
+
+
+class Line(NamedTuple):
+    """Holds a pair of texts; `place` counts from the piece's first line."""
+
+    place: int
+    source: str
+    target: str
+
+
+def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = None) -> Iterator[Piece]:
+    """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line.
+
+    Args:
+        numbers: of the pieces; None: from 0.
+    """
+    numbers = count() if numbers is None else numbers
+    rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
+    if files.target is None and files.columns is None:
+        rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
+    for first in count(1, size):
+        piece = list(islice(rows, size))
+        if not piece:
+            return
+        yield Piece(files, next(numbers), first, piece)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with reading(path) as file:
+        yield from file
+
+
+def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
+    """Returns both sides of a line, without blanks at their ends, or the defect that makes it unreadable."""
+    texts = list[str]()
+    for side, line in enumerate(piece.rows[place]):
+        text, wrong = decoded(line.removeprefix(BYTE_ORDER_MARK))
+        if wrong:
+            return defect_at(piece, place, wrong, side)
+        texts.append(text.strip())
+    if piece.files.columns is not None:
+        try:
+            texts = [text.strip() for text in texts_in(texts[0], piece.files.columns, "data.columns")]
+        except ValueError as error:
+            return defect_at(piece, place, "malformed", 0, str(error))
+        if any("\0" in text for text in texts):
+            return defect_at(piece, place, "nul", 0)
+    return (texts[0], texts[1]) if len(texts) == 2 else defect_at(piece, place, "malformed", 0)
+
+
+def readable(piece: Piece, max_length: int) -> tuple[list[Line], Defects]:
+    """Returns the lines that can be used, and the defects found: of the other lines, and byte order marks."""
+    usable, defects = [], Defects()
+    for place, sides in enumerate(piece.rows):
+        texts = texts_of(piece, place)
+        if isinstance(texts, Defect):
+            defects.add(texts)
+            continue
+        for side, line in enumerate(sides):
+            if line.startswith(BYTE_ORDER_MARK):
+                defects.add(defect_at(piece, place, "byte_order_mark", side))
+        if not all(texts):
+            side = texts.index("")
+            defects.add(defect_at(piece, place, "empty", side, f"{('source', 'target')[side]} {KINDS['empty']}"))
+        elif max(map(len, texts)) > max_length * LONGEST_PIECE:
+            side = int(len(texts[1]) > len(texts[0]))
+            defects.add(too_long(piece, place, side, f"{len(texts[side]):,} characters", max_length))
+        else:
+            usable.append(Line(place, *texts))
+    return usable, defects
+
+
+def defect_at(piece: Piece, place: int, kind: str, side: int, found: str | None = None) -> Defect:
+    """Returns the defect of one line; `side` is 0 for the source, 1 for the target."""
+    files = piece.files.files
+    file = files[min(side, len(files) - 1)]
+    return Defect(kind, piece.files.language, str(file), piece.first + place, found or KINDS[kind])
+
+
+def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) -> Defect:
+    """Returns the defect of a line that is too long on one side."""
+    return defect_at(
+        piece, place, "too_long", side, f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens"
+    )
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def scan(made: Path, pair: PairFiles, wanted: int, size: int) -> list[int]:
     """Counts the lines of each file; keeps an even sample of `wanted` pairs that can be read, or up to twice as many.
 
+    Args:
+        made: the file of both, if it is there already.
+        size: lines read at a time.
+
     Raises:
-        ConfigurationError: a file is empty, of another encoding, or a torn archive.
+        ConfigurationError: a file is a torn archive.
     """
-    lines: list[int] = made_json(draft.scan(pair), lambda: _scan(pair, wanted, draft.text.piece))["lines"]
+    lines: list[int] = made_json(made, lambda: _scanned(pair, wanted, size))["lines"]
     return lines
 
 
-def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
-    for path in pair.files:
-        start = checked_start(path)
-        if pair.columns is not None:
-            check_lines(path, start.decode(errors="replace"))
+def _scanned(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.rows)):
@@ -140,7 +237,7 @@ def _scan(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
             if isinstance(texts, tuple) and all(texts) and max(map(len, texts)) <= LONGEST_SAMPLE:
                 sample.keep(place, texts)
         sample.go_on(len(piece.rows))
-    lines = [sample.total] if pair.target is None else [count_lines(path) for path in pair.files]
+    lines = [sample.total] if pair.target is None else [sum(1 for _ in _lines(path)) for path in pair.files]
     return {"lines": lines, "sample": sample.items}
 
 
@@ -166,7 +263,7 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
 
 def _wanted(draft: Draft, piece: Piece, usable: list[Line], defects: Defects) -> list[Line]:
     """Returns the pairs without those that are held out, too, or copied, unless these are kept; counts both kinds."""
-    held_out, wanted = _digests(draft.held_out(piece.files.language)), []
+    held_out, wanted = _digests(draft.work("held_out", piece.files.language).with_suffix(".npy")), []
     for line in usable:
         kind = "copied" if line.source == line.target else None
         if pair_digest(line.source, line.target) in held_out:
@@ -193,16 +290,17 @@ def _ids(
 ) -> tuple[list[Line], list[list[int]], list[list[int]]]:
     """Returns the lines that are short enough, with their ids; adds the others to `defects`."""
     sides, most = [[line.source for line in usable], [line.target for line in usable]], draft.text.max_length
-    sources, targets = (_vocabulary(m).encode(texts, threads=1) for m, texts in zip(draft.models, sides, strict=True))
-    kept = []
-    for number, line in enumerate(usable):
-        lengths = len(sources[number]), len(targets[number])
-        if max(lengths) < most:
-            kept.append(number)
+    encoded = [_vocabulary(m).encode(texts, threads=1) for m, texts in zip(draft.models, sides, strict=True)]
+    lines, sources, targets = list[Line](), list[list[int]](), list[list[int]]()
+    for line, source, target in zip(usable, *encoded, strict=True):
+        side = int(len(target) > len(source))
+        if (longest := len((source, target)[side])) < most:
+            lines.append(line)
+            sources.append(source)
+            targets.append(target)
         else:
-            side = int(lengths[1] > lengths[0])
-            defects.add(too_long(piece, line.place, side, f"{lengths[side] + 1:,} tokens", most))
-    return [usable[n] for n in kept], [sources[n] for n in kept], [targets[n] for n in kept]
+            defects.add(too_long(piece, line.place, side, f"{longest + 1:,} tokens", most))
+    return lines, sources, targets
 
 
 @lru_cache(maxsize=4)

@@ -18,16 +18,17 @@ import numpy as np
 
 from ...errors import ConfigurationError
 from ..cache import made_json, save_array, whole_file
-from ..defects import KINDS, Defect, Defects, in_words
-from ..prepared import WORK
+from ..defects import KINDS, Defect, Defects
+from ..prepared import WORK, RunAll, in_processes
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import LanguageSummary, Numbers, write_description
 from ..vocabulary import train_vocabulary
-from ..workers import RunAll, in_processes
 from .folders import PairFiles
-from .pieces import Draft, encode, merge, pair_digest, scan
-from .text_files import Piece, read_pieces, readable
+from .pieces import Draft, encode, merge, pair_digest, read_pieces, readable, scan
+
+Corpora = dict[str, dict[PairFiles, int]]
+"""By language: a number for each corpus that is trained on."""
 
 
 @dataclass
@@ -57,28 +58,29 @@ class Preparation:
         """Does all steps that are not done yet.
 
         Raises:
-            ConfigurationError: see `source.open_parallel_store`.
+            ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
         """
-        for name in ("scan", "held_out", "ids", "shards"):
-            (self.draft.folder / WORK / name).mkdir(parents=True, exist_ok=True)
+        (self.draft.folder / WORK).mkdir(exist_ok=True)
         with in_processes(self.workers) as run_all:
             lines = self._scan(run_all)
             self._train_vocabularies(lines)
-            self._write_held_out(_by_language(lines))
-            summaries, total = {}, sum(lines.values())
-            for language, of_language in _by_language(lines).items():
-                summaries[language] = self._encode(run_all, language, of_language, total)
+            self._write_held_out(lines)
+            total = sum(sum(of.values()) for of in lines.values())
+            summaries = {code: self._encode(run_all, code, of, total) for code, of in lines.items()}
         self._defects.write(self.draft.folder, total, self._corpora)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
         write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
         self.report("parallel text: languages", len(summaries), len(summaries))
 
-    def _scan(self, run_all: RunAll) -> dict[PairFiles, int]:
+    def _scan(self, run_all: RunAll) -> Corpora:
         """Returns the pairs of lines of each corpus to train on; misaligned text is dropped or refused."""
-        lines, aligned = {}, []
+        lines: Corpora = {}
+        aligned = []
         self.report("parallel text: counting lines", 0, len(self.pairs))
         for done, (pair, counts) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
             self.report("parallel text: counting lines", done, len(self.pairs))
+            if not all(counts):
+                raise ConfigurationError(f"{pair.files[counts.index(0)]} is empty: put its text there, or remove it")
             if len(set(counts)) > 1:
                 longer = pair.files[counts.index(max(counts))]
                 both = f"{pair.source} has {counts[0]:,} lines, but {counts[1]:,} in {pair.target}"
@@ -87,34 +89,40 @@ class Preparation:
                 continue
             aligned.append(pair)
             if pair.split == "train":
-                lines[pair] = counts[0]
+                lines.setdefault(pair.language, {})[pair] = counts[0]
         self._defects.refuse(self.policy)
         if not lines:
             raise ConfigurationError(f"{self.text.named}: no training text is left, all of it is misaligned")
-        trained = _by_language(lines)
-        self.pairs = [pair for pair in aligned if pair.language in trained]
-        for language in sorted(trained.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
+        self.pairs = [pair for pair in aligned if pair.language in lines]
+        for language in sorted(lines.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
             found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
             self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
         self._defects.refuse(self.policy)
         return lines
 
-    def _scan_jobs(self) -> Iterator[tuple[Draft, PairFiles, int]]:
+    def _scan_jobs(self) -> Iterator[tuple[Path, PairFiles, int, int]]:
         """Yields the jobs; a corpus' sample is twice its share of the vocabulary's pairs, judged by file size."""
         most = self.text.vocabularies.pairs
-        shares = self._shares({pair: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"})
+        sizes: Corpora = {}
         for pair in self.pairs:
-            wanted = int(2 * shares[pair] * most) + 1 if pair in shares else 0
-            yield self.draft, pair, min(wanted, most)
+            if pair.split == "train":
+                sizes.setdefault(pair.language, {})[pair] = pair.source.stat().st_size + 1
+        shares = self._shares(sizes)
+        for pair in self.pairs:
+            wanted = min(int(2 * shares[pair] * most) + 1, most) if pair in shares else 0
+            yield self._scanned(pair), pair, wanted, self.text.piece
 
-    def _shares(self, sizes: Mapping[PairFiles, int]) -> dict[PairFiles, float]:
+    def _scanned(self, pair: PairFiles) -> Path:
+        return self.draft.work("scan", pair.language, pair.split, str(pair.number))
+
+    def _shares(self, sizes: Corpora) -> dict[PairFiles, float]:
         """Returns each corpus' share of the vocabularies' pairs: its part of the share of its language."""
-        totals = {code: max(1, sum(of.values())) for code, of in _by_language(sizes).items()}
-        drawn = temperature_shares(list(totals.values()), self.text.vocabularies.temperature)
-        shares = dict(zip(totals, drawn, strict=True))
-        return {pair: shares[pair.language] * (size / totals[pair.language]) for pair, size in sizes.items()}
+        totals = [sum(of.values()) for of in sizes.values()]
+        drawn = temperature_shares(totals, self.text.vocabularies.temperature)
+        languages = zip(drawn, totals, sizes.values(), strict=True)
+        return {pair: share * (size / total) for share, total, of in languages for pair, size in of.items()}
 
-    def _train_vocabularies(self, lines: Mapping[PairFiles, int]) -> None:
+    def _train_vocabularies(self, lines: Corpora) -> None:
         wanted = self.text.vocabularies
         if wanted.shared:
             sides = [("vocabulary", wanted.source, [0, 1])]
@@ -131,11 +139,11 @@ class Preparation:
                 with whole_file(model) as draft:
                     draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
 
-    def _vocabulary_pairs(self, lines: Mapping[PairFiles, int]) -> Iterator[tuple[str, str]]:
+    def _vocabulary_pairs(self, lines: Corpora) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
-        total = min(self.text.vocabularies.pairs, sum(lines.values()))
+        total = min(self.text.vocabularies.pairs, sum(sum(of.values()) for of in lines.values()))
         for pair, share in self._shares(lines).items():
-            sample = json.loads(self.draft.scan(pair).read_text(encoding="utf-8"))["sample"]
+            sample = json.loads(self._scanned(pair).read_text(encoding="utf-8"))["sample"]
             count = max(1, int(share * total)) if sample else 0
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
@@ -143,51 +151,51 @@ class Preparation:
 
     def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> LanguageSummary:
         """Makes ids of a language's pieces, then shards of pieces; removes the pieces when all shards are there."""
-        draft, of_language = self.draft, sum(lines.values())
-        shards = max(1, -(-of_language // self.text.sizes.shard))
-
-        def encoded() -> dict[str, Any]:
-            defects, done, read, bounds = Defects(), self._done, list[tuple[str, int]](), list[Any]()
-            corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
-            self.report("parallel text: token ids", done, total)
-
-            def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
-                numbers = count()
-                for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
-                    read.append((str(piece.files.source), len(piece.rows)))
-                    made = draft.piece(code, piece.number)
-                    sent = piece._replace(rows=[]) if made.exists() else piece
-                    yield made, partial(encode, draft, sent, shards)
-
-            for found in run_all(made_json, jobs()):
-                file, rows = read[len(bounds)]
-                done += rows
-                self.report("parallel text: token ids", done, total)
-                defects.update(Defects.from_json(found), self.policy)
-                bounds.append(np.array(found["bounds"]))
-                corpora[file][0] += int(bounds[-1][0, -1])
-            merged = self._merge(run_all, code, np.stack(bounds))
-            return {"summary": asdict(merged), "corpora": corpora, **defects.as_json()}
-
-        content = made_json(draft.result(code), encoded)
-        for left in draft.piece(code, 0).parent.glob(f"{code}-??????.*"):
+        content = made_json(self.draft.work("shard", code), lambda: self._encoded(run_all, code, lines, total))
+        for left in self.draft.piece(code, 0).parent.glob(f"ids-{code}-??????.*"):
             left.unlink()
-        defects, summary = Defects.from_json(content), LanguageSummary(**content["summary"])
-        self._defects.update(defects, self.policy)
-        self._done += of_language
+        self._defects.update(content, self.policy)
+        self._done += sum(lines.values())
         if len(lines) > 1:
             self._corpora[code] = content["corpora"]
+        summary = LanguageSummary(**content["summary"])
         if not summary.pairs:
-            counts = in_words(defects.counts.get(code, {}), self.policy)
+            found = Defects()
+            found.update(content, {})
             files = " and ".join(str(file) for pair in lines for file in pair.files)
-            raise ConfigurationError(f"{files}: no pair of language '{code}' is left ({counts})")
+            raise ConfigurationError(f"{files}: no pair of language '{code}' is left: {found.in_words(self.policy)}")
         return summary
+
+    def _encoded(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> dict[str, Any]:
+        """Returns the summary of a language, the pairs used of each corpus, and the defects."""
+        defects, done, read, bounds = Defects(), self._done, list[tuple[str, int]](), list[Any]()
+        corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
+        shards = max(1, -(-sum(lines.values()) // self.text.sizes.shard))
+        self.report("parallel text: token ids", done, total)
+
+        def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+            numbers = count()
+            for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
+                read.append((str(piece.files.source), len(piece.rows)))
+                made = self.draft.piece(code, piece.number)
+                sent = piece._replace(rows=[]) if made.exists() else piece
+                yield made, partial(encode, self.draft, sent, shards)
+
+        for found in run_all(made_json, jobs()):
+            file, rows = read[len(bounds)]
+            done += rows
+            self.report("parallel text: token ids", done, total)
+            defects.update(found, self.policy)
+            bounds.append(np.array(found["bounds"]))
+            corpora[file][0] += int(bounds[-1][0, -1])
+        merged = self._merge(run_all, code, np.stack(bounds))
+        return {"summary": asdict(merged), "corpora": corpora, **defects.as_json()}
 
     def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
         """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
         summaries = list[LanguageSummary]()
         jobs = (
-            (self.draft.result(code, n), partial(merge, self.draft, code, n, bounds[:, :, n : n + 2]))
+            (self.draft.work("shard", code, f"{n:05}"), partial(merge, self.draft, code, n, bounds[:, :, n : n + 2]))
             for n in range(bounds.shape[2] - 1)
         )
         self.report("parallel text: shards", 0, 0)
@@ -201,25 +209,17 @@ class Preparation:
         digests: dict[str, list[int]] = {language: [] for language in languages}
         for split in ("dev", "test"):
             with whole_file(self.draft.folder / f"{split}.jsonl") as file, file.open("w", encoding="utf-8") as out:
-                for piece in self._held_out_pieces(split):
-                    language = piece.files.language
-                    usable, defects = readable(piece, self.text.max_length)
-                    self._defects.update(defects, self.policy)
-                    for place, source, target in usable:
-                        content = [language, piece.first + place, source, target]
-                        out.write(json.dumps(content, ensure_ascii=False) + "\n")
-                        digests[language].append(pair_digest(source, target))
+                for language, line, source, target in self._held_out(split):
+                    out.write(json.dumps([language, line, source, target], ensure_ascii=False) + "\n")
+                    digests[language].append(pair_digest(source, target))
         for language, of_language in digests.items():
-            save_array(self.draft.held_out(language), np.array(of_language, np.uint64))
+            path = self.draft.work("held_out", language).with_suffix(".npy")
+            save_array(path, np.array(of_language, np.uint64))
 
-    def _held_out_pieces(self, split: str) -> Iterator[Piece]:
-        pairs = [pair for pair in self.pairs if pair.split == split]
-        return chain.from_iterable(read_pieces(pair, self.text.piece) for pair in pairs)
-
-
-def _by_language(counts: Mapping[PairFiles, int]) -> dict[str, dict[PairFiles, int]]:
-    """Returns the counts of each language's corpora, languages in their order."""
-    of_language: dict[str, dict[PairFiles, int]] = {}
-    for pair, number in counts.items():
-        of_language.setdefault(pair.language, {})[pair] = number
-    return of_language
+    def _held_out(self, split: str) -> Iterator[tuple[str, int, str, str]]:
+        """Yields language, line, source and target of the usable pairs of "dev" or "test"."""
+        for pair in (pair for pair in self.pairs if pair.split == split):
+            for piece in read_pieces(pair, self.text.piece):
+                usable, defects = readable(piece, self.text.max_length)
+                self._defects.update(defects.as_json(), self.policy)
+                yield from ((pair.language, piece.first + line.place, line.source, line.target) for line in usable)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,16 +11,14 @@ from pydantic import Field
 
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
-from ..defects import KEEPABLE, check_policy, corpora_of
-from ..prepared import digest_of, prepared_folder, stat_of, warn_of, worker_count
+from ..defects import KEEPABLE, check_policy
+from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report
 from ..store import FORMAT, Store
 from ..translation import PairSource
-from .folders import Files, PairFiles, find_pairs
+from .folders import Files, find_pairs
 from .pieces import Draft, ParallelText, Vocabularies
 from .preparation import Preparation
-
-log = logging.getLogger(__name__)
 
 
 class ParallelTextSource(PairSource):
@@ -103,45 +100,34 @@ class ParallelTextSource(PairSource):
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)
 
     def _open(self, report: Report) -> Store:
-        pairs = find_pairs(self.text.root, self.text.languages, self.text.target, self._files, self._columns)
-        return open_parallel_store(self.text, pairs, self._policy, self._cache_dir, self._workers, report)
+        """Returns the store of the text; makes it first if it is not in the cache.
 
+        A store is found again by the names, sizes and modification times of its files, and by `text`.
 
-def open_parallel_store(
-    text: ParallelText,
-    pairs: Sequence[PairFiles],
-    policy: Mapping[str, str],
-    cache_dir: str | None,
-    workers: int | None,
-    report: Report,
-) -> Store:
-    """Returns the store of the text; makes it first if it is not in the cache.
+        Raises:
+            ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
+        """
+        text = self.text
+        pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns)
+        each = [(pair, file) for pair in pairs for file in pair.files]
 
-    A store is found again by the names, sizes and modification times of its files, and by `text`.
+        def make(draft: Path) -> None:
+            workers = worker_count([file for _, file in each], self._workers)
+            Preparation(Draft(text, draft), pairs, self._policy, workers, report).run()
 
-    Args:
-        pairs: see `find_pairs`.
-        policy: see `defects.check_policy`.
-        workers: processes; None: one per core. The number changes no byte.
+        stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
+        name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
+        return Store(prepared_folder(self._cache_dir, name, make, report))
 
-    Raises:
-        ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
-    """
-    files = [file for pair in pairs for file in pair.files]
-
-    def make(draft: Path) -> None:
-        Preparation(Draft(text, draft), pairs, policy, worker_count(files, workers), report).run()
-
-    stats = [
-        [pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair in pairs for file in pair.files
-    ]
-    name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
-    store = Store(prepared_folder(cache_dir, name, make, report))
-    for language, corpora in corpora_of(store.folder).items():
-        each = ", ".join(f"{file} ({used:,} of {lines:,} pairs)" for file, (used, lines) in corpora.items())
-        report(f"parallel text: '{language}' is trained on {each}; corpora", len(corpora), len(corpora))
-    used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
-    wanted, source, target = text.vocabularies, store.source_vocabulary, store.target_vocabulary
-    sides = {"source_vocabulary": (wanted.source, source), "target_vocabulary": (wanted.target, target)}
-    warn_of(log, store.folder, policy, used, {"vocabulary": (wanted.source, source)} if wanted.shared else sides)
-    return store
+    def prepare(self, report: Report) -> None:
+        """Prepares the text unless it is in the cache, opens it, and says what was left out."""
+        super().prepare(report)
+        store, wanted = self._store, self.text.vocabularies
+        sides = {"vocabulary": (wanted.source, store.source_vocabulary)}
+        if not wanted.shared:
+            sides = {"source_" + key: of for key, of in sides.items()}
+            sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
+        used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
+        for language, corpora in self._warn(self._policy, used, sides).get("corpora", {}).items():
+            each = ", ".join(f"{file} ({used:,} of {lines:,} pairs)" for file, (used, lines) in corpora.items())
+            report(f"parallel text: '{language}' is trained on {each}; corpora", len(corpora), len(corpora))

@@ -1,24 +1,34 @@
-"""Finds text files, and reads them in pieces of whole lines."""
+"""Finds text files, reads them in pieces of whole lines, and divides these into documents."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...errors import ConfigurationError
-from ..packed import PACKED, checked_start, ending_of, has_records, reading, unpacked, visible_files
-from ..records import JSON, PARQUET, check_lines
+from ..defects import KINDS, Defect, Defects
+from ..lines import (
+    BYTE_ORDER_MARK,
+    JSON,
+    PACKED,
+    PARQUET,
+    decoded,
+    ending_of,
+    has_records,
+    reading,
+    texts_in,
+    unpacked,
+    visible_files,
+)
 
 PLAIN = (".txt", ".text", ".md")
-KINDS = (
-    f"plain text ({', '.join(PLAIN)}), JSON lines ({', '.join(JSON)}), each may end in {', '.join(PACKED)} too, or "
-    f"Parquet ({PARQUET})"
-)
 MOST_LINE = 2**23  # bytes; a longer line is dropped
-CHECKED = 2**20  # bytes at a file's beginning that are tried to be read as UTF-8
-MOST_UNREADABLE = 0.01  # share of characters there that are no UTF-8
+MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
+TEXT = "text"  # stands for the language in `Defect`
+Ends = Literal["blank_line", "line"]
+SEPARATORS = {"blank_line": (b"\n\n", b"\n"), "line": (b"\n",)}
 
 
 class TextPiece(NamedTuple):
@@ -30,6 +40,13 @@ class TextPiece(NamedTuple):
     content: bytes
 
 
+class Document(NamedTuple):
+    """Holds a text, and the number of its first line."""
+
+    line: int
+    text: str
+
+
 def find_texts(root: str | None, key: str) -> list[Path]:
     """Returns the text files under a folder, in the order of their names, or the one file that is named.
 
@@ -37,35 +54,23 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         key: the key that holds `root`; for messages.
 
     Raises:
-        ConfigurationError: there is no such folder or file, or no text in it.
+        ConfigurationError: there is no text in it, or one twice.
     """
-    if root is None:
-        raise ConfigurationError(f"{key} is not set: a file, or a folder of files of {KINDS}")
-    place = Path(root).expanduser()
+    place = Path(root or "").expanduser()
     if place.is_file():
         return [place]
-    if not place.is_dir():
-        raise ConfigurationError(f"{key}={root}: there is no such file or folder")
-    found = [path for path in visible_files(place) if ending_of(path) in PLAIN or has_records(path)]
+    seen = [] if root is None else visible_files(place)
+    found = [path for path in seen if ending_of(path) in PLAIN or has_records(path)]
     if not found:
-        raise ConfigurationError(f"{key}={root} has no text. Expected files of {KINDS}")
+        raise ConfigurationError(
+            f"{key}={root}: there is no text. Expected a file, or a folder, of plain text ({', '.join(PLAIN)}) "
+            f"or JSON lines ({', '.join(JSON)}), each may end in {', '.join(PACKED)} too, or Parquet ({PARQUET})"
+        )
     found.sort(key=lambda path: path.relative_to(place).as_posix())
     for one, other in pairwise(found):
         if unpacked(one) == unpacked(other):
             raise ConfigurationError(f"{one} and {other} are one text twice: keep one of the two")
     return found
-
-
-def check_text(path: Path) -> None:
-    """Raises ConfigurationError for a file that is empty, not text, not in UTF-8, or one JSON value over many lines."""
-    text = checked_start(path, CHECKED).decode(errors="replace")
-    if text.count("\ufffd") > 1 + MOST_UNREADABLE * len(text):
-        raise ConfigurationError(
-            f"{path} is no text in UTF-8: convert it, as iconv -f LATIN1 -t UTF-8 does if it is in Latin-1, or move it "
-            "elsewhere if it is no text"
-        )
-    if has_records(path):
-        check_lines(path, text)
 
 
 def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[TextPiece]:
@@ -87,3 +92,62 @@ def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[Te
                 rest = rest[: MOST_LINE + 1]  # enough to see that it is too long
     if rest:
         yield TextPiece(path, number, first, rest)
+
+
+def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterator[Document]:
+    """Yields the documents of a piece.
+
+    Args:
+        ends: what ends a document of plain text, see `Ends`. A record is a document.
+        key: of the text in a record.
+        defects: gets what cannot be used.
+    """
+    if has_records(piece.file):
+        yield from _records(piece, key, defects)
+        return
+    held, size, first = list[str](), 0, piece.first
+    for number, line in _lines(piece, defects):
+        if held and (not line or ends == "line" or size + len(line) > MOST_DOCUMENT):
+            yield Document(first, "\n".join(held))
+            held, size = [], 0
+        if line:
+            first = first if held else number
+            held.append(line)
+            size += len(line) + 1
+    if held:
+        yield Document(first, "\n".join(held))
+
+
+def _records(piece: TextPiece, key: str, defects: Defects) -> Iterator[Document]:
+    for number, line in _lines(piece, defects):
+        if not line:
+            continue
+        try:
+            (text,) = texts_in(line, [key], "data.json_key")
+        except ValueError as error:
+            defects.add(_defect(piece, number, "malformed", str(error)))
+            continue
+        if text.strip():
+            yield Document(number, text)
+        else:
+            defects.add(_defect(piece, number, "empty", "has an empty text"))
+
+
+def _lines(piece: TextPiece, defects: Defects) -> Iterator[Document]:
+    """Yields the lines that can be read, without blanks at their ends."""
+    for number, line in enumerate(piece.content.split(b"\n"), start=piece.first):
+        if number == 1 and line.startswith(BYTE_ORDER_MARK):
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            defects.add(_defect(piece, number, "byte_order_mark"))
+        if len(line) > MOST_LINE:
+            defects.add(_defect(piece, number, "too_long", f"has more than {MOST_LINE:,} bytes"))
+            continue
+        text, wrong = decoded(line)
+        if wrong:
+            defects.add(_defect(piece, number, wrong))
+        else:
+            yield Document(number, text.rstrip())
+
+
+def _defect(piece: TextPiece, line: int, kind: str, found: str | None = None) -> Defect:
+    return Defect(kind, TEXT, str(piece.file), line, found or KINDS[kind])

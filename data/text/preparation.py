@@ -1,7 +1,12 @@
 """Makes the store of a text, with several processes; continues where a killed preparation stopped.
 
 A vocabulary is trained on a sample, or copied; pieces of the files become ids, each in files of its
-own. All of this happens in a folder of the cache that becomes the store at the end.
+own. All of this happens in a folder of the cache that becomes the store at the end:
+
+store.json              the pieces and how many tokens of each are trained on and held out; written last
+source.model or tokenizer.json
+defects.json            what was found when the store was made
+<piece>.train.npy, <piece>.dev.npy      uint16 or uint32: the ids of each document and an end token
 """
 
 from __future__ import annotations
@@ -22,17 +27,15 @@ import numpy as np
 from ...disk import write_whole
 from ...errors import ConfigurationError
 from ..cache import made_json, save_array, whole_file
-from ..defects import Defect, Defects
-from ..kept_vocabularies import SOURCE, TOKENIZER, read_vocabulary, vocabulary_file
-from ..prepared import WORK
+from ..defects import Defects
+from ..prepared import WORK, RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
-from ..vocabulary import Vocabulary, train_vocabulary
-from ..workers import RunAll, in_processes
-from .documents import SEPARATORS, Document, documents
-from .files import TextPiece, check_text, read_text
-from .store import FORMAT, SPLITS
+from ..vocabulary import SOURCE, TOKENIZER, Vocabulary, read_vocabulary, train_vocabulary, vocabulary_file
+from .files import SEPARATORS, Document, TextPiece, documents, read_text
 
+FORMAT = 1  # raised when the same parameters would give other bytes
+SPLITS = ("train", "dev")
 AT_ONCE = 256  # documents that are encoded at once
 LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
 
@@ -70,6 +73,12 @@ class TextForm:
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
         return int.from_bytes(digest, "little") < self.held_out * 2**64
 
+    def pieces(self, file: Path) -> Iterator[TextPiece]:
+        return read_text(file, self.piece, SEPARATORS[self.document])
+
+    def documents(self, piece: TextPiece, defects: Defects) -> Iterator[Document]:
+        return documents(piece, self.document, self.json_key, defects)
+
 
 @dataclass
 class TextPreparation:
@@ -99,8 +108,6 @@ class TextPreparation:
             ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
         """
         (self.draft / WORK).mkdir(exist_ok=True)
-        for file in (*self.files, *self.held_out):
-            check_text(file)
         with in_processes(self.workers) as run_all:
             if self.form.tokenizer is not None:
                 given = Path(self.form.tokenizer).expanduser()
@@ -109,61 +116,6 @@ class TextPreparation:
             elif not (self.draft / SOURCE).exists():
                 self._train_vocabulary(run_all)
             pieces = self._encode(run_all)
-        self._finish(pieces)
-
-    def _train_vocabulary(self, run_all: RunAll) -> None:
-        form, texts = self.form, list[str]()
-        for done, sample in enumerate(run_all(made_json, self._sample_jobs())):
-            self.report("text: reading it for the vocabulary", done, len(self.files))
-            texts += sample
-        self.report("text: vocabulary", 0, 0)
-        count = min(len(texts), form.samples)
-        if not count:
-            raise ConfigurationError(f"no line of the text can be used for training. {self._first_defect()}")
-        texts = [texts[i * len(texts) // count] for i in range(count)]
-        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
-        with whole_file(self.draft / SOURCE) as draft:
-            draft.write_bytes(train_vocabulary(texts, *arguments))
-
-    def _first_defect(self) -> Defect | str:
-        """Returns the first defect of the first file; with none all of its documents are held out."""
-        found, form = Defects(), self.form
-        for piece in read_text(self.files[0], form.piece, SEPARATORS[form.document]):
-            for _ in documents(piece, form.document, form.json_key, found):
-                pass
-            if found.examples:
-                return min(found.examples, key=lambda defect: defect.line)
-        return f"{self.files[0]} and the others have no document that is not held out"
-
-    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], list[str]]]]:
-        """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
-        sizes = [file.stat().st_size for file in self.files]
-        for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
-            wanted = min(int(2 * size / sum(sizes) * self.form.samples) + 1, self.form.samples)
-            yield self.draft / WORK / f"sample-{number:05}.json", partial(sample_texts, file, wanted, self.form)
-
-    def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
-        """Makes the ids of all pieces; returns their descriptions."""
-        pieces, tokens = [], 0
-        self.report("text: tokens", 0, 0)
-        for piece in run_all(made_json, self._encode_jobs()):
-            self._defects.update(Defects.from_json(piece.pop("found")), self.policy)
-            pieces.append(piece)
-            tokens += sum(piece[split] for split in SPLITS)
-            self.report("text: tokens", tokens, 0)
-        return pieces
-
-    def _encode_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
-        own, form = len(self.files), self.form
-        for number, file in enumerate((*self.files, *self.held_out)):
-            of_file = form if number < own else replace(form, held_out=1.0)
-            for piece in read_text(file, form.piece, SEPARATORS[form.document]):
-                name = f"{number:05}-{piece.number:05}"
-                result = self.draft / WORK / f"{name}.json"
-                sent = piece._replace(content=b"") if result.exists() else piece
-                yield result, partial(encode_piece, sent, of_file, self.draft, name)
-
-    def _finish(self, pieces: list[dict[str, Any]]) -> None:
         self._defects.write(self.draft, sum(piece["documents"] for piece in pieces))
         made_of = {key: value for key, value in asdict(self.form).items() if key != "tokenizer"}
         content = {"format": FORMAT, "end_token": self.form.end_token, "made_of": made_of, "pieces": pieces}
@@ -171,32 +123,79 @@ class TextPreparation:
         tokens = sum(piece[split] for piece in pieces for split in SPLITS)
         self.report("text: tokens", tokens, tokens)
 
+    def _train_vocabulary(self, run_all: RunAll) -> None:
+        form, texts, unusable = self.form, list[str](), list[str]()
+        for done, sample in enumerate(run_all(made_json, self._sample_jobs())):
+            self.report("text: reading it for the vocabulary", done, len(self.files))
+            texts += sample["texts"]
+            unusable += sample["unusable"]
+        self.report("text: vocabulary", 0, 0)
+        count = min(len(texts), form.samples)
+        if not count:
+            first = unusable[0] if unusable else f"{self.files[0]} and the others have no document that is not held out"
+            raise ConfigurationError(f"no line of the text can be used for training. {first}")
+        texts = [texts[i * len(texts) // count] for i in range(count)]
+        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
+        with whole_file(self.draft / SOURCE) as draft:
+            draft.write_bytes(train_vocabulary(texts, *arguments))
+
+    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, list[str]]]]]:
+        """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
+        sizes = [file.stat().st_size for file in self.files]
+        for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
+            wanted = min(int(2 * size / max(1, sum(sizes)) * self.form.samples) + 1, self.form.samples)
+            yield self.draft / WORK / f"texts-{number:05}.json", partial(sample_texts, file, wanted, self.form)
+
+    def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
+        """Makes the ids of all pieces; returns their descriptions."""
+        pieces, tokens = [], 0
+        self.report("text: tokens", 0, 0)
+        for piece in run_all(made_json, self._encode_jobs()):
+            self._defects.update(piece.pop("found"), self.policy)
+            pieces.append(piece)
+            tokens += sum(piece[split] for split in SPLITS)
+            self.report("text: tokens", tokens, 0)
+        return pieces
+
+    def _encode_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+        for number, file in enumerate((*self.files, *self.held_out)):
+            of_file = self.form if number < len(self.files) else replace(self.form, held_out=1.0)
+            for piece in of_file.pieces(file):
+                name = f"{number:05}-{piece.number:05}"
+                result = self.draft / WORK / f"{name}.json"
+                sent = piece._replace(content=b"") if result.exists() else piece
+                yield result, partial(encode_piece, sent, of_file, self.draft, name)
+
 
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-def sample_texts(file: Path, wanted: int, form: TextForm) -> list[str]:
-    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
-    sample = EvenSample[str](wanted)
-    for piece in read_text(file, form.piece, SEPARATORS[form.document]):
-        for document in documents(piece, form.document, form.json_key, Defects()):
+def sample_texts(file: Path, wanted: int, form: TextForm) -> dict[str, list[str]]:
+    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters.
+
+    Returns:
+        "texts", and "unusable": the first defect, if there is one.
+    """
+    sample, defects = EvenSample[str](wanted), Defects()
+    for piece in form.pieces(file):
+        for document in form.documents(piece, defects):
             starts = range(0, len(document.text), LONGEST_SAMPLE)
             chosen = sample.places(len(starts))
             if len(chosen) and not form.holds_out(document.text):
                 for place in chosen:
                     sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
             sample.go_on(len(starts))
-    return sample.items
+    return {"texts": sample.items, "unusable": [str(defect) for defect in defects.examples[:1]]}
 
 
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
     """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
     found = Defects()
-    texts = list(documents(piece, form.document, form.json_key, found))
-    held_out = [form.holds_out(document.text) for document in texts]
+    texts = [document.text for document in form.documents(piece, found)]
+    held_out = [form.holds_out(text) for text in texts]
     content: dict[str, Any] = {"name": name, "documents": len(texts)}
     for split, wanted in zip(SPLITS, (False, True), strict=True):
-        chosen = [document for document, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
+        chosen = [text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
         tokens = _tokens(chosen, form, folder)
         save_array(folder / f"{name}.{split}.npy", tokens)
         content |= {split: len(tokens)}
@@ -205,13 +204,13 @@ def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> d
     return {**content, "found": found.as_json()}
 
 
-def _tokens(texts: Sequence[Document], form: TextForm, folder: Path) -> np.ndarray[Any, Any]:
+def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> np.ndarray[Any, Any]:
     """Returns the ids of each document and an end token."""
     vocabulary = _opened(folder, form.end_token)
     kind = np.uint32 if len(vocabulary) > 65_536 else np.uint16
     parts = [np.empty(0, kind)]
     for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory
-        ids = vocabulary.encode([document.text for document in texts[first : first + AT_ONCE]], threads=1)
+        ids = vocabulary.encode(texts[first : first + AT_ONCE], threads=1)
         count = sum(map(len, ids)) + len(ids)
         parts.append(np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count))
     return np.concatenate(parts)

@@ -2,36 +2,86 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Seed, Vocabulary
+from ..cache import mapped_array
 from ..defects import OF_TEXT, check_policy
-from ..kept_vocabularies import read_vocabulary
-from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, warn_of, worker_count
-from ..source import Report
-from ..vocabulary import BOS
+from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
+from ..source import Report, fingerprint_of
+from ..vocabulary import BOS, read_vocabulary, vocabulary_file
 from ..windows import TokenSequence, WindowSource
-from .files import find_texts
-from .preparation import TextForm, TextPreparation
-from .store import FORMAT, TextStore
-
-log = logging.getLogger(__name__)
+from .files import Ends, find_texts
+from .preparation import FORMAT, SPLITS, TextForm, TextPreparation
 
 PIECE = 2**24  # bytes of text that one process takes at a time
+
+
+class TokenFiles:
+    """Holds one long sequence of token ids that lies in several files.
+
+    Args:
+        paths: of the files, in order.
+        lengths: tokens of each.
+    """
+
+    def __init__(self, paths: Sequence[Path], lengths: Sequence[int]) -> None:
+        self._paths = paths
+        self._ends = np.cumsum([0, *lengths])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
+        """Returns the ids at these places."""
+        flat = places.reshape(-1)
+        file_of = np.searchsorted(self._ends, flat, side="right") - 1
+        ids = np.empty(len(flat), np.int64)
+        for number in np.unique(file_of).tolist():
+            mine = file_of == number
+            ids[mine] = mapped_array(self._paths[number])[flat[mine] - self._ends[number]]
+        return ids.reshape(places.shape)
+
+
+class TextStore:
+    """Opens a prepared text; reads neither the tokens nor, with SentencePiece, anything large.
+
+    Attributes:
+        source_vocabulary, target_vocabulary: of the ids; one object.
+        train, dev: the tokens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.source_vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
+        self.target_vocabulary = self.source_vocabulary
+        self.train, self.dev = (self._tokens(split) for split in SPLITS)
+
+    def _tokens(self, split: str) -> TokenFiles:
+        counts = {piece["name"]: piece[split] for piece in self.description["pieces"] if piece[split]}
+        return TokenFiles([self.folder / f"{name}.{split}.npy" for name in counts], list(counts.values()))
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the vocabulary and of all tokens that are trained on."""
+        digests = json.dumps([piece["digest"] for piece in self.description["pieces"] if piece["train"]]).encode()
+        return fingerprint_of(digests, vocabulary_file(self.folder).read_bytes())
 
 
 class TextFilesSource(WindowSource, PreparedSource):
     """Reads text files, as one sequence of documents with an end token after each.
 
     Args:
-        root: a file or a folder, see `files.KINDS`.
+        root: a file or a folder, see `files.find_texts`.
         document: what ends a document of plain text: "blank_line" or "line". A record is a document.
         json_key: of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each.
@@ -59,7 +109,7 @@ class TextFilesSource(WindowSource, PreparedSource):
     def __init__(
         self,
         root: str | None,
-        document: Literal["blank_line", "line"] = "blank_line",
+        document: Ends = "blank_line",
         json_key: str = "text",
         held_out: Annotated[float, Field(ge=0, le=0.9)] = 0.01,
         evaluation_root: str | None = None,
@@ -116,12 +166,8 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._use(store)
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
-        warn_of(log, store.folder, self._policy, "text: {lines} documents are used: lines", trained)
-        if len(store.train) <= self._length:
-            raise ConfigurationError(
-                f"data.root={self._root} has {len(store.train):,} tokens to train on, less than a window: lower "
-                f"data.sequence_length={self._length}, or give more text"
-            )
+        self._warn(self._policy, "text: {lines} documents are used: lines", trained)
+        self._require_a_window()
         if len(store.dev) < 2:
             documents = sum(piece["documents"] for piece in store.description["pieces"])
             raise ConfigurationError(

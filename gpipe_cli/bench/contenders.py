@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.launch.mailboxes import LOCAL
+from gpipe_cli.launch.messenger import LOCAL
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.schedule.instruction import COMPUTE

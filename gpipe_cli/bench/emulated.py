@@ -159,10 +159,6 @@ class LinkTransport:
         self._free: dict[tuple[str, int], float] = {}  # when each direction of each link will have sent its messages
         self.send_spec, self.receive_spec, self.drain = transport.send_spec, transport.receive_spec, transport.drain
 
-    @property
-    def bytes_shared(self) -> int:
-        return self._transport.bytes_shared
-
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
         """Stamps the message with its time of arrival."""
         way = message.direction, message.boundary

@@ -13,7 +13,7 @@ from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
 from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
-from gpipe_cli.terminal.run_table import ideal_throughput
+from gpipe_cli.terminal.runs import ideal_throughput
 
 from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs

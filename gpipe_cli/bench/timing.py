@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.exchange import Exchange
-from gpipe_cli.distributed.values import all_gather_json
+from gpipe_cli.distributed.exchange import Exchange, all_gather_json
 
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 

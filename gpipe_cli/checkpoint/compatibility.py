@@ -15,45 +15,20 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..typed_section import flat, shown, typed
-from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten, vocabulary_folder
+from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten
 
 if TYPE_CHECKING:
     from ..data.source import Source
 
 STEPS = "trainer.steps"
+_MAY_DIFFER_IN = {
+    "pipeline": "K workers devices partition cost remat keep memory backend shard_optimizer device",
+    "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
+    "data": "workers preparation_workers download broken_images_limit cache_dir evaluation_* strict",
+}
 MAY_DIFFER = (
-    "name",
-    "pipeline.K",
-    "pipeline.workers",
-    "pipeline.devices",
-    "pipeline.partition",
-    "pipeline.cost",
-    "pipeline.remat",
-    "pipeline.keep",
-    "pipeline.memory",
-    "pipeline.backend",
-    "pipeline.shard_optimizer",
-    "pipeline.device",
-    STEPS,
-    "trainer.epochs",
-    "trainer.seconds",
-    "trainer.evaluate_every",
-    "trainer.evaluate_first",
-    "trainer.nonfinite_limit",
-    "trainer.patience",
-    "trainer.samples",
-    "trainer.trace_steps",
-    "task.generation",
-    "data.workers",
-    "data.preparation_workers",
-    "data.download",
-    "data.broken_images_limit",
-    "data.cache_dir",
-    "data.evaluation_*",
-    "data.strict",
-    "checkpoint",
-    "logging",
-    "launch",
+    *("name", "task.generation", "checkpoint", "logging", "launch"),
+    *(f"{section}.{key}" for section, keys in _MAY_DIFFER_IN.items() for key in keys.split()),
 )
 # Values that give the same bits: these schedules add up the gradients of the micro-batches from the first to the last,
 # gpipe from the last to the first (`tests/golden`).
@@ -61,7 +36,6 @@ SAME_BITS = {"pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"}}
 # Where the data lie: free where the checkpoint has their fingerprint, which is compared (`require_same_data`).
 COMPARED_BY_CONTENT = ("data.root", "data.train", "data.dev", "data.test", "data.columns")
 NOT_SET = "(not set)"
-DATA = "data"  # in checkpoint.allow_changes
 MAKERS = ("babel", "sentencepiece")  # other releases make other data
 
 
@@ -80,12 +54,13 @@ def differences(
         Dotted key -> (saved value, new value); `NOT_SET` stands for a key that one side does not have.
     """
     patterns, before, now = list(may_differ), flat(saved), flat(new)
-    pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in {**before, **now}}
-    return {
-        key: pair
-        for key, pair in pairs.items()
-        if not (_same(*pair) or is_named(key, patterns)) and not (key in SAME_BITS and SAME_BITS[key].issuperset(pair))
-    }
+    found = {}
+    for key in {**before, **now}:
+        old, own = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
+        same = old == own and isinstance(old, bool) == isinstance(own, bool)
+        if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
+            found[key] = pair
+    return found
 
 
 def require_compatible(
@@ -104,7 +79,7 @@ def require_compatible(
     differing = differences(info.state.configuration, new, (*may_differ, *allow_changes))
     if not differing:
         return
-    lines = [f"  {key}: {_shown(old)} in the checkpoint, {_shown(now)} now" for key, (old, now) in differing.items()]
+    lines = [f"  {key}: {shown(old)} in the checkpoint, {shown(now)} now" for key, (old, now) in differing.items()]
     if STEPS in differing:
         lines.append(f"  The number of steps decides what these layers do (begin_step): {shorten(by_steps)}")
     back = (f"~{key}" if old == NOT_SET else f"{key}={typed(old)}" for key, (old, _) in differing.items())
@@ -121,20 +96,7 @@ def _insist(changes: Sequence[str]) -> str:
     return f"To go on with the change, type: {words} (it is then no longer the same training)"
 
 
-def _same(saved: Json, new: Json) -> bool:
-    return saved == new and isinstance(saved, bool) == isinstance(new, bool)
-
-
-def _shown(value: Json) -> str:
-    return NOT_SET if value == NOT_SET else shown(value)
-
-
 # --- data ------------------------------------------------------------------------------------------------------------
-
-
-def fingerprint(source: Source | None) -> str | None:
-    """Returns the fingerprint of the training data; None where the source has none, or this worker reads no data."""
-    return None if source is None else source.fingerprint()
 
 
 def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes: Sequence[str]) -> None:
@@ -146,11 +108,11 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
         CheckpointError: the data differ; the message says what to do.
     """
     require_same_vocabularies(info, vocabularies(source))
-    saved, now = info.state.data_fingerprint, fingerprint(source)
-    if None not in (saved, now) and saved != now and not is_named(DATA, allow_changes):
+    saved, now = info.state.data_fingerprint, None if source is None else source.fingerprint()
+    if None not in (saved, now) and saved != now and not is_named("data", allow_changes):
         raise CheckpointError(
             f"{info.path} was trained on other data than there are now: {_advice(info)}\n"
-            + _insist([*allow_changes, DATA])
+            + _insist([*allow_changes, "data"])
         )
 
 
@@ -175,7 +137,7 @@ def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None
     Args:
         now: see `vocabularies`.
     """
-    before = info.state.vocabularies or vocabularies_in(vocabulary_folder(info.run_dir))
+    before = info.state.vocabularies
     return next((name for name in sorted(now) if before.get(name, now[name]) != now[name]), None)
 
 

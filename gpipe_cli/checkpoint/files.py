@@ -1,4 +1,4 @@
-"""Defines the layout of checkpoints on disk, and reads and checks manifests. This file imports no torch.
+"""Defines the layout of checkpoints on disk, and finds, reads and checks them. This file imports no torch.
 
     RUN/checkpoints/
         step_00000100/                      complete: it gets this name only once everything below is on disk
@@ -7,10 +7,10 @@
         step_00000200.partial/              being written; what a killed run has left is removed at the next start
             part_<worker>.json              the files that one worker has written
         step_00000050.discarded/            about to be deleted
-        best.json                           the step with the best evaluation so far, and its metric
+        best.json                           the step with the best evaluation so far, and its loss
 
 Files are keyed by layer name and nothing on disk depends on K: a worker of any partition opens the files of its own
-layers. `commit.py` writes this layout, `choose.py` finds checkpoints in it.
+layers. `writer.py` writes this layout.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,11 +31,23 @@ from urllib.parse import quote
 from .. import __version__
 from ..errors import ConfigurationError
 from ..layers import Owner
-from .old_names import with_todays_names
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 FORMAT = 3  # 2 has other names in its configuration, and no digests of vocabularies
+OLD_SECTIONS = {"schedule": "lr_schedule"}
+OLD_TARGETS = {
+    "gpipe_cli.data.translation.TranslationSource": "gpipe_cli.data.cldr.source.TranslationSource",
+    "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
+    "gpipe_cli.trainer.lr_schedules.inverse_sqrt": "gpipe_cli.optim.lr_schedules.inverse_sqrt",
+}
+# Keys that are new since format 2, with the value that does what was done before.
+ADDED: Mapping[str, Mapping[str, Any]] = {
+    "data": {"smaller_vocabulary": False},
+    "precision": {"boundaries": None, "loss_scale": None, "tf32": False},
+    "pipeline": {"compile": False, "shard_optimizer": False},
+}
+held: list[int] = []  # descriptors of the checkpoints that this process reads; `writer.prune` leaves these
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
@@ -194,7 +208,10 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if int(content["format"]) > FORMAT:
-            raise NewerFormat(_newer(path, content))
+            raise NewerFormat(
+                f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install "
+                "a later gpipe-cli. Nothing of the checkpoint was touched"
+            )
         layers = {entry["name"]: LayerFile.from_json(entry) for entry in content["layers"]}
         state = RunState(**content["state"])
         if content["format"] == 2:
@@ -211,13 +228,16 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     return info
 
 
-def _newer(path: Path, content: Mapping[str, Any]) -> str:
-    versions = content.get("versions")
-    release = versions.get("gpipe-cli") if isinstance(versions, Mapping) else None
-    return (
-        f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install gpipe-cli "
-        f"{release or '(a later release)'} or newer. Nothing of the checkpoint was touched"
-    )
+def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a checkpoint of format 2 with today's sections, keys and ``_target_``s."""
+    renamed = {OLD_SECTIONS.get(key, key): section for key, section in configuration.items() if key != "verify"}
+    for name, section in renamed.items():
+        if isinstance(section, Mapping):
+            known = {key: value for key, value in section.items() if (name, key) != ("model", "average")}
+            renamed[name] = {**ADDED.get(name, {}), **known}
+            if (target := section.get("_target_")) in OLD_TARGETS:
+                renamed[name]["_target_"] = OLD_TARGETS[target]
+    return renamed
 
 
 def problems(info: CheckpointInfo) -> list[str]:
@@ -225,12 +245,9 @@ def problems(info: CheckpointInfo) -> list[str]:
     found = []
     for layer, file in info.layers.items():
         path = info.layer_path(layer)
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            found.append(f"{path} is missing" if isinstance(error, FileNotFoundError) else f"{path}: {error}")
-            continue
-        if size != file.bytes:
+        if not path.is_file():
+            found.append(f"{path} is missing")
+        elif (size := path.stat().st_size) != file.bytes:
             found.append(f"{path} has {size} bytes instead of {file.bytes}")
     return found
 
@@ -275,6 +292,178 @@ def best_step(run_dir: Path) -> int | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): delete it; the next best result writes it anew") from error
     return step if step_directory(run_dir, step).is_dir() else None
+
+
+# --- finding one ------------------------------------------------------------------------------------------------------
+
+Choice: TypeAlias = tuple[CheckpointInfo | None, list[str]]
+"""The checkpoint to use, if there is one, and a warning for each newer one that is damaged."""
+
+
+def latest(run_dir: Path) -> Choice:
+    """Returns the newest checkpoint of a run whose files are there at full size; None when the run saved none.
+
+    Raises:
+        NewerFormat: a later release has written the newest one that is not damaged.
+        CheckpointError: the run has checkpoints, and every one of them is damaged.
+    """
+    warnings: list[str] = []
+    for directory in reversed(step_directories(run_dir)):
+        found = problems_of(directory)
+        if not found:
+            return read_manifest(directory), [f"{text}; using {directory.name}" for text in warnings]
+        warnings.append(f"{directory.name} cannot be used: {shorten(found)}")
+    if warnings:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoints_directory(run_dir)} can be used ({'; '.join(warnings)}): restore the files "
+            "from a copy, or delete that directory to begin anew"
+        )
+    return None, []
+
+
+def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> Choice:
+    """Chooses the checkpoint that ``checkpoint.resume`` stands for.
+
+    Args:
+        resume: ``auto``, a run directory, its ``checkpoints`` directory, or one checkpoint in it.
+        run_dir: this run's own directory; ``auto`` looks here first.
+        run_root: the directory of all runs; ``auto`` then takes the run below it (one or two levels) that saved last.
+
+    Returns:
+        No checkpoint only for ``auto`` when nothing was saved yet: the run begins at step 0.
+
+    Raises:
+        CheckpointError: the path holds no checkpoint, or none that can be used.
+    """
+    if resume != "auto":
+        return find(Path(resume).expanduser())
+    choice = latest(run_dir)
+    newest = None if run_root is None or choice[0] is not None else _newest_run(run_root)
+    return choice if newest is None else latest(newest)
+
+
+def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
+    """Returns the checkpoint at ``path``, or the newest of the run there, and a warning for each damaged newer one.
+
+    Raises:
+        CheckpointError: there is none, or none that can be used.
+    """
+    if is_one(path):
+        return open_checkpoint(path), []
+    run_dir = _run_dir(path)
+    found, warnings = latest(run_dir)
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no complete checkpoint (looked for {checkpoints_directory(run_dir)}/step_*): "
+            "give the directory of a run that has saved one"
+        )
+    return found, warnings
+
+
+def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
+    """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
+
+    Until this process ends, no run in progress on this machine deletes it.
+
+    Args:
+        path: a run directory, its folder of checkpoints, or one checkpoint.
+        step: of a run directory: a number, "best" or "last".
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    while True:
+        there = step_directories(_run_dir(path))
+        try:
+            info, warnings = _choose(path, step)
+            descriptor = os.open(info.path, os.O_RDONLY)
+        except (CheckpointError, OSError):
+            if step_directories(_run_dir(path)) == there:
+                raise
+            continue  # a run has just replaced it by a newer one
+        locked(descriptor, fcntl.LOCK_SH)
+        if info.path.is_dir():
+            held.append(descriptor)
+            return info, warnings
+        os.close(descriptor)
+
+
+def _choose(path: Path, step: str) -> tuple[CheckpointInfo, list[str]]:
+    if step == "last":
+        return find(path)
+    run_dir = _run_dir(path)
+    if step == "best":
+        if (chosen := best_step(run_dir)) is None:
+            raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
+        return open_checkpoint(step_directory(run_dir, chosen)), []
+    if not step.isdigit():
+        raise CheckpointError(f"step={step}: use a number, best or last")
+    directory = step_directory(run_dir, int(step))
+    if not directory.is_dir():
+        kept = ", ".join(str(step_of(kept)) for kept in step_directories(run_dir))
+        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
+    return open_checkpoint(directory), []
+
+
+def open_checkpoint(directory: Path) -> CheckpointInfo:
+    """Reads the manifest of one checkpoint and checks that its files are there at full size.
+
+    Raises:
+        CheckpointError: it cannot be used; the message names an older one of the same run, if any.
+    """
+    try:
+        info = read_manifest(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {advice(directory)}") from error
+    if found := problems(info):
+        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {advice(directory)}")
+    return info
+
+
+def is_one(path: Path) -> bool:
+    """Returns whether a path names one checkpoint, not a run."""
+    return STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
+
+
+def _run_dir(path: Path) -> Path:
+    return path.parent if path.name == "checkpoints" else path
+
+
+def advice(damaged: Path) -> str:
+    """Returns which older checkpoint of the same run to use in place of a damaged one."""
+    before = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
+    usable = next((path for path in reversed(before) if not problems_of(path)), None)
+    return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
+
+
+def _newest_run(run_root: Path) -> Path | None:
+    """Returns the run with the newest manifest, one or two levels below: runs are often grouped by date."""
+    saved: list[tuple[int, Path]] = []
+    for home in [*run_root.glob("*/checkpoints"), *run_root.glob("*/*/checkpoints")]:
+        for directory in step_directories(home.parent):
+            with suppress(OSError):  # no manifest, or just pruned by a run in progress
+                saved.append(((directory / "manifest.json").stat().st_mtime_ns, home.parent))
+    return max(saved)[1] if saved else None
+
+
+def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+    """Refuses a run directory with the checkpoints of another run; called before any file in it is overwritten.
+
+    Raises:
+        NewerFormat: one of them, perhaps later than the resumed one, was written by a later release.
+        CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
+    """
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    for directory in existing:
+        problems_of(directory)  # raises NewerFormat; damaged ones may be there
+    if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
+        raise CheckpointError(
+            f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
+            f"with its own: type checkpoint.resume={run_dir} to continue it, or choose another hydra.run.dir"
+        )
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:

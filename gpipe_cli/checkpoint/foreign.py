@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
-LISTED = 8  # names of each kind in a message
+LISTED = 8  # patterns in a message
 WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt file may hold the weights
 
 
@@ -137,27 +137,14 @@ def _of_torch(file: Path) -> dict[str, SavedTensor]:
 # -- how it fits a model -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Match:
-    """Describes which saved tensor each tensor of a model begins with.
-
-    Attributes:
-        saved: name in the model to name in the file.
-        renamed: how the names in the file differ, in words; an empty text if they do not.
-    """
-
-    saved: Mapping[str, str]
-    renamed: str
-
-
 def match_names(
     model: Mapping[str, Sequence[int]],
     saved: Mapping[str, SavedTensor],
     aliases: Iterable[Collection[str]],
     left_out: Sequence[str],
     path: Path,
-) -> Match:
-    """Returns which saved tensor each tensor of the model begins with; those left out begin anew.
+) -> dict[str, str]:
+    """Returns the name of the saved tensor that each tensor of the model begins with; those left out begin anew.
 
     All names may lack one first part that the model's have, or have one that these lack (``model.``, ``module.``).
 
@@ -169,53 +156,45 @@ def match_names(
     Raises:
         CheckpointError: a name is missing, unknown, or of another shape; the message lists them all.
     """
-    change, renamed = _best_change(model, saved)
-    of_model = {change(name): name for name in saved}
-    taken = {name: of_model[name] for name in model if name in of_model}
+    taken = {name: saved_name for saved_name, name in _renamed(model, saved).items() if name in model}
     for group in aliases:
         if given := next((taken[name] for name in group if name in taken), None):
             taken |= dict.fromkeys((name for name in group if name in model and name not in taken), given)
     wanted = [name for name in model if not is_named(name, left_out)]
     known = set(taken.values())
-    missing = [name for name in wanted if name not in taken]
-    unknown = [name for name in saved if name not in known and not is_named(name, left_out)]
-    shapes = [
-        f"{name} is {list(saved[taken[name]].shape)}, this model's {list(model[name])}"
+    shapes = {
+        name: f"{name} is {list(saved[taken[name]].shape)}, this model's {list(model[name])}"
         for name in wanted
         if name in taken and saved[taken[name]].shape != tuple(model[name])
-    ]
-    faults = [f"{len(missing):,} names of this model are not in it: {shorten(missing, LISTED)}"] if missing else []
-    faults += [f"{len(unknown):,} of its names are not in this model: {shorten(unknown, LISTED)}"] if unknown else []
-    faults += [f"{len(shapes):,} have other shapes: {shorten(shapes, LISTED)}"] if shapes else []
-    if faults:
-        differing = [*missing, *unknown, *(text.partition(" ")[0] for text in shapes)]
+    }
+    faults = {
+        "names of this model are not in it": {name: name for name in wanted if name not in taken},
+        "of its names are not in this model": {
+            name: name for name in saved if name not in known and not is_named(name, left_out)
+        },
+        "have other shapes": shapes,
+    }
+    if any(faults.values()):
+        said = [f"{len(of):,} {what}: {shorten([*of.values()])}" for what, of in faults.items() if of]
         # One pattern for names that differ in numbers only.
-        patterns = [*left_out, *dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in differing)]
+        differing = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for of in faults.values() for name in of)
+        patterns = [*left_out, *differing]
         words = ",".join(patterns[:LISTED]) + (",…" if len(patterns) > LISTED else "")
         raise CheckpointError(
-            f"{path} does not fit this model{renamed and f' ({renamed})'}:\n"
-            + "\n".join(faults)
+            f"{path} does not fit this model:\n"
+            + "\n".join(said)
             + "\nGive the model's settings (model.*) that fit. Or leave these names out, and let the model's begin "
             + f"anew: checkpoint.init_except=[{words}]"
         )
-    return Match({name: taken[name] for name in wanted}, renamed)
+    return {name: taken[name] for name in wanted}
 
 
-def _best_change(model: Collection[str], saved: Collection[str]) -> tuple[Callable[[str], str], str]:
-    """Returns how names in the file become the model's, and this in words."""
+def _renamed(model: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """Returns a name for each in the file: as it is, or with one first part more or less where that fits more."""
     known = set(model)
-    added = sorted({f"{name.partition('.')[0]}." for name in model})
-    removed = sorted({f"{name.partition('.')[0]}." for name in saved if "." in name})
-    changes: list[tuple[Callable[[str], str], str]] = [(str, "")]
-    changes += [(partial(_with, known, part), f"lack {part!r}") for part in added]
-    changes += [(partial(_without, part), f"begin with {part!r}") for part in removed]
-    change, words = max(changes, key=lambda change: len(known & set(map(change[0], saved))))  # of equal ones the first
-    return change, words and f"names in it {words}"
-
-
-def _with(known: Collection[str], part: str, name: str) -> str:
-    return name if name in known else part + name
-
-
-def _without(part: str, name: str) -> str:
-    return name.removeprefix(part)
+    renamed = [{name: name for name in saved}]
+    for part in sorted({f"{name.partition('.')[0]}." for name in model}):
+        renamed.append({name: name if name in known else part + name for name in saved})
+    for part in sorted({f"{name.partition('.')[0]}." for name in saved if "." in name}):
+        renamed.append({name: name.removeprefix(part) for name in saved})
+    return max(renamed, key=lambda names: len(known.intersection(names.values())))  # of equal ones the first

@@ -175,21 +175,21 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, texts: dict[str, str]) 
     """Writes a safetensors file.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError: it cannot be written.
     """
     try:
         save_file(tensors, path, texts)
     except SafetensorError as error:
         if code := SYSTEM_ERROR.search(str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-        raise
+        raise OSError(str(error)) from error
 
 
 def write_layer(directory: Path, step: int, name: str, state: LayerState) -> LayerFile:
     """Writes one layer's file into the checkpoint directory of a step and flushes it to disk.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError: it cannot be written.
     """
     tensors = {f"weight:{name}": tensor for name, tensor in state.weights.items()}
     tensors |= {f"buffer:{name}": tensor for name, tensor in state.buffers.items()}

@@ -1,29 +1,51 @@
-"""Defines the writer of one worker's layers: it copies them and writes the copy in the background.
+"""Writes checkpoints; the layout is in `files.py`.
 
 Workers save together, although they meet only once per training step:
 
-1. every worker calls ``begin(step, layers)`` and goes on training while a thread writes its files;
+1. every worker calls ``begin(step, layers)``; a thread adds the files of its layers to a ``.partial`` directory while
+   training goes on;
 2. every worker reports ``finished_step`` at each meeting;
-3. when all have reported the step, worker 0 calls ``commit``, which makes the checkpoint complete.
+3. when all have reported the step, worker 0 calls ``commit``: the checkpoint becomes complete by one rename of that
+   directory. A kill at any moment leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import fcntl
+import json
+import os
+import platform
+import shutil
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from ..disk import DiskError, Vanished, cannot_write
-from . import commit
+from .. import __version__
+from ..disk import DiskError, Vanished, cannot_write, open_for_writing, writing
 from .files import (
+    DISCARDED,
+    FORMAT,
+    PARTIAL,
+    CheckpointError,
     CheckpointInfo,
+    LayerFile,
     RunState,
+    best_step,
+    checkpoints_directory,
     layer_path,
+    locked,
     partial_directory,
+    problems,
+    problems_of,
+    read_manifest,
+    refuse_another_run,
+    shorten,
+    step_directories,
     step_directory,
+    step_of,
     with_suffix,
 )
 from .layer_state import LayerState, write_layer
@@ -69,36 +91,61 @@ class CheckpointWriter:
         self._raise_failure()
         return self._finished_step
 
-    def commit(self, step: int, state: RunState, workers: int, best: tuple[str, float] | None = None) -> CheckpointInfo:
+    def commit(self, step: int, state: RunState, workers: int, best: float | None = None) -> CheckpointInfo:
         """Makes the checkpoint complete (worker 0, once all workers have reported ``step``), then prunes older ones.
 
         Args:
-            best: metric name and value if this checkpoint is the best so far.
+            workers: the number of workers that wrote a part.
+            best: the evaluation loss, if this checkpoint is the best so far.
 
         Raises:
-            CheckpointError: what was saved is not the whole model; the missing layers and parameters are named.
+            CheckpointError: what was saved is not the whole model, or a file is missing; the checkpoint stays partial.
             DiskError: it cannot be written.
         """
         self._raise_failure()
-        try:
-            info = commit.complete(self._run_dir, step, state, workers, self._model, self._device)
-            if best is not None:
-                commit.record_best(self._run_dir, step, *best)
-        except OSError as error:
-            raise self._failure("completing", step_directory(self._run_dir, step), error) from error
-        self._jobs.append(self._background.submit(commit.prune, self._run_dir, self._keep))
-        return info
+        final = step_directory(self._run_dir, step)
+        with self._told("completing", final):
+            self._complete(CheckpointInfo(final, step, state, {}, versions(self._device)), workers)
+            self._record_best(step, best)
+        self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
+        return read_manifest(final)
 
-    def amend(self, step: int, state: RunState, best: tuple[str, float] | None = None) -> None:
-        """Replaces the run state of the complete checkpoint of ``step`` (worker 0); ``best`` as in `commit`."""
-        try:
-            commit.amend(self._run_dir, step, state)
-            if best is not None:
-                commit.record_best(self._run_dir, step, *best)
-        except OSError as error:
-            raise self._failure("amending", step_directory(self._run_dir, step), error) from error
+    def _complete(self, info: CheckpointInfo, workers: int) -> None:
+        directory, parts = partial_directory(self._run_dir, info.step), range(workers)
+        written: dict[str, LayerFile] = {}
+        for path in (part_path(directory, worker) for worker in parts):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            written |= {name: LayerFile.from_json(file) for name, file in content.items()}
+        saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
+        expected = {*self._model, *(f"{layer}.{name}" for layer, names in self._model.items() for name in names)}
+        if saved != expected:
+            raise CheckpointError(
+                f"the checkpoint of step {info.step} is not the model and was not kept; not in both: "
+                + shorten(sorted(saved ^ expected))
+            )
+        info = replace(info, path=directory, layers={name: written[name] for name in self._model})
+        if damaged := problems(info):
+            raise CheckpointError(f"the checkpoint of step {info.step} is not complete: {shorten(damaged)}")
+        for worker in parts:
+            part_path(directory, worker).unlink()
+        write_manifest(info)
+        final = directory.rename(step_directory(self._run_dir, info.step))
+        sync_directory(final.parent)
+
+    def amend(self, step: int, state: RunState, best: float | None = None) -> None:
+        """Replaces the progress in the complete checkpoint of ``step`` (worker 0); ``best`` as in `commit`."""
+        directory = step_directory(self._run_dir, step)
+        with self._told("amending", directory):
+            info = read_manifest(directory)  # whose other values belong to its layers
+            write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
+            self._record_best(step, best)
         if best is not None:  # the former best one may go
-            self._jobs.append(self._background.submit(commit.prune, self._run_dir, self._keep))
+            self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
+
+    def _record_best(self, step: int, loss: float | None) -> None:
+        """Records a complete checkpoint as the best; pruning keeps it until another is recorded."""
+        if loss is not None:
+            write_json(checkpoints_directory(self._run_dir) / "best.json", {"step": step, "loss": loss})
 
     def wait(self) -> None:
         """Returns when everything begun is on disk: before the last report, and at the end of the run."""
@@ -108,29 +155,142 @@ class CheckpointWriter:
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
         directory = partial_directory(self._run_dir, step)
         try:
-            for folder in (directory.parent, directory, directory / "layers"):  # but never the run directory
-                folder.mkdir(exist_ok=True)
-            written = {name: write_layer(directory, step, name, state) for name, state in layers.items()}
-            commit.sync_directory(directory / "layers")
-            commit.write_part(directory, self._worker, written)
-        except (OSError, SafetensorError) as error:
-            failure = self._failure("writing", directory, error)
+            with self._told("writing", directory):
+                for folder in (directory.parent, directory, directory / "layers"):  # but never the run directory
+                    folder.mkdir(exist_ok=True)
+                written = {name: write_layer(directory, step, name, state) for name, state in layers.items()}
+                sync_directory(directory / "layers")
+                content = {name: file.as_json() for name, file in written.items()}
+                write_json(part_path(directory, self._worker), content)
+        except DiskError:
             for path in (layer_path(directory, name) for name in layers):  # room for other files: the rest is useless
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
                     with_suffix(path, ".tmp").unlink(missing_ok=True)
-            raise failure from error
+            raise
         self._finished_step = step
 
     def _raise_failure(self) -> None:
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
-    def _failure(self, action: str, path: Path, error: OSError | SafetensorError) -> DiskError:
-        if not self._run_dir.is_dir():
-            return Vanished(self._run_dir)
-        reason = cannot_write(path, error) if isinstance(error, OSError) else f"{path}: {error}"
-        return DiskError(
-            f"worker {self._worker}, {action}: {reason}. Earlier checkpoints are untouched: free disk space or restore "
-            f"the right to write, then type checkpoint.resume={self._run_dir}"
-        )
+    @contextmanager
+    def _told(self, action: str, path: Path) -> Iterator[None]:
+        """Turns what the disk refuses inside the context into a DiskError."""
+        try:
+            yield
+        except OSError as error:
+            if not self._run_dir.is_dir():
+                raise Vanished(self._run_dir) from error
+            raise DiskError(
+                f"worker {self._worker}, {action}: {cannot_write(path, error)}. Earlier checkpoints are untouched: "
+                f"free disk space or restore the right to write, then type checkpoint.resume={self._run_dir}"
+            ) from error
+
+
+# --- of a run ---------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replaces ``path`` so that a kill leaves either the old content or the new."""
+    temporary = with_suffix(path, ".tmp")
+    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flushes a directory's entries (new files, renames) to disk."""
+    with closed(os.open(path, os.O_RDONLY)) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextmanager
+def closed(descriptor: int) -> Iterator[int]:
+    """Closes a descriptor at the end of the context."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def part_path(directory: Path, worker: int) -> Path:
+    """Returns the file of a partial checkpoint that says what a worker has written."""
+    return directory / f"part_{worker}.json"
+
+
+def write_manifest(info: CheckpointInfo) -> None:
+    """Writes the manifest of a checkpoint whose files are all there."""
+    layers = [
+        {"name": name, "file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
+        for name, file in info.layers.items()
+    ]
+    content = {"format": FORMAT, "step": info.step, "state": asdict(info.state), "versions": dict(info.versions)}
+    write_json(info.path / "manifest.json", {**content, "layers": layers})
+
+
+def versions(device: str) -> dict[str, str]:
+    """Returns the releases that a checkpoint is written with, and the kind of device."""
+    found = {"gpipe-cli": __version__, "python": platform.python_version(), "device": device}
+    for package in ("torch", "safetensors", "babel", "sentencepiece"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # put on the path by hand: works, but carries no version
+            found[package] = "unknown"
+    return found
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and what was discarded before.
+
+    One that another command reads (`files.choose`), or that cannot be deleted, is left to the next call.
+    """
+    best, undamaged = best_step(run_dir), 0
+    for directory in reversed(step_directories(run_dir)):
+        if undamaged >= keep and step_of(directory) != best:
+            with suppress(OSError), closed(os.open(directory, os.O_RDONLY)) as descriptor:
+                if locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):  # no other command reads it
+                    _discard(directory)
+        elif not problems_of(directory):
+            undamaged += 1
+    _delete(run_dir, DISCARDED)
+
+
+def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+    """Prepares the run directory, once, before any worker saves.
+
+    Partial checkpoints of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or
+    the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the directory
+    always holds one training.
+
+    Raises:
+        CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
+        DiskError: it cannot be made.
+    """
+    refuse_another_run(run_dir, resumed)
+    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    with writing(home):
+        home.mkdir(exist_ok=True)
+    for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
+        sync_directory(folder)
+    _delete(run_dir, PARTIAL)
+    _delete(run_dir, DISCARDED)
+    for directory in existing:
+        if resumed is not None and step_of(directory) > resumed.step:
+            _discard(directory)
+
+
+def _discard(directory: Path) -> None:
+    """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
+    target = with_suffix(directory, DISCARDED)
+    if target.exists():
+        shutil.rmtree(target)
+    directory.rename(target)
+
+
+def _delete(run_dir: Path, suffix: str) -> None:
+    for directory in checkpoints_directory(run_dir).glob(f"step_*{suffix}"):
+        shutil.rmtree(directory, ignore_errors=True)

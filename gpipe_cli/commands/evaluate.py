@@ -10,10 +10,10 @@ split=test        translation: held-out sentences by which no run has chosen its
 output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
                   source, reference and output of each sentence, with tabs between
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
-compare=[RUNS]    draws quality over languages (the paper's figure 3) and over parameters, from the newest report of
-                  each run, into output=DIR (default: comparison). A sweep stands for its runs; RUN/evaluations/NAME
-                  chooses one report
-baseline=[RUNS]   bilingual runs: one more picture shows the differences to them
+compare=[RUNS]    shows quality over languages (the paper's figure 3) and levels of resource, from the newest report
+                  of each run, also as output=DIR/report.html (default: comparison). A sweep stands for its runs;
+                  RUN/evaluations/NAME chooses one report
+baseline=[RUNS]   bilingual runs: the page also shows the differences to them
 
 Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
@@ -27,14 +27,13 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import read_words, run_command, show
+from gpipe_cli.terminal.document import Document, Grid, Picture
 from gpipe_cli.terminal.text import text_table
-
-if TYPE_CHECKING:
-    from gpipe_cli.metrics.language_pictures import ModelScores
 
 OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
@@ -88,9 +87,11 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     from gpipe_cli.metrics.translation_scores import languages_of
 
     numbers, sizes = report["numbers"], report["sizes"]
-    lines = [figures_table([report])]
+    lines = [figures_table([report]).text()]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
+    if mistakes := report["mistakes"]:
+        lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
     if languages := [[code, sizes.get(code), f"{bleu:.1f}"] for code, bleu in languages_of(numbers).items()]:
         third = -(-len(languages) // 3)
         thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
@@ -99,25 +100,24 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def figures_table(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table of all figures but single languages, a column for each report."""
-    numbers = [report["numbers"] for report in reports]
-    names = dict.fromkeys(name for found in numbers for name in found if not name.startswith("bleu/"))
+def figures_table(reports: Sequence[Mapping[str, Any]]) -> Grid:
+    """Returns a table of parameters and all figures but single languages, a column for each report."""
+    figures = [{"parameters": report["parameters"], **report["numbers"]} for report in reports]
+    names = dict.fromkeys(name for found in figures for name in found if not name.startswith("bleu/"))
     columns = ["figure", *(str(report["name"]) for report in reports)]
-    return text_table(columns, [[name, *(found.get(name) for found in numbers)] for name in names])
+    return Grid(columns, [[name, *(found.get(name) for found in figures)] for name in names])
 
 
 # -- comparing evaluated runs ------------------------------------------------------------------------------------------
 
 
 def compare(words: Sequence[str]) -> int:
-    """Prints one table of several runs and writes languages.png, capacity.png and differences.png.
+    """Prints tables of several runs, and writes them with pictures as a page.
 
     Raises:
         ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
     """
     from gpipe_cli.jobs.run_directory import require_writable
-    from gpipe_cli.metrics.language_pictures import ModelScores, draw_capacity, draw_languages
     from gpipe_cli.metrics.translation_scores import languages_of
 
     given = read_words(words, COMPARED, runs=False, overrides=False).own
@@ -128,26 +128,45 @@ def compare(words: Sequence[str]) -> int:
     require_alike([*reports, *single])
     name_apart(reports)
     require_writable("output", output)
-    models = [ModelScores(str(r["name"]), r["parameters"], languages_of(r["numbers"])) for r in reports]
+    scores = {str(report["name"]): languages_of(report["numbers"]) for report in reports}
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
-    bleu: dict[str, float] = {}
-    try:
-        draw_languages(models, sizes, output / "languages.png")
-        draw_capacity(models, sizes, output / "capacity.png")
-        show(figures_table(reports))
-        if single:
-            for report in single:
-                if len(found := languages_of(report["numbers"])) != 1:
-                    raise ConfigurationError(
-                        f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs"
-                    )
-                bleu |= found
-            draw_languages(models, sizes, output / "differences.png", bleu)
-            show("\n" + _difference_table(models, sizes, bleu))
-    except ValueError as error:
-        raise ConfigurationError(f"compare: {error}") from error
-    show(f"\npictures: {output}")
+    tables, pictures = [figures_table(reports)], [_draw_languages(scores, sizes)]
+    if single:
+        bleu: dict[str, float] = {}
+        for report in single:
+            if len(found := languages_of(report["numbers"])) != 1:
+                raise ConfigurationError(
+                    f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs"
+                )
+            bleu |= found
+        tables.append(_difference_table(scores, sizes, bleu))
+        pictures.append(_draw_languages(scores, sizes, bleu))
+    page = Document("Translation quality", [*tables, *(Picture(str(drawing)) for drawing in pictures)])
+    show(page.text())
+    page.save(output / "report.html")
+    show(f"\nat one look: {output / 'report.html'}")
     return 0
+
+
+def _draw_languages(
+    scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float] | None = None
+) -> Drawing:
+    """Draws BLEU over languages, a curve for each model: means of a language and those with a little more data.
+
+    Args:
+        baselines: BLEU of bilingual models; if given, the picture shows the differences to them.
+    """
+    known = set(sizes).intersection(*scores.values(), *([] if baselines is None else [baselines]))
+    if not known:
+        raise ConfigurationError("compare: there is no language that all runs have")
+    codes = sorted(known, key=lambda code: (-sizes[code], code))
+    named = "BLEU" if baselines is None else "BLEU, difference to the bilingual model"
+    curves = []
+    for name, of_model in scores.items():
+        values = [of_model[code] - (baselines or {}).get(code, 0.0) for code in codes]
+        curves.append(Curve("", name, "peer", list(enumerate(running_means(values, 0.1), 1))))
+    title = f"{named}, from the language with the most training data to the one with the least"
+    return plot(curves, ("language", "BLEU"), title, from_zero=baselines is None)
 
 
 def expand(run: str) -> list[Path]:
@@ -193,14 +212,15 @@ def name_apart(reports: Sequence[dict[str, Any]]) -> None:
             report["name"] = f"{report['name']} ({Path(report['folder']).parent.parent.name})"
 
 
-def _difference_table(models: Sequence[ModelScores], sizes: Mapping[str, int], baselines: Mapping[str, float]) -> str:
+def _difference_table(
+    scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float]
+) -> Grid:
     """Returns a table: each language with a baseline, its pairs, the bilingual BLEU, every model's difference."""
     rows: list[list[object]] = []
     for code in sorted(baselines, key=lambda code: -sizes.get(code, 0)):
-        scores = [model.languages.get(code) for model in models]
-        differences = [None if score is None else f"{score - baselines[code]:+.1f}" for score in scores]
+        differences = [f"{of[code] - baselines[code]:+.1f}" if code in of else None for of in scores.values()]
         rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
-    return text_table(["language", "pairs", "bilingual", *(model.name for model in models)], rows)
+    return Grid(["language", "pairs", "bilingual", *scores], rows)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.checkpoint.choose import choose
-from gpipe_cli.checkpoint.files import CheckpointInfo, with_suffix
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose, with_suffix
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import read_words, run_command, show, to_stderr

@@ -81,7 +81,7 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
     A run that saved none, such as one with a user's own data source, opens its data.
 
     Args:
-        source: the class of gpipe_cli.data.kept_vocabularies that reads them.
+        source: the class of gpipe_cli.data.vocabulary that reads them.
         keys: of that class, beside the folder.
 
     Raises:
@@ -89,7 +89,7 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
     """
     from gpipe_cli.checkpoint.compatibility import require_same_vocabularies, vocabularies_in
     from gpipe_cli.checkpoint.files import vocabulary_folder
-    from gpipe_cli.data.kept_vocabularies import vocabulary_file
+    from gpipe_cli.data.vocabulary import vocabulary_file
 
     if run.prepared.settings.pipeline.replicas != 1:
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
@@ -98,7 +98,7 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
     launch = {**run.prepared.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
     config = {**run.prepared.config, "launch": launch}
     if vocabulary_file(vocabularies).is_file():
-        target = f"gpipe_cli.data.kept_vocabularies.{source}"
+        target = f"gpipe_cli.data.vocabulary.{source}"
         config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
 

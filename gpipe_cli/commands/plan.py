@@ -25,17 +25,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.disk import writing
+from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import Problems
-from gpipe_cli.schedule.picture import Panel, draw_panels, draw_text, legend
+from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
+from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
 from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.runs import read_run
 from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
 from gpipe_cli.typed_section import shown
 
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from gpipe_cli.config import Settings
     from gpipe_cli.planner.options import Options
     from gpipe_cli.planner.plan import Plan
-
 
 WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
@@ -67,7 +68,7 @@ class Request:
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
-        from gpipe_cli.planner.search.search import find_plan
+        from gpipe_cli.planner.search import find_plan
 
         plan = find_plan(self.settings, self.options, _show_progress)
         return replace(plan, notes=[*self.notes, *plan.notes])
@@ -110,15 +111,12 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.machine import most_workers
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.planner.options import Options, with_enough_examples, with_free_cut
+    from gpipe_cli.planner.options import Options, with_enough_examples
 
     problems = Problems()
     config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
     enough, notes = with_enough_examples(config)
-    if not problems:
-        enough, on_cut = with_free_cut(enough, options)
-        notes += on_cut
     settings = Settings.from_config(enough, problems)
     look_here(targets(config))
     if options.device is None:
@@ -127,7 +125,28 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     return Request(settings, options, notes)
 
 
-# -- the report --------------------------------------------------------------------------------------------------------
+def advise(folder: str) -> None:
+    """Plans a run that has ended, as it was, on the present machine, and searches for its fastest pipeline.
+
+    `gpipe-train` calls it for a limited time (`jobs/page.py`), and shows what the file holds by then. The search keeps
+    M and measures the run's layers.
+    """
+    from gpipe_cli.planner.planner import Planner
+    from gpipe_cli.planner.search import FREE, Search
+
+    run, plan_file = read_run(Path(folder)), Path(folder) / PLAN
+    workers = run.summary.get("workers") or 1
+    words = [word for word in run.words if not word.startswith("checkpoint.")]
+    request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])
+    planner = Planner(request.settings, request.options)
+    plans: dict[str, Any] = {"own": planner.plan().to_json()}
+    write_whole(plan_file, json.dumps(plans) + "\n")
+    free = [key for key in FREE if key not in ("M", "replicas")]
+    plans["best"] = Search(planner, free).fastest(workers).to_json()
+    write_whole(plan_file, json.dumps(plans) + "\n")
+
+
+# -- the report, for a terminal and as a page -------------------------------------------------------------------------
 
 
 def document(plan: Plan) -> Document:
@@ -142,26 +161,8 @@ def document(plan: Plan) -> Document:
 
 def _found(plan: Plan) -> list[Block]:
     """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
-    if not plan.found:
-        return []
-    rows = [[seconds_text(plan.step_seconds), size_text(plan.memory), "", _in_short(plan.found)]]
-    for rival in plan.rivals:
-        more = rival.step_seconds / plan.step_seconds - 1
-        slower = f"{percent(more)} slower: {rival.why}" if more >= 0 else rival.why
-        rows.append([seconds_text(rival.step_seconds), size_text(rival.memory), slower, _in_short(rival.keys)])
-    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"])
-    return [said, *([Grid(["step", "memory", "", "pipeline"], rows)] if plan.rivals else [])]
-
-
-def _in_short(keys: Mapping[str, Any]) -> str:
-    """Returns what distinguishes one pipeline from another; the cut follows from it."""
-    short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
-    return f"{short.pop('schedule', '')} {words_of(short)}".strip()
-
-
-def words_of(keys: Mapping[str, Any]) -> str:
-    """Returns keys and values as they are typed."""
-    return " ".join(f"{key}={str(value).replace(' ', '')}" for key, value in keys.items())
+    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
+    return [said, *([beside_rivals(plan.to_json())] if plan.rivals else [])]
 
 
 def _head(plan: Plan) -> list[str]:
@@ -176,20 +177,18 @@ def _head(plan: Plan) -> list[str]:
 
 def _cells(plan: Plan) -> Grid:
     """Returns a table with one row per cell and the bytes of each kind."""
-    average = any(cell.average for cell in plan.cells)
-    columns = ["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time"]
-    columns += ["weights", "gradients", "optimizer", *(["average"] if average else []), "inputs", "working", "total"]
-    rows: list[list[object]] = []
-    for cell in plan.cells:
-        sizes = [cell.weights, cell.gradients, cell.optimizer, *([cell.average] if average else [])]
-        rows.append(
-            [
-                *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
-                *(round(cell.flops / 1e9, 3), percent(cell.share)),
-                *(size_text(size) for size in (*sizes, cell.inputs, cell.working, cell.total)),
-            ]
-        )
-    return Grid(columns, rows)
+    kinds = ["weights", "gradients", "optimizer", "average", "inputs", "working", "total"]
+    if not any(cell.average for cell in plan.cells):
+        kinds.remove("average")
+    rows = [
+        [
+            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
+            *(round(cell.flops / 1e9, 3), percent(cell.share)),
+            *(size_text(getattr(cell, kind)) for kind in kinds),
+        ]
+        for cell in plan.cells
+    ]
+    return Grid(["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time", *kinds], rows)
 
 
 def _facts(plan: Plan) -> list[tuple[str, object]]:
@@ -230,7 +229,7 @@ def _picture(plan: Plan) -> list[Block]:
     text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
     lines = text.splitlines()
     fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
-    drawing = draw_panels([Panel(plan.timeline, f"{plan.schedule}, a planned step")], "s")
+    drawing = draw_panels({f"{plan.schedule}, a planned step": plan.timeline}, "s")
     return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]
 
 

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import find_runs
+from gpipe_cli.terminal.runs import compare, find_runs
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.
@@ -44,18 +44,15 @@ def _run(words: Sequence[str]) -> int:
     found = compare(runs)
     document, drawing = found.document(folder), found.drawing()
     show(document.text())
-    paths = [folder / f"report.{end}" for end in ("md", "html", "json", *(["svg"] if drawing is not None else []))]
-    try:
+    paths = [folder / f"report.{end}" for end in ("md", "html", "json", "svg")]
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         document.save(paths[0])
         document.save(paths[1])
-        facts = {"notes": found.notes, "rows": found.facts}
-        paths[2].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_whole(paths[2], json.dumps({"rows": found.facts}, indent=1) + "\n")
         if drawing is not None:
             drawing.save(paths[3])
-    except OSError as error:
-        raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
-    show(f"\nwritten: {', '.join(str(path) for path in paths)}")
+    show(f"\nwritten: {paths[1]}, .md, .json{'' if drawing is None else ', .svg'}")
     return 0
 
 

@@ -16,7 +16,6 @@ from gpipe_cli.terminal.text import text_table
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
 
-DIFFERENT = FAILED
 HELP = """\
 gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps in
 one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, clipping,
@@ -56,13 +55,12 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
         print(json.dumps(report, indent=1), file=sys.__stdout__, flush=True)
     for line in as_text(report):
         console.say(line)
-    worst = {name: largest(report, name) for name in ("gradients", "weights after")}
-    evaluation = {f"{name}, largest difference": value for name, value in worst.items()}
+    evaluation = {f"{name}, largest difference": largest(report, name) for name in ("gradients", "weights after")}
     summary = {"loss": report["loss"], "evaluation": evaluation, "stopped_by": "steps"}
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     if not report["agrees"]:
         (run_dir / ERROR_FILE).write_text(f"{[*report['findings'], report['verdict']][0]}\n", encoding="utf-8")
-    return 0 if report["agrees"] else DIFFERENT
+    return 0 if report["agrees"] else FAILED
 
 
 def largest(report: dict[str, Any], name: str) -> float | None:
@@ -74,32 +72,19 @@ def largest(report: dict[str, Any], name: str) -> float | None:
 def as_text(report: dict[str, Any]) -> list[str]:
     """Returns one table of all steps, with the worst of each quantity, the findings, and the verdict."""
     columns = ["", "compared", "largest difference", "relative", "where", "verdict"]
+    every = [(step["step"], quantity) for step in report["steps"] for quantity in step["quantities"]]
     rows = []
-    for name, found in _by_name(report["steps"]).items():
-        number, q = max(found, key=lambda one: (one[1]["beyond"] > 0, _order(one[1]["relative"])))
-        where = f"step {number}: {q['where']}" if _where(q) else ""
+    for name in dict.fromkeys(q["name"] for _, q in every):
+        found = [(number, q) for number, q in every if q["name"] == name]
+        number, q = max(
+            found, key=lambda one: (one[1]["beyond"] > 0, one[1]["relative"] is None, one[1]["relative"] or 0)
+        )
+        where = f"step {number}: {q['where']}" if q["absolute"] != 0 or q["relative"] != 0 else ""
         count = sum(one["compared"] for _, one in found)
         rows.append([name, count, _size(q["absolute"]), _size(q["relative"]), where, q["verdict"]])
     steps = ", ".join(str(step["step"]) for step in report["steps"])
     head = f"steps {steps}" if steps else ""
     return ["", head, text_table(columns, rows), "", *report["notes"], *report["findings"], report["verdict"]]
-
-
-def _by_name(steps: list[dict[str, Any]]) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Returns the quantities of all steps by name, each with the number of its step."""
-    rows: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for step in steps:
-        for quantity in step["quantities"]:
-            rows.setdefault(quantity["name"], []).append((step["step"], quantity))
-    return rows
-
-
-def _order(relative: float | None) -> float:
-    return float("inf") if relative is None else relative
-
-
-def _where(quantity: dict[str, Any]) -> str:
-    return "" if quantity["absolute"] == 0 and quantity["relative"] == 0 else str(quantity["where"])
 
 
 def _size(value: float | None) -> str:

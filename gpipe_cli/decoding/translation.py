@@ -104,7 +104,7 @@ class Generator:
         translations = [Sample(of.language, of.source, of.reference, text) for of, text in pairs]
         references, languages = [of.reference for of in sentences], [of.language for of in sentences]
         scores = self.task.score(texts, references, languages)
-        return with_averages(scores, self.source.sizes, self.source.scripts), translations
+        return with_averages(scores, self.source.sizes), translations
 
     def shown(self, translations: Sequence[Sample]) -> list[Sample]:
         """Returns translations to show, from all languages."""

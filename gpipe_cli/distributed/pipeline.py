@@ -19,8 +19,8 @@ from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.engine import TASK, Engine, StepInput, StepRecord
-from ..pipeline.finite import FiniteWatch
 from ..pipeline.gradients import fill_gradients
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
@@ -170,6 +170,11 @@ class Pipeline:
             cell.guard_buffers()
         return made
 
+    @property
+    def layers(self) -> list[BuiltLayer]:
+        """Returns the layers of this worker, in order."""
+        return [layer for cell in self.cells for layer in cell.layers]
+
     # -- for a loop of one's own; every worker calls these at the same time ------------------------------------
 
     def parameters(self) -> list[nn.Parameter]:
@@ -221,8 +226,7 @@ class Pipeline:
         self.ties.spread()
         return {
             own_name(layer.name, name): value
-            for cell in self.cells
-            for layer in cell.layers
+            for layer in self.layers
             for name, value in layer.module.state_dict().items()
         }
 
@@ -232,10 +236,9 @@ class Pipeline:
         Raises:
             KeyError: one of them is missing.
         """
-        for cell in self.cells:
-            for layer in cell.layers:
-                own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
-                layer.module.load_state_dict(own)
+        for layer in self.layers:
+            own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
+            layer.module.load_state_dict(own)
 
     @cached_property
     def _exchange(self) -> Exchange:
@@ -267,14 +270,14 @@ class Pipeline:
     def train_step(
         self,
         mini_batch: MiniBatch,
-        watch: FiniteWatch | None = None,
         on_complete: Callable[[int], None] | None = None,
+        timed: bool = True,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
         Args:
-            watch: as in `Engine.train_step`.
             on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
+            timed: as in `Engine.train_step`.
         """
         plan = mini_batch.plan
         instructions, posts = self._training(len(plan.signatures))
@@ -284,7 +287,7 @@ class Pipeline:
         if on_complete is not None:
             cells = gradients_complete(instructions)
             after = {position: partial(on_complete, cell) for position, cell in cells.items()}
-        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, watch, after)
+        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, timed, after)
 
     def run_forward(
         self,

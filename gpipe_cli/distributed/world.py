@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..gpus import count_gpus
 from ..launch.context import Context
-from ..launch.mailboxes import LOCAL
-from .values import all_gather_json, broadcast_json, gather_json
+from ..launch.messenger import LOCAL
+from .exchange import all_gather_json, broadcast_json, gather_json
 
 CPU = "cpu"  # the identity of a device that is not a GPU
 RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
@@ -108,7 +108,7 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     wire = chosen if name == "nccl" else torch.device("cpu")
     if context.world_size == 1:
         return World(0, 1, 1, chosen, wire, None, None, None)
-    for_cpu = LOCAL if context.mailboxes is not None and backend != "gloo" else "gloo"
+    for_cpu = LOCAL if context.messenger is not None and backend != "gloo" else "gloo"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else everyone connects to everyone, and reads W² addresses
     # Since 2.15 torch's NCCL groups have a GPU from the start, and guess which unless they are told. In earlier
     # releases a group that is told puts all its messages into one queue.
@@ -149,34 +149,27 @@ def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.Proc
 
 
 def choose_device(context: Context, device: str) -> torch.device:
-    if device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        _refuse_to_do_without_gpu(device)
-        return torch.device("cpu")
-    chosen = torch.device("cuda", context.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(chosen)
-    return chosen
-
-
-def _refuse_to_do_without_gpu(device: str) -> None:
-    """Raises ConfigurationError for `pipeline.device=cuda`, or where there is a GPU that torch cannot use.
+    """Returns the device of this rank.
 
     ``auto`` means the CPU only where there is no GPU: an old driver must not move a long run to the CPU silently.
+
+    Raises:
+        ConfigurationError: cuda is requested, or a GPU is present, but torch has none to use.
     """
-    present, host = count_gpus(), socket.gethostname()
-    if present:
+    if device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        chosen = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(chosen)
+        return chosen
+    if device == "cuda" or count_gpus():
         made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs only"
         raise ConfigurationError(
-            f"pipeline.device={device}: there {'is 1 GPU' if present == 1 else f'are {present} GPUs'} on {host}, but "
-            f"torch {torch.__version__} ({made_for}) cannot use them: update the NVIDIA driver or install a torch that "
-            "fits it; to compute on CPUs use pipeline.device=cpu, or hide the GPUs by CUDA_VISIBLE_DEVICES=-1"
+            f"pipeline.device={device}: torch {torch.__version__} ({made_for}) can use none of the {count_gpus()} GPUs "
+            f"that are present on {socket.gethostname()}: check nvidia-smi and CUDA_VISIBLE_DEVICES, update the NVIDIA "
+            "driver or install a torch that fits it; to compute on CPUs use pipeline.device=cpu"
         )
-    if device == "cuda":
-        raise ConfigurationError(
-            f"pipeline.device=cuda: there is no GPU on {host} visible to CUDA programs (check "
-            "nvidia-smi and CUDA_VISIBLE_DEVICES): use pipeline.device=cpu, or auto"
-        )
+    return torch.device("cpu")
 
 
 def choose_backend(context: Context, identity: str, backend: str) -> str:

@@ -6,6 +6,7 @@ that what it makes is the same in every process and in every run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, isclass, signature
@@ -18,15 +19,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import FREE_FORM, PrecisionConfig, Settings
 from ..data.source import Source
-from ..errors import ConfigurationError, Problems
+from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..layers import LayerBuilder
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values
-from .checked_task import CheckedTask
-from .target_errors import explain
-from .targets_as_inputs import TargetsAsInputs
+from .wrappers import CheckedTask, TargetsAsInputs
+
+LINES_SHOWN = 2  # of an exception's message
+NOT_LOCATED = re.compile(r"Error locating target '(?P<target>[^']*)'(?:.*\nfull_key: (?P<inner>\S+))?", re.DOTALL)
 
 
 def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]:
@@ -38,8 +40,7 @@ def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]
     model = _instantiate("model", _with_seed(section, seed), seed)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
-            f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder, "
-            f"not {_describe(model)}"
+            f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"
         )
     names = [layer.name for layer in model]
     if len(set(names)) < len(names):
@@ -93,19 +94,11 @@ def build_optimizer(
     has two groups on every worker, one of them perhaps empty, so that the state of the lr schedule fits any partition.
 
     Raises:
-        ConfigurationError: a wrong ``decay_only``, keys that the optimizer does not take, or an optimizer that needs
-            the loss computed again or sparse gradients.
+        ConfigurationError: a wrong ``decay_only``, or keys that the optimizer does not take.
     """
     own = {key: value for key, value in section.items() if key != "decay_only"}
     groups = _groups(section, list(parameters) or [nn.Parameter(torch.zeros(1))])
-    optimizer = cast(torch.optim.Optimizer, _instantiate("optimizer", own, seed, groups))
-    closure = signature(optimizer.step).parameters.get("closure")
-    if (closure is not None and closure.default is closure.empty) or isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigurationError(
-            f"optimizer._target_={section['_target_']} needs the loss computed again in its step, or sparse gradients: "
-            "a pipeline computes dense gradients, once for each update; use another, such as optimizer=adam"
-        )
-    return optimizer
+    return cast(torch.optim.Optimizer, _instantiate("optimizer", own, seed, groups))
 
 
 def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[Any]:
@@ -242,8 +235,36 @@ def _require_subclass(key: str, section: Mapping[str, Any], made: object, base: 
         )
 
 
-def _describe(value: object) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        odd = next((item for item in value if not isinstance(item, LayerBuilder)), None)
-        return "an empty list" if odd is None else f"a list with {type(odd).__name__} in it"
-    return type(value).__name__
+def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
+    """Returns one sentence, with file and line of the cause where it lies in code of the user's own.
+
+    Args:
+        key: of the section, such as "model".
+        section: its `_target_` and the keys that were passed on.
+        error: raised by Hydra's `instantiate`; it wraps the cause, and does not always quote all of it.
+    """
+    target, cause = section.get("_target_"), error.__cause__ or error
+    not_located = NOT_LOCATED.match(str(error))
+    if not_located is None:
+        return f"{key}._target_={target} could not be made from the keys of `{key}`: {_summary(cause)}"
+    cause, target, inner = cause.__cause__ or cause, not_located["target"], not_located["inner"]
+    if inner:  # a section inside this one
+        key = f"{key}.{inner}"
+    if isinstance(cause, ModuleNotFoundError) and cause.name and f"{target}.".startswith(f"{cause.name}."):
+        return f"{key}._target_={target} was not found: {_missing(cause.name)}"
+    return f"{key}._target_={target} could not be imported: {_summary(cause)}"
+
+
+def _missing(module: str) -> str:
+    parent, dot, last = module.rpartition(".")
+    return f"{parent} has no {last}" if dot else f"there is no module {last} here or on the PYTHONPATH"
+
+
+def _summary(error: BaseException) -> str:
+    """Returns the exception in a line or two; its type and place only where it was raised in the user's own code."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = "\n".join(lines[:LINES_SHOWN]) or type(error).__name__
+    place = place_in_users_code(error)
+    return message if place is None else f"{type(error).__name__}: {message} ({place})"

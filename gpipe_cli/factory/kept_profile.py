@@ -23,9 +23,8 @@ from ..config import Settings
 from ..data.cache import cache_folder, made, writing_cache
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost
+from ..partition.cost import LayerCost, LayerTimes
 from ..partition.fake_layers import TensorShape
-from ..partition.layer_times import LayerTimes
 from ..partition.model_profile import profile_layers
 from .build import boundary_type_of, build_autocast, build_task
 
@@ -38,7 +37,6 @@ def profile_file(
     micro_batch: MicroBatch,
     settings: Settings,
     device: torch.device,
-    cache_dir: str | None = None,
 ) -> Path:
     """Returns the file of these layers' profile in the cache, which need not exist; as `profiled_costs`."""
     depends_on = {
@@ -54,7 +52,7 @@ def profile_file(
         "torch": torch.__version__,
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
-    return cache_folder(cache_dir) / "profiles" / f"{digest[:32]}.json"
+    return cache_folder(None) / "profiles" / f"{digest[:32]}.json"
 
 
 def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[LayerCost]:
@@ -91,7 +89,6 @@ def profiled_costs(
     settings: Settings,
     device: torch.device,
     say: Callable[[str], None],
-    cache_dir: str | None = None,
 ) -> list[LayerCost]:
     """Returns each layer's seconds of forward and backward, from the cache or measured now; the loss is in the last.
 
@@ -99,13 +96,12 @@ def profiled_costs(
         micro_batch: its values matter only where the times are measured.
         device: where they are measured.
         say: receives one line about where the times come from.
-        cache_dir: None for `$GPIPE_CACHE`, or `~/.cache/gpipe` where that is not set.
 
     Raises:
         CostError: a layer that cannot be measured.
         DiskError: the cache cannot be written.
     """
-    file = profile_file(builders, micro_batch, settings, device, cache_dir)
+    file = profile_file(builders, micro_batch, settings, device)
     autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
     inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])
     between = boundary_type_of(settings.precision)

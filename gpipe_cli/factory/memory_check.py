@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..config import Settings
 from ..cpu import usable_memory
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
-from ..partition.fake_layers import CostError, TensorShape
+from ..partition.fake_layers import CostError, TensorShape, fake_mode
 from ..partition.tie_search import find_ties
 from .build import build_optimizer
-from .optimizer_bytes import optimizer_state_bytes
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+_SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
 FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then
 
 
@@ -71,3 +74,36 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
 
 def _size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB"
+
+
+def optimizer_state_bytes(make: MakeOptimizer, shape: TensorShape) -> int:
+    """Returns the bytes of state that an optimizer keeps for one parameter.
+
+    Args:
+        make: makes the optimizer for some parameters.
+        shape: of the parameter.
+    """
+    try:
+        with fake_mode():
+            return _state_bytes(make, torch.empty(shape.shape, dtype=shape.dtype))
+    except Exception:  # the optimizer looks at values: scale up its state for a small parameter
+        small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
+        return round(_state_bytes(make, small) / max(1, small.numel()) * shape.numel)
+
+
+def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
+    parameter = nn.Parameter(weight)
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    try:
+        optimizer.step()
+    except Exception:
+        if not any(optimizer.state.values()):  # some optimizers look at values only after they have made their state
+            raise
+    storages = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    }
+    return sum(storages.values())

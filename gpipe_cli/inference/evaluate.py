@@ -11,10 +11,7 @@ from typing import Any
 from ..disk import write_whole
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
-from ..metrics.image_pictures import draw_classification
-from ..metrics.language_pictures import ModelScores, draw_languages
 from ..metrics.records import Evaluation, Sample
-from ..metrics.translation_scores import languages_of
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 from ..trainer.evaluator import evaluation_fields
 
@@ -43,15 +40,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
-    for old in (*context.run_dir.glob("translations/*.txt"), context.run_dir / "languages.png"):
-        old.unlink(missing_ok=True)  # of languages that were evaluated here before
+    for old in context.run_dir.glob("translations/*.txt"):
+        old.unlink()  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
-    languages = languages_of(result.numbers)
-    if len(languages) > 1 and result.sizes:
-        models = [ModelScores(str(made["name"]), 0, languages)]
-        draw_languages(models, result.sizes, context.run_dir / "languages.png")
-    if result.predictions is not None:
-        draw_classification(result.predictions, context.run_dir)
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
     return made
@@ -68,8 +59,8 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         **search,
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
+        "mistakes": list(result.mistakes),
         "sizes": dict(result.sizes),
-        "scripts": {} if assembly.source is None else dict(assembly.source.scripts),
     }
 
 

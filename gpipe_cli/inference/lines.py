@@ -65,7 +65,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         ConfigurationError: the run's model or data cannot generate text, or as `assemble_from_checkpoint`.
     """
     assembly, sampling = assemble_from_checkpoint(context, config), SamplingSettings(**config["sampling"])
-    shape, eos = assembly.first.shape, assembly.first.tokens.eos_id
+    shape, eos = assembly.shape, assembly.tokens.eos_id
     if shape.inputs != (2,) or len(shape.targets) != 1:
         raise ConfigurationError(
             f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "

@@ -24,10 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.checkpoint import choose as checkpoints
-from gpipe_cli.checkpoint.commit import refuse_another_run
+from gpipe_cli.checkpoint import files as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
-from gpipe_cli.checkpoint.files import CheckpointInfo, step_directories, step_of
+from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, PlainError
@@ -39,8 +38,7 @@ from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.command import FAILED, REFUSED, show
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import find_runs
+from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.terminal.text import command_name, relative_paths
 from gpipe_cli.typed_section import typed
 
@@ -100,12 +98,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             with sole_writer(run_dir), record:
                 prepared = prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
-                named = prepared.settings.checkpoint.resume
-                config = {
-                    "settings": config,
-                    "started_at": time.time() if is_sweep else started_at,
-                    "may_take_older": named is None or not checkpoints.is_one(Path(named).expanduser()),
-                }
+                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console, record)
                 record.begin()
                 if program.conclude is not None:
@@ -146,7 +139,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     config, section = prepared.config, prepared.settings.checkpoint
     if not torchrun.is_first():
         return config
-    resumed = checkpoints.resolve("auto", run_dir).checkpoint if restart_count() else None
+    resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
     paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
@@ -185,12 +178,12 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
         return None
     typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
     own_place = typed_place or place.mode == RunMode.MULTIRUN
-    choice = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
-    for warning in choice.warnings:
+    found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    for warning in warnings:
         console.warn(warning)
-    if choice.checkpoint is not None:
-        require_compatible(choice.checkpoint, _as_begun(config, choice.checkpoint), checkpoint.allow_changes)
-    return choice.checkpoint
+    if found is not None:
+        require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)
+    return found
 
 
 def _start(

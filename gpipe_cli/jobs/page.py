@@ -11,26 +11,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from gpipe_cli.disk import json_lines
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs.configuration import composed
-from gpipe_cli.terminal.document import Block, Code, Document, Facts, Grid, Heading, Lines, Picture
+from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, seconds_text, size_text
-from gpipe_cli.typed_section import flat, shown, typed
+from gpipe_cli.typed_section import typed
 
 PAGE, PLAN = "report.html", "plan.json"
-TAIL = 1 << 20  # bytes at the end of a file of rows, which are read while it grows
+WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
+MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 SEARCH_SHARE, SEARCH_SECONDS = 0.1, (6.0, 120.0)  # of a run's time for the planner; not below, and not above
+ADVISE = "import sys; from gpipe_cli.commands.plan import advise; advise(sys.argv[1])"  # which imports this room
 WORTH_IT = 0.02  # a plan that is less faster is none
-ALT = {
-    "predictions.png": "Images of the evaluation set with the predicted classes",
-    "confusion.png": "Confusion matrix: how often each true class was predicted as which",
-    "languages.png": "BLEU of each language, from the most to the least training data",
-}
+CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
+Row = Mapping[str, Any]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
@@ -52,7 +48,7 @@ def ask_planner(folder: Path, seconds: float) -> bool:
     """
     limit, quiet = min(SEARCH_SHARE * seconds, SEARCH_SECONDS[1]), subprocess.DEVNULL
     if limit >= SEARCH_SECONDS[0]:
-        command = [sys.executable, "-m", "gpipe_cli.commands.advice", str(folder)]
+        command = [sys.executable, "-c", ADVISE, str(folder)]
         with suppress(OSError, subprocess.SubprocessError, KeyboardInterrupt):
             subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=limit, check=False)
     return (folder / PLAN).exists()
@@ -64,64 +60,86 @@ def run_page(folder: Path, running: bool = False) -> Document:
     Args:
         running: summary.json, if it is there, is that of the run which this one continues.
     """
-    rows, evaluations = _first_and_last(folder / "metrics.jsonl"), _last_rows(folder / "evaluations.jsonl")
-    summary = {} if running else _json(folder / "summary.json")
-    run, plan = read_run(folder, running), _json(folder / PLAN)
+    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    run, planned = read_run(folder, running), folder / PLAN
+    plan: Row = json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else {}
     blocks: list[Block] = [
-        *_did_it_work(folder, run, summary, rows, evaluations),
-        *_where_time_went(folder, summary, rows, plan),
+        Lines(["Did it work"], "## "),
+        *_did_it_work(run, rows),
+        *_evaluated(rows, evaluations),
+        Lines(["Where did the time go"], "## "),
+        *_where_time_went(run, rows, plan.get("own") or {}),
+        Lines(["What would make it faster"], "## "),
         *_what_would_be_faster(run, plan),
-        *_what_it_was(run, summary),
+        Lines(["What it was"], "## "),
+        *_what_it_was(run),
     ]
     return Document(f"{folder.absolute().name}: {run.outcome}", blocks)
 
 
-def _did_it_work(
-    folder: Path, run: FinishedRun, summary: Mapping[str, Any], rows: Sequence[Any], evaluations: Sequence[Any]
-) -> Iterator[Block]:
-    yield Heading("Did it work")
-    first, last = (rows[0], rows[-1]) if rows else ({}, {})
-    speed = summary.get("examples_per_second", last.get("examples_per_second"))
-    lost = [number(row.get("loss")) for row in (first, {**last, **summary})]
-    wall, ended = summary.get("wall_seconds"), summary.get("stopped_by")
+def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
+    known = {name: value for name, value in run.summary.items() if value is not None}
+    first, last = (rows[0], {**rows[-1], **known}) if rows else ({}, known)
+    wall, speed, ended = (last.get(key) for key in ("wall_seconds", "examples_per_second", "stopped_by"))
     yield Facts(
         [
             ("state", run.outcome + (f" ({ended})" if ended and ended != "steps" else "")),
-            (
-                "loss",
-                " → ".join(lost) if rows else None,
-            ),
-            ("steps", summary.get("steps", last.get("step"))),
+            ("loss", f"{number(first.get('loss'))} → {number(last.get('loss'))}" if rows else None),
+            ("steps", last.get("steps", last.get("step"))),
             ("time", wall and duration(wall)),
             ("speed", speed and f"{number(speed, 3)} examples/s"),
-            ("skipped", summary.get("skipped_updates", last.get("skipped_updates")) or None),
-            ("restarts", len(summary.get("restarts") or ()) or None),
+            ("skipped", last.get("skipped_updates") or None),
+            ("restarts", len(last.get("restarts") or ()) or None),
         ]
     )
-    if evaluations:
-        begun, now = evaluations[0], evaluations[-1]
-        names = [name for name, value in now.items() if isinstance(value, float) and "/" not in name]
-        columns = [
-            "evaluation",
-            f"after step {begun['step']:,}",
-            *([f"after step {now['step']:,}"] * (begun is not now)),
-        ]
-        both = [begun, *([now] * (begun is not now))]
-        yield Grid(columns, [[name, *(each.get(name) for each in both)] for name in names])
-    yield from _pictures(folder, "loss.svg", *ALT)
-    for sample in (evaluations[-1].get("samples") or ()) if evaluations else ():
+
+
+def _evaluated(rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Block]:
+    """Yields the first and the last evaluation, loss, quality by language or class, and samples."""
+    last = evaluations[-1] if evaluations else {}
+    if last:
+        shown = [*evaluations[:1], last] if len(evaluations) > 1 else [last]
+        names = [name for name, value in last.items() if isinstance(value, float) and "/" not in name]
+        columns = ["evaluation", *(f"after step {row['step']:,}" for row in shown)]
+        yield Grid(columns, [[name, *(row.get(name) for row in shown)] for name in names])
+    if rows:
+        yield Picture(str(_draw_loss(rows, evaluations)))
+    bleu = [score for name, score in last.items() if name.startswith("bleu/")]
+    if len(bleu) > 1:
+        curves = [("each language", "raw", bleu), ("mean over a tenth", "smooth", running_means(bleu, 0.1))]
+        drawn = [Curve("", label, role, list(enumerate(values, 1))) for label, role, values in curves]
+        yield Picture(str(plot(drawn, ("language", "BLEU"), "BLEU from the most to the least training data")))
+    if mistakes := last.get("mistakes"):
+        yield Grid(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])
+    for sample in last.get("samples", ()):
         yield Facts(list(sample.items()))
 
 
-def _where_time_went(
-    folder: Path, summary: Mapping[str, Any], rows: Sequence[Any], plan: Mapping[str, Any]
-) -> Iterator[Block]:
-    yield Heading("Where did the time go")
-    last: Mapping[str, Any] = next((row for row in reversed(rows) if "cells" in row), {})
-    own: Mapping[str, Any] = plan.get("own") or {}
-    traced = sorted(path.name for path in (folder / "pictures").glob("step_*.svg"))
-    yield from _pictures(folder, traced[-1] if traced else "step.svg", "breakdown.svg")
-    measured, same = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted"))
+def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
+    """Draws the training loss of every step, a smoothed curve, and the loss of every evaluation."""
+    known = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    trained = known[:: 1 + len(known) // MOST_POINTS]
+    smoothed = running_means([loss for _, loss in trained], 0.02)
+    numbers = (name for row in evaluations for name, value in row.items() if isinstance(value, float))
+    metric = next(numbers, "")  # the task's first metric is the loss
+    points = [(row["step"], row[metric]) for row in evaluations if row.get(metric) is not None]
+    curves = [
+        Curve("", "training, each step", "raw", trained),
+        Curve("", "training, smoothed", "smooth", list(zip((step for step, _ in trained), smoothed, strict=True))),
+        *([Curve("", f"evaluation ({metric})", "paper", points)] * bool(points)),
+    ]
+    return plot(curves, ("step", "loss"), "Loss over the steps", from_zero=False)
+
+
+def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterator[Block]:
+    """Yields the step as measured and planned, what its time was for, cells and memory; ``own``: the run's plan."""
+    last: Row = next((row for row in reversed(rows) if "cells" in row), {})
+    summary, pictures = run.summary, run.folder / "pictures"
+    for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
+        yield Picture(drawn.read_text(encoding="utf-8"))
+    measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
+    if shares:
+        yield Picture(str(draw_shares({"measured": shares}, "Where a step goes")))
     yield Facts(
         [
             ("bubble, measured", measured and percent(measured)),
@@ -132,135 +150,98 @@ def _where_time_went(
             ("waited for data", percent(last["waiting_for_data_share"]) if last else None),
         ]
     )
-    cells = summary.get("cells") or [{"cell": k, "seconds": times} for k, times in enumerate(last.get("cells", ()))]
-    yield from _cells(cells)
-    yield from _memory(last.get("workers", ()), own.get("devices") or (), summary.get("device", "cpu"))
-
-
-def _cells(cells: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
-    """Yields the table of the cells: layers, and milliseconds of a step."""
-    times = [name for name in TIMES if any((cell.get("seconds") or {}).get(name) for cell in cells)]
-    facts = [key for key in ("cell", "worker", "layers", "first", "last", "parameters") if cells and key in cells[0]]
-    rows = [
-        [*(cell[key] for key in facts), *(f"{1e3 * (cell.get('seconds') or {}).get(name, 0.0):,.1f}" for name in times)]
-        for cell in cells
+    cells = summary.get("cells") or [{"cell": cell, "seconds": of} for cell, of in enumerate(last.get("cells", ()))]
+    spent = [cell["seconds"] or {} for cell in cells]
+    times = [name for name in TIMES if any(seconds.get(name) for seconds in spent)]
+    facts = [key for key in CELL if cells and key in cells[0]]
+    table = [
+        [*(cell[key] for key in facts), *(f"{1e3 * seconds.get(name, 0.0):,.1f}" for name in times)]
+        for cell, seconds in zip(cells, spent, strict=True)
     ]
-    if rows:
-        yield Grid([*facts, *(f"{name.replace('_', ' ')} ms" for name in times)], rows)
-
-
-def _memory(workers: Sequence[Mapping[str, Any]], planned: Sequence[Mapping[str, Any]], device: str) -> Iterator[Block]:
-    rows = [
-        [
-            rank,
-            *([size_text(planned[rank % len(planned)]["total"])] if planned else []),
-            size_text(worker["memory_bytes"]),
-        ]
-        for rank, worker in enumerate(workers)
+    if table:
+        yield Grid([*facts, *(f"{name.replace('_', ' ')} ms" for name in times)], table)
+    planned = [size_text(device["total"]) for device in own.get("devices", ())]
+    memory = [
+        [rank, planned[rank % len(planned)] if planned else None, size_text(worker["memory_bytes"])]
+        for rank, worker in enumerate(last.get("workers", ()))
     ]
-    if rows:
-        yield Grid(["worker", *(["memory planned"] if planned else []), "memory used"], rows)
-        if device == "cpu":
-            yield Lines(
-                ["Used is all that a process holds, Python's and torch's libraries included; planned is without."]
-            )
+    if memory:
+        yield Grid(["worker", "memory planned", "memory used"], memory)
+        if summary.get("device", "cpu") == "cpu":
+            yield Lines(["Used is all that a process holds, with Python's and torch's libraries; planned is without."])
 
 
-def _what_would_be_faster(run: FinishedRun, plan: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("What would make it faster")
+def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
     best = plan.get("best")
     if not best:
-        ask = ["gpipe-plan", *run.words, "plan.device=this", "plan.best=true", f"plan.devices={run.workers or 1}"]
+        ask = [
+            "gpipe-plan",
+            *run.words,
+            "plan.device=this",
+            "plan.best=true",
+            f"plan.devices={run.summary.get('workers') or 1}",
+        ]
         yield Lines(["The planner found nothing in its time, a tenth of the run's. To search, type:"])
-        yield Code([shlex.join(ask)])
+        yield Lines([shlex.join(ask)], "```")
         return
-    own, gain = plan["own"]["step_seconds"], 1 - best["step_seconds"] / plan["own"]["step_seconds"]
-    if gain < WORTH_IT:
-        yield Lines(
-            [f"The planner found nothing that saves {percent(WORTH_IT)} of a step, among {best['tried']} plans."]
-        )
+    own, found = plan["own"]["step_seconds"], best["step_seconds"]
+    if 1 - found / own < WORTH_IT:
+        yield Lines([f"Nothing saves {percent(WORTH_IT)} of a step, among the planner's {best['tried']} plans."])
         return
     kept = [word for word in run.words if word.partition("=")[0] not in best["found"]]
-    keys = [f"{key}={typed(value)}" for key, value in best["found"].items()]
-    both = f"{seconds_text(own)} now, {seconds_text(best['step_seconds'])}"
-    yield Lines([f"It saves {percent(gain)} of a step, as planned ({both}), to type:"])
-    yield Code([shlex.join(["gpipe-train", *kept, *keys])])
-    rivals = [
-        [seconds_text(each["step_seconds"]), size_text(each["memory"]), each["why"], _in_short(each["keys"])]
-        for each in best["rivals"]
-    ]
-    if rivals:
-        yield Grid(["step", "memory", "slower because of", "next best"], rivals)
+    both = f"{seconds_text(own)} now, {seconds_text(found)}"
+    yield Lines([f"It saves {percent(1 - found / own)} of a step, as planned ({both}), to type:"])
+    yield Lines([shlex.join(["gpipe-train", *kept, *words_of(best["found"]).split()])], "```")
+    yield beside_rivals(best)
 
 
-def _in_short(keys: Mapping[str, Any]) -> str:
+def beside_rivals(best: Row) -> Grid:
+    """Returns the pipeline that a search has found (`Plan.to_json`) beside the next best, and why those are slower."""
+    rows = [[seconds_text(best["step_seconds"]), size_text(best["memory"]), "", _in_short(best["found"])]]
+    for rival in best["rivals"]:
+        more = rival["step_seconds"] / best["step_seconds"] - 1
+        slower = f"{percent(more)} slower: {rival['why']}" if more >= 0 else rival["why"]
+        sizes = [seconds_text(rival["step_seconds"]), size_text(rival["memory"])]
+        rows.append([*sizes, slower, _in_short(rival["keys"])])
+    return Grid(["step", "memory", "", "pipeline"], rows)
+
+
+def _in_short(keys: Row) -> str:
     """Returns what distinguishes one pipeline from another; the cut follows from it."""
-    short = {key.removeprefix("pipeline."): typed(value) for key, value in keys.items() if key != "pipeline.partition"}
-    return " ".join(f"{key}={value}" for key, value in short.items())
+    short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
+    return f"{short.pop('schedule', '')} {words_of(short)}".strip()
 
 
-def _what_it_was(run: FinishedRun, summary: Mapping[str, Any]) -> Iterator[Block]:
-    yield Heading("What it was")
-    yield Lines(["Keys that differ from the defaults:"])
-    yield Grid(["key", "value", "default"], _differences(run) or [["none", "", ""]])
-    versions = summary.get("versions") or {}
-    yield Facts([(name, version) for name, version in versions.items()] + [("device", summary.get("device"))])
+def words_of(keys: Row) -> str:
+    """Returns keys and values as they are typed."""
+    return " ".join(f"{key}={typed(value)}" for key, value in keys.items())
+
+
+def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     folder, steps = relative_paths(str(run.folder)), run.settings.get("trainer.steps")
     own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
     longer = ["gpipe-train", *(word for word in run.words if not word.startswith(own))]
-    longer += [
-        f"hydra.run.dir={typed(folder)}",
-        "checkpoint.resume=auto",
-        *([f"trainer.steps={2 * steps}"] if steps else []),
-    ]
-    elsewhere = [word for word in longer if not word.startswith("pipeline.K=")] + [
-        f"pipeline.K={1 if run.K == 2 else 2}"
-    ]
-    yield Lines(
-        ["To go on for twice as long, as it was or on another number of cells; to evaluate, export and compare:"]
-    )
-    others = (["gpipe-eval", folder], ["gpipe-export", folder, "output=model.safetensors"], ["gpipe-report", folder])
-    yield Code([shlex.join(words) for words in (longer, elsewhere, *others)])
+    longer += [f"hydra.run.dir={typed(folder)}", "checkpoint.resume=auto"]
+    longer += [f"trainer.steps={2 * steps}"] if steps else []
+    yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
+    versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
+    yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
+    yield Lines(["To go on for twice as long (at any pipeline.K), and to evaluate the last checkpoint:"])
+    yield Lines([shlex.join(longer), shlex.join(["gpipe-eval", folder])], "```")
 
 
-def _differences(run: FinishedRun) -> list[list[object]]:
-    """Returns keys with another value than without any words; of another `_target_` all keys."""
-    try:
-        defaults = flat(OmegaConf.to_container(composed("train", [])))  # type: ignore[arg-type]
-    except ConfigurationError:  # in a folder with YAML files of its own
-        return [[word.partition("=")[0], word.partition("=")[2], ""] for word in run.words]
-    return [
-        [key, shown(value), shown(defaults[key]) if key in defaults else ""]
-        for key, value in run.settings.items()
-        if key not in defaults or defaults[key] != value
-    ]
-
-
-def _pictures(folder: Path, *names: str) -> Iterator[Block]:
-    for name in names:
-        path = folder / "pictures" / name
-        if path.is_file():
-            svg = path.suffix == ".svg"
-            yield Picture(path.read_text(encoding="utf-8") if svg else path.read_bytes(), ALT.get(name, name))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def _first_and_last(path: Path) -> list[dict[str, Any]]:
-    """Returns the first row of a file and its last ones: it may be long."""
-    with suppress(OSError), path.open("rb") as file:
-        first = [row for _, row in json_lines([file.readline()]) if row]
-        return [*first, *_last_rows(path)]
-    return []
-
-
-def _last_rows(path: Path) -> list[dict[str, Any]]:
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        return [row for _, row in json_lines(file) if row is not None]
-    return []
+def _rows(path: Path) -> list[Row]:
+    """Returns the rows of a file: of a long one some that are spread evenly, its first one, and those at its end."""
+    if not path.is_file():
+        return []
+    lines, size = list[bytes](), path.stat().st_size
+    with path.open("rb") as file:
+        if size > WHOLE:
+            lines.append(file.readline())
+            for place in range(0, size - TAIL, -(-size // MOST_POINTS)):
+                file.seek(place)
+                file.readline()  # the rest of a line
+                lines.append(file.readline())
+            file.seek(size - TAIL)
+        lines += file.readlines()
+    return [row for _, row in json_lines(lines) if row is not None]

@@ -20,8 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.checkpoint.choose import choose
-from gpipe_cli.checkpoint.files import CheckpointInfo
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose
 from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
@@ -51,7 +50,7 @@ class Reopened:
 
     info: CheckpointInfo
     prepared: Prepared
-    warnings: tuple[str, ...]
+    warnings: list[str]
 
 
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:

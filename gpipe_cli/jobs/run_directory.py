@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.checkpoint import choose as checkpoints
-from gpipe_cli.checkpoint.files import locked, read_manifest, step_directories
+from gpipe_cli.checkpoint.files import latest, locked, read_manifest, step_directories
 from gpipe_cli.disk import DiskError, prepare_directory, read_rows, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.torchrun import is_first
@@ -203,7 +202,7 @@ class Restarts:
         """
         section: dict[str, Any] = self._first["checkpoint"]
         new = {path for path, _ in _saved(self._run_dir) - self._found}
-        newest = checkpoints.latest(self._run_dir).checkpoint if new else None
+        newest = latest(self._run_dir)[0] if new else None
         if newest is not None and newest.path in new:
             weights: dict[str, Any] = {"resume": str(newest.path.absolute()), "init_from": None, "init_except": []}
             return {**section, **weights}, newest.step

@@ -1,16 +1,19 @@
-"""Carries JSON lines between a worker and the command, over one socket pair per worker."""
+"""Connects a worker and the command: JSON lines over one socket pair per worker, and the worker's place in memory."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import socket
+import tempfile
 import threading
 from dataclasses import asdict
 from typing import Any
 
 from gpipe_cli.launch.report import Failure
+from gpipe_cli.position import Position
 
 STOP, LEAVE = b"s", b"l"  # the command's words to a worker: end the run in order; all have finished, exit
 REPORT_SECONDS = 5.0  # that a failed worker waits for a command that does not read
@@ -110,3 +113,51 @@ class CommandChannel:
     def send(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # the worker is gone
             self.connection.send(word)
+
+
+class Places:
+    """Holds the command's view of its workers' places: exact even when a worker dies without a word.
+
+    Args:
+        workers: their number.
+
+    Attributes:
+        descriptor: of the memory, for the workers; to be closed when they have it.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.descriptor = unnamed_memory("gpipe-places", workers * Position.SIZE)
+        self._memory = mmap.mmap(self.descriptor, workers * Position.SIZE)
+        self._places = [_place(self._memory, rank) for rank in range(workers)]
+        self._seen = bytes(self._memory)
+
+    def of(self, rank: int) -> dict[str, Any]:
+        """Returns what a worker is doing, or was doing when it died; empty where nothing is known."""
+        return self._places[rank].known() if 0 <= rank < len(self._places) else {}
+
+    def have_changed(self) -> bool:
+        """Returns whether a worker has got on since the last call."""
+        before, self._seen = self._seen, bytes(self._memory)
+        return before != self._seen
+
+
+def open_place(descriptor: int, rank: int) -> Position:
+    """Returns the place of worker ``rank``, in the memory that the command reads; closes the descriptor."""
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    os.close(descriptor)
+    return _place(memory, rank)
+
+
+def _place(memory: mmap.mmap, rank: int) -> Position:
+    return Position(memoryview(memory)[rank * Position.SIZE : (rank + 1) * Position.SIZE])
+
+
+def unnamed_memory(name: str, size: int = 0) -> int:
+    """Returns a descriptor that children can inherit; of a file without a name where the system has no such memory."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(name)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import as_worker
-from gpipe_cli.launch.mailboxes import LOCAL, Mailboxes
-from gpipe_cli.launch.messenger import Messenger
+from gpipe_cli.launch.messenger import LOCAL, Messenger
 from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 # A peer that dies is noticed at once; this is for one that is merely slow (the first compilation, a full disk). Data
-# may take longer to prepare: trainer/data_source.py has a timeout of its own.
+# may take longer to prepare: trainer/batches.py has a timeout of its own.
 GROUP_TIMEOUT_SECONDS = 1800.0
 
 
@@ -38,7 +37,7 @@ class Context:
         emit: passes an event (a JSON object) to the command's `on_event`. Never waits, never fails.
         stop_requested: returns whether the user or the system asked for the end of the run. Workers see the request at
             different times, if all do: they have to agree.
-        mailboxes: connect the workers where the command has started them all, on its own machine; None elsewhere.
+        messenger: connects the workers where the command has started them all, on its own machine; None elsewhere.
         where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
     """
 
@@ -49,7 +48,7 @@ class Context:
     open_store: Callable[[], Store]
     emit: Callable[[dict[str, Any]], None]
     stop_requested: Callable[[], bool]
-    mailboxes: Mailboxes | None = None
+    messenger: Messenger | None = None
     where: Position = field(default_factory=Position)
 
     @cached_property
@@ -72,11 +71,6 @@ class Context:
         store.wait(["decided"], wait)
         return store.get("decided").decode()
 
-    @cached_property
-    def _messenger(self) -> Messenger:
-        assert self.mailboxes is not None
-        return Messenger(self.mailboxes)
-
     def init_process_group(
         self,
         backend: str | None = None,
@@ -86,17 +80,17 @@ class Context:
         """Joins torch.distributed's default group.
 
         Args:
-            backend: None: `LOCAL` (see local_group.py) where there are mailboxes, else gloo.
+            backend: None: `LOCAL` (see local_group.py) where there is a messenger, else gloo.
             device: binds an NCCL group to its GPU from the start.
         """
         from torch import distributed
 
-        if self.mailboxes is not None:
+        if self.messenger is not None:
             from gpipe_cli.launch.local_group import register_local_backend
 
-            register_local_backend(self._messenger)
+            register_local_backend(self.messenger)
         distributed.init_process_group(
-            backend or ("gloo" if self.mailboxes is None else LOCAL),
+            backend or ("gloo" if self.messenger is None else LOCAL),
             store=distributed.PrefixStore("default_group", self.store),
             rank=self.rank,
             world_size=self.world_size,

@@ -1,12 +1,14 @@
-"""Runs one rank of a job that torchrun, or any launcher that sets RANK and WORLD_SIZE, has started."""
+"""Runs one rank of a job that torchrun, srun, or any launcher that sets RANK and WORLD_SIZE, has started."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import os
+import re
 import sys
 import traceback
+from collections.abc import MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,13 +18,16 @@ from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.supervisor import OnEvent
-from gpipe_cli.launch.worker import leave
+from gpipe_cli.launch.zygote import leave
 from gpipe_cli.parent import die_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_TIMEOUT_SECONDS = 300
+
+_PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
+_FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
 
 _job_numbers = itertools.count()
 
@@ -121,15 +126,36 @@ def _base_store() -> Store:
 def _fail(context: Context, error: BaseException) -> NoReturn:
     """Records the error, and always ends this process."""
     try:
-        directory, where = context.run_dir / "workers", context.where.known()
-        shown = report.publish(directory, report.failure_of(context.rank, error, where))
-        if report.suspicion(error) == 2 and report.error_path(directory, context.rank).exists():
-            shown = (
-                f"{report.who(context.rank, where)}: {report.first_line(error)}; the worker that failed first prints "
-                f"the cause (traceback of this one: {report.error_path(directory, context.rank)})"
-            )
-        print(visible(shown), file=sys.stderr)
+        failure = report.failure_of(context.rank, error, context.where.known())
+        print(visible(report.publish(context.run_dir / "workers", failure)), file=sys.stderr)
     except Exception:
         traceback.print_exc()
     finally:
         leave(1)
+
+
+# -- tasks of Slurm's srun, as torchrun would start them: `srun -n 8 gpipe-train …` ------------------------------------
+
+
+def adopt_step(environment: MutableMapping[str, str]) -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of an srun with several tasks.
+
+    What is set already stays: torchrun inside srun, or a batch script's own choice. A batch script has SLURM_PROCID too
+    but no step, and a step of one task is one command that starts its own workers.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
+    if "RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment or not tasks.isdecimal() or int(tasks) < 2:
+        return
+    if "SLURM_PROCID" not in environment or not (nodes := environment.get("SLURM_STEP_NODELIST")):
+        return
+    environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], tasks
+    environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
+    environment.setdefault("MASTER_ADDR", first_host(nodes))
+    step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
+    environment.setdefault("MASTER_PORT", str(_PORTS[step % len(_PORTS)]))
+
+
+def first_host(nodes: str) -> str:
+    """Returns the first host of Slurm's list, as "gpu[003-007,012],login1": gpu003. Rank 0 runs there."""
+    found = _FIRST_HOST.match(nodes)
+    return "".join(part or "" for part in found.groups()) if found else nodes

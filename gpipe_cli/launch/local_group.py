@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe_cli.launch.mailboxes import LOCAL
-from gpipe_cli.launch.messenger import Address, Messenger, Parcel
+from gpipe_cli.launch.messenger import LOCAL, Address, Messenger, Parcel
 
 _COLLECTIVE = -1  # tag, beside those of point-to-point messages, which are not negative
 _REDUCTIONS: list[tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = [

@@ -1,23 +1,36 @@
-"""Sends and receives bytes between the workers of one machine, over the connections of `Mailboxes`. Imports no torch.
+"""Sends bytes between the workers of one machine by sockets without a name, which no other process can open: no torch.
+
+The command makes a pair of sockets for each worker, its mailbox: the worker alone inherits the end that receives, all
+workers inherit the end that sends. A worker connects to another by putting one end of a new pair into its mailbox, with
+a number that says what for.
 
 There is no thread: a worker that waits for one message also takes what else arrives and sends what is left to send.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gpipe_cli.launch.mailboxes import Mailboxes
-
+LOCAL = "local"  # the backend of torch.distributed that uses mailboxes (local_group.py)
 _HEADER = struct.Struct("<QqQ")  # channel, tag, bytes of the content
 _MESSAGES = 0  # number of the connections that carry messages; others are given away
 _LONGEST = 3600.0  # seconds of one wait in the kernel, which takes no years
+_LETTER = struct.Struct("<ii")  # rank of the sender, number
+# Each letter arrives whole, though several workers write to a mailbox. Only Linux has both an order and no small limit.
+_LETTERS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+
+
+def mailbox() -> tuple[socket.socket, socket.socket]:
+    """Returns the receiving and the sending end of one worker's mailbox."""
+    return socket.socketpair(socket.AF_UNIX, _LETTERS)
 
 
 class Address(NamedTuple):
@@ -46,12 +59,22 @@ class Parcel:
 
 
 class Messenger:
-    """Sends and receives the messages of this worker; one thread uses it at a time."""
+    """Sends and receives the messages of this worker; one thread uses it at a time.
 
-    def __init__(self, mailboxes: Mailboxes) -> None:
-        self._mailboxes = mailboxes
+    Args:
+        rank: of this worker.
+        receiving: descriptor, the end of its own mailbox that receives.
+        sending: descriptors by rank, the ends of all mailboxes that send.
+    """
+
+    def __init__(self, rank: int, receiving: int, sending: list[int]) -> None:
+        for descriptor in (receiving, *sending):
+            os.set_inheritable(descriptor, False)
+        self._rank, self._mailbox = rank, socket.socket(fileno=receiving)
+        self._mailbox.setblocking(False)
+        self._mailboxes = [socket.socket(fileno=descriptor) for descriptor in sending]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(mailboxes.own, selectors.EVENT_READ)
+        self._selector.register(self._mailbox, selectors.EVENT_READ)
         self._outgoing: dict[int, _Outgoing] = {}
         self._gone: set[int] = set()
         self._awaited: defaultdict[Address, deque[Parcel]] = defaultdict(deque)
@@ -64,10 +87,13 @@ class Messenger:
         Raises:
             RuntimeError: the other worker has ended.
         """
+        ours, theirs = socket.socketpair()
         try:
-            return self._mailboxes.connect(peer, number)
+            with theirs:
+                socket.send_fds(self._mailboxes[peer], [_LETTER.pack(self._rank, number)], [theirs.fileno()])
         except OSError as error:
             raise _closed(peer) from error
+        return ours
 
     def accept(self, peer: int, number: int, seconds: float) -> socket.socket:
         """Returns the oldest connection that a worker has made by `connect` and that was not taken; waits for it.
@@ -87,7 +113,7 @@ class Messenger:
         """
         parcel = Parcel(address, content)
         try:
-            outgoing = self._outgoing.get(address.peer) or self._connect(address.peer)
+            outgoing = self._outgoing.get(address.peer) or self._begin_to_send(address.peer)
             outgoing.add(parcel)
             self._push(outgoing)
         except OSError as error:
@@ -125,8 +151,8 @@ class Messenger:
             for key, events in self._selector.select(min(left, _LONGEST)):
                 self._handle(key.data, events)
 
-    def _connect(self, peer: int) -> _Outgoing:
-        outgoing = _Outgoing(peer, self._mailboxes.connect(peer, _MESSAGES))
+    def _begin_to_send(self, peer: int) -> _Outgoing:
+        outgoing = _Outgoing(peer, self.connect(peer, _MESSAGES))
         self._outgoing[peer] = outgoing
         self._selector.register(outgoing.connection, selectors.EVENT_READ, outgoing)  # to see its end
         return outgoing
@@ -155,13 +181,23 @@ class Messenger:
             connection.connection.close()
 
     def _accept(self) -> None:
-        while (connected := self._mailboxes.accept()) is not None:
-            peer, number, connection = connected
-            if number != _MESSAGES:
+        """Takes the connections that other workers have put into the mailbox."""
+        while True:
+            try:
+                letter, descriptors, _, _ = socket.recv_fds(self._mailbox, _LETTER.size, 1)
+            except BlockingIOError:
+                return
+            if not letter:
+                return
+            peer, number = _LETTER.unpack(letter)
+            if not descriptors:  # the kernel has dropped the descriptor
+                raise OSError(f"no connection to worker {peer}: too many open files (ulimit -n)")
+            os.set_inheritable(descriptors[0], False)
+            connection = socket.socket(fileno=descriptors[0])
+            if number == _MESSAGES:
+                self._selector.register(connection, selectors.EVENT_READ, _Incoming(peer, connection))
+            else:
                 self._others[peer, number].append(connection)
-                continue
-            incoming = _Incoming(peer, connection)
-            self._selector.register(incoming.connection, selectors.EVENT_READ, incoming)
 
     def _take(self, incoming: _Incoming) -> None:
         """Reads what is there of one message."""

@@ -27,12 +27,7 @@ COMMUNICATION = re.compile(
 # Errors of torch and its libraries when a device or the machine has no memory for a tensor.
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
-SIGNAL_MEANING: dict[int, str] = {
-    signal.SIGKILL: " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)",
-    signal.SIGSEGV: " (a crash in compiled code)",
-    signal.SIGBUS: " (often a full /dev/shm or disk under a memory-mapped file)",
-    signal.SIGABRT: " (compiled code gave up)",
-}
+OF_SIGKILL = " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)"
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
 
 
@@ -106,28 +101,27 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
         suspicion=echo,
         time=time.time(),
         text=f"{_name(rank)} failed{_place(where)}:\n{shown}" if plain is None else plain,
-        cause=f"{_name(rank)} failed: {first_line(error)}",
+        cause=f"{_name(rank)} failed: " + f"{type(error).__name__}: {error}".splitlines()[0],
         place=describe_place(where),
         is_plain=plain is not None,
         is_configuration=isinstance(error, ConfigurationError),
-        is_memory=any(_is_memory(link) for link in _chain(error)),
+        is_memory=any(
+            isinstance(link, MemoryError) or _is(link, "OutOfMemoryError", NO_MEMORY) for link in _chain(error)
+        ),
         from_outside=echo == 2,
     )
 
 
-def first_line(error: BaseException) -> str:
-    """Returns kind and first line of an error."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
 def publish(directory: Path, failure: Failure) -> str:
-    """Writes the error file of a rank without a supervisor, whole or not at all; returns its text for the console."""
+    """Writes the error file of a rank without a supervisor, whole or not at all; returns a text for the console."""
     path = error_path(directory, failure.rank)
     try:
         directory.mkdir(exist_ok=True)
         disk.write_whole(path, json.dumps(asdict(failure), indent=1))
     except OSError as full:
         return f"{failure.text}\n({disk.cannot_write(directory, full)})"
+    if failure.suspicion == 2:
+        return f"{failure.cause}; the worker that failed first prints the cause (traceback of this one: {path})"
     return failure.text
 
 
@@ -140,7 +134,7 @@ def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
 
 def suspicion(error: BaseException) -> int:
     """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo)."""
-    links = [_is_communication(link) for link in _chain(error)]
+    links = [_is(link, "DistError", COMMUNICATION) for link in _chain(error)]
     return 2 if all(links) else 1 if any(links) else 0
 
 
@@ -152,16 +146,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _is_communication(error: BaseException) -> bool:
-    if any(base.__name__ == "DistError" for base in type(error).__mro__):  # torch.distributed's own family
+def _is(error: BaseException, family: str, words: re.Pattern[str]) -> bool:
+    """Returns whether an error is of a family of torch's, by its name, or a RuntimeError with such words."""
+    if any(base.__name__ == family for base in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and COMMUNICATION.search(str(error)) is not None
-
-
-def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and words.search(str(error)) is not None
 
 
 def received(directory: Path, report: dict[str, Any]) -> Failure:
@@ -181,31 +170,27 @@ def silent_failure(directory: Path, rank: int, exit_code: int, when: float, wher
     """
     log = log_path(directory, rank)
     tail = "\n".join(_last_lines(log))
-    how, meaning = f"ended with exit code {exit_code} and left no error report", ""
+    how = f"ended with exit code {exit_code} and left no error report"
     if exit_code < 0:
         how = f"was killed by {SIGNAL_NAMES.get(-exit_code, f'signal {-exit_code}')}"
-        meaning = SIGNAL_MEANING.get(-exit_code, "")
+    meaning = OF_SIGKILL if exit_code == -signal.SIGKILL else ""
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
     text = f"{_name(rank)} {how}{meaning}{_place(where)}\nlast lines of {log}:\n{tail or '(empty)'}"
-    from_outside = echo or -exit_code in ENDING_SIGNALS
+    outside = echo or -exit_code in ENDING_SIGNALS
     cause, place = f"{_name(rank)} {how}", describe_place(where)
-    return Failure(rank, 1 if echo else 0, when, text, cause, place, from_outside=from_outside)
+    return Failure(rank, int(echo), when, text, cause, place, from_outside=outside)
 
 
 def _last_lines(log: Path) -> list[str]:
     """Returns the last lines of a log, or the first ones of the report of a crash, with the innermost calls."""
-    lines = _tail(log)
-    crash = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    return lines[crash[-1] :][:LOG_LINES_SHOWN] if crash else lines[-LOG_LINES_SHOWN:]
-
-
-def _tail(log: Path) -> list[str]:
     if not log.exists():
         return []
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - 2**16))
-        return [line[:LOG_COLUMNS_SHOWN] for line in stream.read().decode(errors="replace").splitlines()]
+        lines = [line[:LOG_COLUMNS_SHOWN] for line in stream.read().decode(errors="replace").splitlines()]
+    crash = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    return lines[crash[-1] :][:LOG_LINES_SHOWN] if crash else lines[-LOG_LINES_SHOWN:]
 
 
 def root_cause(failures: list[Failure]) -> Failure:
@@ -230,11 +215,6 @@ def describe_place(where: dict[str, Any]) -> str:
     """Returns "cell 2, micro-batch 1, forward" for `{"cell": 2, "micro_batch": 1, "instruction": "forward"}`."""
     words = [f"{key.replace('_', '-')} {value}" for key, value in where.items() if key != "instruction"]
     return ", ".join([*words, where["instruction"].replace("_", " ")] if "instruction" in where else words)
-
-
-def who(rank: int, where: dict[str, Any]) -> str:
-    """Returns the worker's name and, if known, its place."""
-    return f"{_name(rank)}{_place(where)}"
 
 
 def _place(where: dict[str, Any]) -> str:

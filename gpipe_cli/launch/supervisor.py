@@ -32,10 +32,9 @@ from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel
+from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, Places, unnamed_memory
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
-from gpipe_cli.launch.mailboxes import mailbox
-from gpipe_cli.launch.places import Places
+from gpipe_cli.launch.messenger import mailbox
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.zygote import bootstrap, hand_over
@@ -125,23 +124,23 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
         raise ConfigurationError(
             f"a job of {job.workers} workers cannot run inside the command's process: let one worker run all cells"
         )
+
+    def open_store() -> Store:
+        from torch.distributed import HashStore
+
+        return HashStore()
+
     context = Context(
         rank=0,
         world_size=1,
         local_rank=0,
         run_dir=job.run_dir.absolute(),
-        open_store=_store_of_one,
+        open_store=open_store,
         emit=lambda event: on_event({"rank": 0, **event}),
         stop_requested=lambda: False,
     )
     show_crashes()
     return call_entry(job.entry, context, job.config, job.threads, always_leave_group=True)
-
-
-def _store_of_one() -> Store:
-    from torch.distributed import HashStore
-
-    return HashStore()
 
 
 class _Processes:
@@ -159,7 +158,9 @@ class _Processes:
             self.places = Places(job.workers)
             handed_over.callback(os.close, self.places.descriptor)
             content = {
-                **_as_json(job, directory),
+                **asdict(job),
+                "run_dir": str(directory.parent),
+                "directory": str(directory),
                 "control": ends[STARTER],
                 "channels": [ends[rank] for rank in range(job.workers)],
                 "mailboxes": mailboxes,
@@ -168,7 +169,7 @@ class _Processes:
                 "store_memory": memory,
             }
             self.zygote = subprocess.Popen(
-                bootstrap("zygote"),
+                bootstrap("run_zygote"),
                 stdin=subprocess.PIPE,
                 env=_environment(job),
                 pass_fds=[*ends.values(), *chain(*mailboxes), self.places.descriptor, *memory],
@@ -352,10 +353,6 @@ class _Watch:
         return self._failure(STARTER, code, time.time()).exception()
 
 
-def _as_json(job: Job, directory: Path) -> dict[str, Any]:
-    return {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory)}
-
-
 def _make_store(handed_over: ExitStack, until_end: ExitStack) -> tuple[str, list[int]]:
     """Makes the file behind the workers' key-value store, which no process of another user can open.
 
@@ -364,7 +361,7 @@ def _make_store(handed_over: ExitStack, until_end: ExitStack) -> tuple[str, list
     """
     if not hasattr(os, "memfd_create"):
         return str(Path(until_end.enter_context(TemporaryDirectory(prefix="gpipe-"))) / "store"), []
-    memory = os.memfd_create("gpipe-store")
+    memory = unnamed_memory("gpipe-store")
     handed_over.callback(os.close, memory)
     return f"/proc/self/fd/{memory}", [memory]
 

@@ -4,56 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from PIL import Image
-
-from .step_report import PHASES, StepReport
-
-if TYPE_CHECKING:
-    from .records import Evaluation
+from typing import Any
 
 
-class Board:
-    """Writes scalars, samples and pictures. Any method may raise an OSError.
+class TensorBoard:
+    """Tracks by TensorBoard's files, as `trackers.py` describes it; shows samples as well.
 
     Args:
-        folder: of TensorBoard's files.
         resumed_step: what an earlier process wrote for later steps is hidden.
     """
 
-    def __init__(self, folder: Path, resumed_step: int) -> None:
+    def __init__(self, resumed_step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
-        self._Summary = Summary
-        self._writer: Any = SummaryWriter(str(folder), purge_step=resumed_step + 1)
-        self.close = self._writer.close
+        self._Summary, self._Writer, self._begin = Summary, SummaryWriter, resumed_step + 1
 
-    def step(self, step: int, row: Mapping[str, float], report: StepReport, shares: Mapping[str, float]) -> None:
-        """Writes the numbers of a training step."""
-        scalars = {f"breakdown/{name}": value for name, value in shares.items()}
-        scalars |= {f"train/{name}": value for name, value in row.items() if name != "step"}
-        for cell, seconds in enumerate(report.cells):
-            scalars |= {f"cell_{cell:02d}/{kind}_seconds": value for kind, value in seconds.items()}
-        for rank, worker in enumerate(report.workers):
-            scalars[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
-            scalars |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
-        self._scalars(step, scalars)
+    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        self._writer: Any = self._Writer(str(run_dir / "tensorboard"), purge_step=self._begin)
 
-    def evaluation(self, step: int, result: Evaluation, pictures: Sequence[Path]) -> None:
-        """Writes the numbers of an evaluation, its outputs beside their references, and pictures."""
-        self._scalars(step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
-        for number, sample in enumerate(result.samples):
-            self._writer.add_text(f"samples/{number}", sample.as_markdown(), step)
-        for path in pictures:
-            with Image.open(path) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-            self._writer.add_image(f"evaluation/{path.stem}", pixels, step, dataformats="HWC")
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Writes all in one event: thousands of them, with hundreds of workers."""
+        written = [self._Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.file_writer.add_summary(self._Summary(value=written), step)
         self._writer.flush()
 
-    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes all in one event: thousands of them, with hundreds of workers."""
-        written = [self._Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.file_writer.add_summary(self._Summary(value=written), step)
+    def samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+        for number, of in enumerate(samples):
+            text = f"**{of['language']}** {of['source']}\n\n* reference: {of['reference']}\n* output: {of['output']}"
+            self._writer.add_text(f"samples/{number}", text, step)
+
+    def picture(self, name: str, path: Path) -> None: ...  # it shows none in SVG
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._writer.close()

@@ -1,48 +1,69 @@
-"""Computes where the time of a step goes, as the paper's table 4 does, from the meter's measurements."""
+"""Computes where the time of a step goes, as the paper's table 4 does, and the figures of a whole run."""
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.simulate import Timeline, simulate
 
+if TYPE_CHECKING:
+    from ..distributed.pipeline import Pipeline
+    from .records import TrainedStep
+
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
+SHARES = ("computation", "recomputation", "bubble", "load_imbalance", "setup", "weight_update")
+WARM_UP = 2  # steps left out, in which allocators, kernels and shapes are used for the first time
+RECENT = 200  # number of steps that the figures are computed over
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Holds shares of the workers' time in a step: W workers times the seconds from the begin to the update's end.
-
-    The names are Table 4's; the paper does not define them, so these definitions are ours. They add up to 1.
+@dataclass
+class Totals:
+    """Collects the figures of steps for the summary.
 
     Attributes:
-        computation: forward and backward.
-        recomputation: forward computed again in backward (section 2.3).
-        bubble: what the schedule itself leaves idle: its simulation with the same work spread evenly over the workers
-            and with messages that take no time. Early recompute is in it, so it can be less than (K-1)/(M+K-1).
-        load_imbalance: what the simulation with the cells' own measured times leaves idle beyond that.
-        setup: all other time: sending and messages under way, reading data, the exchange of reports and plans, sums
-            over replicas, and unsteady times.
-        weight_update: clipping, optimizer, moving averages; the mean over the workers.
+        first_step_at: time.time() when the first step had ended.
     """
 
-    computation: float
-    recomputation: float
-    bubble: float
-    load_imbalance: float
-    setup: float
-    weight_update: float
+    first_step_at: float | None = None
+    _peak_memory: int = 0  # of any worker, in bytes
+    _steps: int = 0
+    _recent: deque[TrainedStep] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def shares(self) -> dict[str, float]:
-        """Returns the shares by name, in the order of table 4."""
-        return asdict(self)
+    def add(self, step: TrainedStep) -> None:
+        """Adds one training step."""
+        if self.first_step_at is None:
+            self.first_step_at = time.time()
+        if self._steps == WARM_UP:
+            self._recent.clear()
+        self._steps += 1
+        self._recent.append(step)
+        self._peak_memory = max(self._peak_memory, int(max(step.report.numbers["memory_bytes"])))
 
-    def __str__(self) -> str:
-        """Returns one line: "computation 65.6 %, recomputation 22.5 %, …"."""
-        return ", ".join(f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in self.shares().items())
+    def figures(self, pipeline: Pipeline) -> dict[str, Any]:
+        """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
+
+        The prediction simulates the schedule with the mean measured times of its instructions.
+        """
+        found: dict[str, Any] = dict.fromkeys(("examples_per_second", "bubble", "bubble_predicted", "breakdown"))
+        steps, cells = self._recent, list[dict[str, float]]()
+        if steps:
+            lists = pipeline.training_lists(len(steps[-1].plan.signatures))
+            by_cell = zip(*(step.report.cells for step in steps), strict=True)
+            cells = [{kind: fmean(times[kind] for times in each) for kind in each[0]} for each in by_cell]
+            seconds = fmean(step.seconds for step in steps)
+            updates = [fmean(step.report.numbers["update"]) for step in steps]
+            found["examples_per_second"] = fmean(step.plan.examples for step in steps) / seconds
+            found["bubble"] = fmean(step.report.bubble for step in steps)
+            shares, found["bubble_predicted"] = mean_breakdown(lists, pipeline.placement, cells, updates, seconds)
+            found["breakdown"] = shares
+        table = [{**row, "seconds": cells[number] if cells else None} for number, row in enumerate(pipeline.cut.table)]
+        return {**found, "cells": table, "peak_memory_bytes": self._peak_memory}
 
 
 def mean_breakdown(
@@ -51,32 +72,42 @@ def mean_breakdown(
     cells: Sequence[Mapping[str, float]],
     updates: Sequence[float],
     step_seconds: float,
-) -> Breakdown:
-    """Returns the shares of a step (paper, Table 4).
+) -> tuple[dict[str, float], float]:
+    """Returns shares of the workers' time in a step, and the bubble of the schedule with the measured durations.
+
+    The names are Table 4's; the paper does not define them, so these definitions are ours. The shares add up to 1:
+
+        computation     forward and backward
+        recomputation   forward computed again in backward (section 2.3)
+        bubble          what the schedule itself leaves idle: its simulation with the same work spread evenly over the
+                        workers and with messages that take no time. Early recompute is in it, so it can be less than
+                        (K-1)/(M+K-1)
+        load_imbalance  what the simulation with the cells' own measured times leaves idle beyond that
+        setup           all other time: sending and messages under way, reading data, the exchange of reports and
+                        plans, sums over replicas, and unsteady times
+        weight_update   clipping, optimizer, moving averages; the mean over the workers
 
     Args:
         lists: one list of instructions per worker, those that ran.
         placement: worker of each cell.
-        cells: as in `durations_of_cells`.
+        cells: for each cell the seconds that a step spent in each kind, by the kind's name in small letters.
         updates: seconds of every worker's weight update.
         step_seconds: of the whole step, with its update and the wait for data.
     """
-    counts, workers, durations = count_computations(lists), len(lists), durations_of_cells(lists, cells)
-    whole, update = workers * step_seconds, workers * (sum(updates) / len(updates))
+    counts = count_computations(lists)
+    durations = {(op, cell): cells[cell][op.name.lower()] / count for (op, cell), count in counts.items()}
+    whole, update = len(lists) * step_seconds, len(lists) * fmean(updates)
     busy = sum(count * durations[key] for key, count in counts.items())
     again = sum(count * durations[key] for key, count in counts.items() if key[0] is Op.RECOMPUTE)
+    own = simulate_with(lists, placement, durations)
+    even = simulate_with(lists, placement, even_durations(lists, placement, durations))
     # Measured times vary and the simulation uses their means, so limit each share to the time that is left.
     left = max(0.0, whole - busy - update)
-    bubble = min(left, idle_seconds(simulate_with(lists, placement, even_durations(lists, placement, durations))))
-    imbalance = min(left - bubble, max(0.0, idle_seconds(simulate_with(lists, placement, durations)) - bubble))
-    shares = [busy - again, again, bubble, imbalance, left - bubble - imbalance, update]
-    total = sum(shares)  # more than `whole` if computation and update together seem longer than the step
-    return Breakdown(*(share / total for share in shares))
-
-
-def predicted_bubble(lists: InstructionLists, placement: Sequence[int], cells: Sequence[Mapping[str, float]]) -> float:
-    """Returns the bubble of the schedule, simulated with the mean time that each cell's instructions took in a step."""
-    return simulate_with(lists, placement, durations_of_cells(lists, cells)).bubble
+    bubble = min(left, _idle_seconds(even))
+    imbalance = min(left - bubble, max(0.0, _idle_seconds(own) - bubble))
+    seconds = (busy - again, again, bubble, imbalance, left - bubble - imbalance, update)
+    total = sum(seconds)  # more than `whole` if computation and update together seem longer than the step
+    return {name: spent / total for name, spent in zip(SHARES, seconds, strict=True)}, own.bubble
 
 
 def simulate_with(lists: InstructionLists, placement: Sequence[int], durations: Durations) -> Timeline:
@@ -84,7 +115,7 @@ def simulate_with(lists: InstructionLists, placement: Sequence[int], durations: 
     return simulate(lists, placement, lambda instruction: durations[instruction.op, instruction.cell])
 
 
-def idle_seconds(timeline: Timeline) -> float:
+def _idle_seconds(timeline: Timeline) -> float:
     """Returns the seconds without computation between a step's begin and its end, of all workers together."""
     return len(timeline.spans) * timeline.span - sum(timeline.busy)
 
@@ -92,25 +123,6 @@ def idle_seconds(timeline: Timeline) -> float:
 def count_computations(lists: InstructionLists) -> Counter[tuple[Op, int]]:
     """Returns how often a step runs each kind of computation of each cell."""
     return Counter((i.op, i.cell) for instructions in lists for i in instructions if i.op in COMPUTE)
-
-
-def durations_of_cells(lists: InstructionLists, cells: Sequence[Mapping[str, float]]) -> dict[tuple[Op, int], float]:
-    """Returns the mean seconds of one instruction.
-
-    Args:
-        cells: for each cell the seconds that a step spent in each kind, by the kind's name in small letters.
-    """
-    return {(op, cell): cells[cell][op.name.lower()] / n for (op, cell), n in count_computations(lists).items()}
-
-
-def mean_durations(timeline: Timeline) -> dict[tuple[Op, int], float]:
-    """Returns the mean duration of one computation, by kind and cell."""
-    taken: dict[tuple[Op, int], list[float]] = {}
-    for spans in timeline.spans:
-        for instruction, start, end in spans:
-            if instruction.op in COMPUTE:
-                taken.setdefault((instruction.op, instruction.cell), []).append(end - start)
-    return {key: sum(seconds) / len(seconds) for key, seconds in taken.items()}
 
 
 def even_durations(

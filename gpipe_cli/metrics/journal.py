@@ -14,18 +14,14 @@ from typing import Any
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
 from ..distributed.pipeline import Pipeline
-from ..schedule.simulate import Timeline
 from ..tasks.base import Task
-from .board import Board
-from .breakdown import Breakdown, mean_breakdown, predicted_bubble
-from .image_pictures import draw_classification
-from .language_pictures import ModelScores, draw_languages
+from .board import TensorBoard
+from .breakdown import mean_breakdown
 from .metrics_file import MetricsFile, json_safe
-from .pictures import draw_breakdown, draw_loss, draw_step
 from .records import Evaluation, Progress, TrainedStep
-from .trace import Recording, measured_timeline, trace, write_trace
+from .step_report import PHASES
+from .trace import Recording, draw_step, trace
 from .trackers import Tracking
-from .translation_scores import languages_of
 
 SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
 SIMULATION_SHARE = 0.001  # of the run's time, for longer ones
@@ -59,9 +55,8 @@ class Notices:
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
-    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None, final: bool) -> None: ...
+    def picture(self, recordings: Sequence[Recording]) -> None: ...
     def summary(self, values: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
 
 
 class Journal(Notices):
@@ -83,11 +78,7 @@ class Journal(Notices):
     ) -> None:
         super().__init__(emit, True)
         self._settings, self._trackers, self._tracking = settings, trackers, list[Tracking]()
-        self._run_dir, self._pictures, self._tensorboard = run_dir, run_dir / "pictures", run_dir / "tensorboard"
-        self._logging, self._steps, self._task = settings.logging, settings.trainer.steps, task
-        self._board: Board | None = None
-        self._evaluations: list[Mapping[str, float]] = []
-        self._traced: dict[int, Timeline] = {}
+        self._run_dir, self._logging, self._steps, self._task = run_dir, settings.logging, settings.trainer.steps, task
         self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
         self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
@@ -108,10 +99,8 @@ class Journal(Notices):
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
                 self.warn(skipped(file.path, file.damaged))
-        if self._logging.tensorboard:
-            with self._tried(self._tensorboard):
-                self._board = Board(self._tensorboard, resumed_step)
-        self._tracking = [Tracking(tracker, self.warn) for tracker in self._trackers]
+        board = [TensorBoard(resumed_step)] if self._logging.tensorboard else []
+        self._tracking = [Tracking(tracker, self.warn) for tracker in (*board, *self._trackers)]
         self._track("start", json_safe(asdict(self._settings)), self._run_dir)
 
     def _track(self, method: str, *arguments: object) -> None:
@@ -125,10 +114,11 @@ class Journal(Notices):
             yield
         except Vanished:
             raise
-        except (OSError, DiskError) as error:
+        except Exception as error:
             if path not in self._warned:
                 self._warned.add(path)
-                reason = cannot_write(path, error) if isinstance(error, OSError) else error
+                reason = error if isinstance(error, DiskError) else f"{path}: {type(error).__name__}: {error}"
+                reason = cannot_write(path, error) if isinstance(error, OSError) else reason
                 self.warn(f"{reason}; the run goes on without")
 
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None:
@@ -141,11 +131,12 @@ class Journal(Notices):
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
         lists, placement = self._pipeline.training_lists(len(plan.signatures)), self._pipeline.placement
         if (due or not self._shares_of_step) and (began := time.perf_counter()) >= self._simulate_from:
-            self._predicted_bubble = predicted_bubble(lists, placement, report.cells)
-            breakdown = mean_breakdown(lists, placement, report.cells, report.updates, seconds)
-            self._shares_of_step = breakdown.shares()
+            found = mean_breakdown(lists, placement, report.cells, report.numbers["update"], seconds)
+            self._shares_of_step, self._predicted_bubble = found
             if (taken := time.perf_counter() - began) > SHORT_SIMULATION:
                 self._simulate_from = began + taken / SIMULATION_SHARE
+        waited, sums = max(report.numbers["waited_for_data"]), report.statistics
+        pairs = zip(self._task.statistics[::2], sums[::2], sums[1::2], strict=True)  # as ("accuracy", "examples")
         row = {
             "step": progress.step,
             "loss": report.loss,
@@ -156,141 +147,88 @@ class Journal(Notices):
             "bubble": report.bubble,
             "bubble_predicted": self._predicted_bubble,
             "seconds": seconds,
-            "waited_for_data": report.waited_for_data,
-            "waiting_for_data_share": min(1.0, report.waited_for_data / seconds),
-            "exchange_seconds": report.exchange_seconds,
-            "update_seconds": report.update_seconds,
+            "waited_for_data": waited,
+            "waiting_for_data_share": min(1.0, waited / seconds),
+            "exchange_seconds": min(report.numbers["exchange"]),  # of the last to arrive, which did not wait
+            "update_seconds": max(report.numbers["update"]),
             "skipped_updates": progress.skipped,
-            **self._shares(report.statistics),
+            **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
         }
-        shares = self._shares_of_step if due else {}
-        times = {"breakdown": shares, "cells": report.cells, "workers": report.workers} if due else {}
+        times = {"breakdown": self._shares_of_step, "cells": report.cells, "workers": report.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}
         self._record(self._metrics, {**row, **there, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if due:
-            numbers = {name: value for name, value in row.items() if name != "step"}
-            self._track("log", progress.step, {f"train/{name}": value for name, value in numbers.items()})
-        if self._board is not None and due:
-            with self._tried(self._tensorboard):
-                self._board.step(progress.step, row, report, shares)
+            numbers = {f"train/{name}": value for name, value in row.items() if name != "step"}
+            numbers |= {f"breakdown/{name}": share for name, share in self._shares_of_step.items()}
+            for cell, times_of_cell in enumerate(report.cells):
+                numbers |= {f"cell_{cell:02d}/{kind}_seconds": value for kind, value in times_of_cell.items()}
+            for rank, worker in enumerate(report.workers):
+                numbers[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
+                numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
+            self._track("log", progress.step, numbers)
 
     def _record(self, file: MetricsFile, row: Mapping[str, Any]) -> None:
         with self._tried(file.path):
             file.write(row)
 
-    def _shares(self, statistics: Sequence[float]) -> dict[str, float]:
-        """Returns the quotients of statistics, which come in pairs such as ("accuracy", "examples")."""
-        pairs = zip(self._task.statistics[::2], statistics[::2], statistics[1::2], strict=True)
-        return {name: part / whole if whole else 0.0 for name, part, whole in pairs}
-
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """Records one evaluation: evaluations.jsonl, console, TensorBoard, pictures of predictions and of languages.
+        """Records one evaluation: evaluations.jsonl, console, TensorBoard, trackers.
 
         Args:
             epochs: how often the training data of each language has been read; for the line.
         """
-        self._evaluations.append(result.numbers)
-        signature = {} if result.signature is None else {"signature": result.signature}
-        counted = {"epochs": dict(epochs)} if epochs else {}
+        samples = [vars(sample) for sample in result.samples]
         # The effort differs between the two evaluations of an early stop's last step.
-        row = {"step": progress.step, **result.numbers, **signature, **result.effort, **counted}
-        samples = {"samples": [vars(sample) for sample in result.samples]} if result.samples else {}
-        self._record(self._evaluations_file, {**row, **samples})
+        row = {"step": progress.step, **result.numbers, **result.effort}
+        rare = {"signature": result.signature, "epochs": epochs, "samples": samples, "mistakes": result.mistakes}
+        self._record(self._evaluations_file, {**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
         self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
-        if result.samples:
-            self._emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
-        drawn: list[Path] = []
-        with self._tried(self._pictures):
-            if progress.step > 0:  # the untrained model's are noise
-                drawn = self._draw_evaluation(progress.step, result)
-        for path in drawn:
-            self._track("picture", path.stem, path)
-        if self._board is not None:
-            with self._tried(self._tensorboard):
-                self._board.evaluation(progress.step, result, drawn)
-
-    def _draw_evaluation(self, step: int, result: Evaluation) -> list[Path]:
-        """Draws sample predictions, the confusion matrix, BLEU by language; pictures/ keeps the last ones."""
-        self._pictures.mkdir(exist_ok=True)
-        drawn = [] if result.predictions is None else draw_classification(result.predictions, self._pictures)
-        languages = languages_of(result.numbers)
-        if len(languages) > 1 and result.sizes:
-            drawn.append(self._pictures / "languages.png")
-            draw_languages([ModelScores(f"step {step:,}", 0, languages)], result.sizes, drawn[-1])
-        return drawn
+        if samples:
+            self._emit({"kind": "samples", "rows": samples})
+            self._track("samples", progress.step, samples)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
-        """Writes one step of all ranks to trace/, and keeps its timeline to be drawn with the next pictures."""
-        cells = [
-            f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"])
-            for row in self._pipeline.cut.table
-        ]
-        path, placement = self._run_dir / "trace" / f"step_{step:06d}.trace.json", self._pipeline.placement
-        self._traced[step] = measured_timeline(recordings, placement)
+        """Writes one step of all ranks to trace/, and draws it."""
+        table, placement = self._pipeline.cut.table, self._pipeline.placement
+        layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in table]
+        path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         with self._tried(path):
-            write_trace(path, trace(step, recordings, placement, cells))
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, json.dumps(trace(step, recordings, placement, layers)) + "\n")
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
+        self._draw(f"step_{step:06d}", f"step {step} as measured", recordings)
 
-    def pictures(self, recordings: Sequence[Recording], breakdown: Breakdown | None, final: bool) -> None:
-        """Draws the last step (replica 0) as measured, the loss, and where a step goes, into pictures/.
+    def picture(self, recordings: Sequence[Recording]) -> None:
+        """Draws the last step (replica 0) as measured, and lets the command write the page anew."""
+        self._draw("step", "a measured step", recordings)
+        self._emit({"kind": "drawn"})
 
-        A failure is a warning only. `drawn` is emitted, so that the command writes the page anew.
-
-        Args:
-            final: says on the console where a step goes, and gives the pictures to trackers.
-        """
-        try:
-            with self._tried(self._pictures):
-                self._draw(recordings, breakdown)
-        except Exception as error:
-            self.warn(f"{self._pictures} is not complete ({type(error).__name__}: {error})")
-        if final and breakdown is not None:
-            self.message(f"where a step goes: {breakdown}")
-        for path in sorted(self._pictures.glob("*.svg")) if final else ():
-            self._track("picture", path.stem, path)
-        if not final:
-            self._emit({"kind": "drawn"})
-
-    def _draw(self, recordings: Sequence[Recording], breakdown: Breakdown | None) -> None:
-        folder, pipeline = self._pictures, self._pipeline
-        folder.mkdir(exist_ok=True)
-        for step, timeline in self._traced.items():
-            drawing = draw_step(f"{pipeline.kind}, step {step} as measured", timeline, pipeline)
-            drawing.save(folder / f"step_{step:06d}.svg")
-        self._traced.clear()
-        measured = measured_timeline(recordings, pipeline.placement)
-        if any(measured.spans):
-            draw_step(f"{pipeline.kind}, a measured step", measured, pipeline).save(folder / "step.svg")
-            draw_loss(self._run_dir).save(folder / "loss.svg")
-        if breakdown is not None:
-            draw_breakdown({"measured": breakdown.shares()}).save(folder / "breakdown.svg")
+    def _draw(self, name: str, title: str, recordings: Sequence[Recording]) -> None:
+        """Draws a step into pictures/, and gives the picture to trackers; a failure is a warning only."""
+        path = self._run_dir / "pictures" / f"{name}.svg"
+        with self._tried(path.parent):
+            drawing = draw_step(f"{self._pipeline.kind}, {title}", recordings, self._pipeline)
+            if drawing is not None:
+                path.parent.mkdir(exist_ok=True)
+                drawing.save(path)
+                self._track("picture", name, path)
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Writes summary.json atomically.
+        """Writes summary.json atomically, says where a step goes, and closes the files.
 
         Raises:
-            DiskError: it cannot be written.
+            DiskError: summary.json cannot be written.
         """
-        path = self._run_dir / "summary.json"
+        path, content = self._run_dir / "summary.json", json_safe(values)
         with writing(path):
-            write_whole(path, json.dumps(json_safe(values), indent=2) + "\n")
-        self._summary = json_safe(values)
-
-    def close(self) -> None:
-        """Prints first → last evaluation and closes the files."""
-        if len(self._evaluations) > 1:
-            first, last = self._evaluations[0], self._evaluations[-1]
-            both = [name for name in last if name in first and "/" not in name]  # without single languages
-            changes = [f"{name} {first[name]:.4g} → {last[name]:.4g}" for name in both]
-            if changes:  # none where nothing is held out
-                self._emit({"kind": "end", "text": f"first evaluation → last: {', '.join(changes)}"})
-        if self._board is not None:
-            with self._tried(self._tensorboard):
-                self._board.close()
+            write_whole(path, json.dumps(content, indent=2) + "\n")
+        if shares := content["breakdown"]:
+            said = (f"{name.replace('_', ' ')} {100 * share:.1f} %" for name, share in shares.items())
+            self.message(f"where a step goes: {', '.join(said)}")
         self._metrics.close()
         self._evaluations_file.close()
         for tracking in self._tracking:
-            tracking.finish(self._summary)
+            tracking.finish(content)

@@ -16,7 +16,6 @@ from ..disk import Vanished, json_lines, open_for_writing, writing
 class MetricsFile:
     """Appends a row per step.
 
-    A row equal to the last one is not written again: a finished run that is resumed evaluates the same step again.
     A row that finds no room is lost as a whole.
 
     Args:
@@ -33,7 +32,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         with writing(path):
-            self._last_line, self.damaged = _drop_later_rows(path, resumed_step)
+            self.damaged = _drop_later_rows(path, resumed_step)
             self._file = _open(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -42,24 +41,18 @@ class MetricsFile:
         Raises:
             Vanished: the file is no longer at its path. Rows must not go where the checkpoints do not.
         """
-        self._require_in_place()
-        line = json.dumps(json_safe(row))
-        if line != self._last_line:
-            self._last_line = line
-            with writing(self.path):
-                _write_all(self._file, f"{line}\n".encode())
+        with writing(self.path):
+            try:
+                in_place = os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
+            except (FileNotFoundError, NotADirectoryError):
+                in_place = False
+        if not in_place:
+            raise Vanished(self.path)
+        with writing(self.path):
+            _write_all(self._file, f"{json.dumps(json_safe(row))}\n".encode())
 
     def close(self) -> None:
         self._file.close()
-
-    def _require_in_place(self) -> None:
-        with writing(self.path):
-            try:
-                if os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno())):
-                    return
-            except (FileNotFoundError, NotADirectoryError):
-                pass
-        raise Vanished(self.path)
 
 
 def _open(path: Path) -> io.FileIO:
@@ -88,15 +81,15 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def _drop_later_rows(path: Path, step: int) -> tuple[str | None, list[int]]:
+def _drop_later_rows(path: Path, step: int) -> list[int]:
     """Truncates the file behind the last row up to ``step``, because a resumed run writes later steps again.
 
     Truncating is atomic, so a kill meanwhile loses nothing.
 
     Returns:
-        The last row that is kept, and the numbers of damaged lines. A torn last one, as a kill leaves it, is none.
+        The numbers of damaged lines. A torn last one, as a kill leaves it, is none.
     """
-    last, end, place = None, 0, 0
+    end = place = 0
     damaged: list[int] = []
     with _open(path) as raw, io.BufferedRandom(raw) as file:
         for number, (line, row) in enumerate(json_lines(file), 1):
@@ -106,6 +99,6 @@ def _drop_later_rows(path: Path, step: int) -> tuple[str | None, list[int]]:
             if row is None or not isinstance(row.get("step"), int):
                 damaged.append(number)
             elif row["step"] <= step:
-                last, end = line.decode().rstrip("\n"), place
+                end = place
         file.truncate(end)
-    return last, damaged
+    return damaged

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..distributed.batch_plan import BatchPlan
-from .predictions import Predictions
 from .step_report import StepReport
 
 
@@ -47,14 +47,14 @@ class TrainedStep:
         plan: of its mini-batch.
         lr: learning rate of its update.
         seconds: of the whole step, its update included.
-        not_finite: where it first had a value that is not finite; None for a finite step.
+        not_finite: where it first had a value that is not finite, in words; None for a finite step.
     """
 
     report: StepReport
     plan: BatchPlan
     lr: float
     seconds: float
-    not_finite: Mapping[str, int | str | None] | None
+    not_finite: str | None
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,6 @@ class Sample:
     reference: str
     output: str
 
-    def as_markdown(self) -> str:
-        return f"**{self.language}** {self.source}\n\n* reference: {self.reference}\n* output: {self.output}"
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -78,7 +75,7 @@ class Evaluation:
         numbers: by name, the task's metrics and the scores of generated outputs.
         loss: the task's first metric; the lowest selects the best checkpoint. None without data.
         samples: some generated outputs.
-        predictions: of a classification, on rank 0.
+        mistakes: of a classification, on rank 0: classes, how often, of how many examples; the most frequent ones.
         sizes: training pairs of each language, on rank 0, if texts of several languages were scored.
         signature: of sacreBLEU: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
@@ -88,7 +85,7 @@ class Evaluation:
     numbers: dict[str, float]
     loss: float | None
     samples: list[Sample] = field(default_factory=list)
-    predictions: Predictions | None = None
+    mistakes: Sequence[Mapping[str, Any]] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
     effort: Mapping[str, int | None] = field(default_factory=dict)

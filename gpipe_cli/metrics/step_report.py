@@ -65,26 +65,6 @@ class StepReport:
         """Returns the numbers of each rank by their names."""
         return [dict(zip(self.numbers, row, strict=True)) for row in zip(*self.numbers.values(), strict=True)]
 
-    @property
-    def waited_for_data(self) -> float:
-        """Returns the seconds that the slowest first worker waited for its mini-batch."""
-        return max(self.numbers["waited_for_data"])
-
-    @property
-    def updates(self) -> list[float]:
-        """Returns the seconds of every worker's weight update before this step."""
-        return self.numbers["update"]
-
-    @property
-    def update_seconds(self) -> float:
-        """Returns the seconds of the weight update before this step, on the slowest worker."""
-        return max(self.updates)
-
-    @property
-    def exchange_seconds(self) -> float:
-        """Returns the seconds of the exchange before this step, on the last worker to arrive: it did not wait."""
-        return min(self.numbers["exchange"])
-
 
 @dataclass
 class StepReporter:
@@ -163,20 +143,19 @@ class StepReporter:
         late, span_of_each, busy, *_ = workers
         began = float(late[:: self.ranks // self.replicas].max())  # those who read the data
         span = (float((late + span_of_each).max()) - began) * self.ranks
-        cells = exchange.total["cell_seconds"].view(self.replicas, self.cells, -1).mean(0).tolist()
+        seconds = exchange.total["cell_seconds"].view(self.replicas, self.cells, -1).mean(0).tolist()
+        cells = [dict(zip(KINDS_OF_TIME, cell, strict=True)) for cell in seconds]
+        for cell in cells:
+            cell["waiting"] = cell["waiting_for_activation"] + cell["waiting_for_gradient"]
         return StepReport(
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(squares)),
             statistics=exchange.total["statistics"].view(self.replicas, self.statistics).sum(0).tolist(),
             bubble=max(0.0, 1 - float(busy.sum()) / span) if span else 0.0,
-            cells=[_with_waiting(dict(zip(KINDS_OF_TIME, cell, strict=True))) for cell in cells],
+            cells=cells,
             numbers=numbers,
         )
-
-
-def _with_waiting(cell: dict[str, float]) -> dict[str, float]:
-    return {**cell, "waiting": cell["waiting_for_activation"] + cell["waiting_for_gradient"]}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,6 +1,7 @@
-"""Passes what a run records on to trackers of experiments: Weights & Biases, MLflow, or a user's own.
+"""Passes what a run records on to trackers of experiments: TensorBoard, Weights & Biases, MLflow, or a user's own.
 
-A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`. They are
+A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`, and may have
+`samples(step, samples)`, translations beside their references. They are
 called one after the other in a thread of its own, so that a slow one delays nothing; after its first error it is left
 alone.
 """
@@ -9,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from threading import Thread
 from time import time
 from typing import Any
 
 from ..typed_section import flat
 
-MOST_WAITING = 10_000  # calls; of a tracker that is slower than the run the newest are lost
 FINISH_SECONDS = 30.0  # that the end of a run waits for it
 
 
@@ -24,17 +24,15 @@ class Tracking:
     """Calls one tracker in the background; ``warn`` is told its first error."""
 
     def __init__(self, tracker: Any, warn: Callable[[str], None]) -> None:
-        self._tracker, self._warn, self._calls = tracker, warn, Queue[tuple[str, Any]](MOST_WAITING)
+        self._tracker, self._warn, self._calls = tracker, warn, SimpleQueue[tuple[str, Any]]()
         self._given_up = False
         self._thread = Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: object) -> None:
         """Queues a call; never waits."""
-        try:
-            self._calls.put_nowait((method, arguments))
-        except Full:
-            self._give_up(f"{MOST_WAITING} calls wait for it")
+        if not self._given_up and (method != "samples" or hasattr(self._tracker, "samples")):
+            self._calls.put((method, arguments))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Queues the last call, and waits for it, but not long."""
@@ -55,7 +53,7 @@ class Tracking:
     def _give_up(self, why: str) -> None:
         if not self._given_up:
             self._given_up = True
-            self._warn(f"logging.trackers: {type(self._tracker).__name__}: {why}; the run goes on without it")
+            self._warn(f"tracker {type(self._tracker).__name__}: {why}; the run goes on without it")
 
 
 class WandB:

@@ -63,8 +63,7 @@ class Adafactor(SteppedByGroup):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._update_one(group, parameter, parameter.grad)
+            self._update_one(group, parameter, cast(Tensor, parameter.grad))
 
     def _update_one(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state = self.state[parameter]

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..pipeline.gradients import buckets, flattened
-from ..pipeline.replicas import copy_from_replica
+from ..pipeline.gradients import buckets, copy_from_replica, flattened
 
 Gather = Callable[[Any], list[Any]]  # a JSON value to those of all replicas, in their order
 

@@ -7,7 +7,7 @@ Costs that are measured on a device come from `model_profile.py`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -18,9 +18,54 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
-from .drawn_values import Drawn, measured_on_shapes
-from .fake_layers import CostError, TensorShape, build_key, build_without_memory, fake_mode
-from .layer_times import LayerTimes
+from .fake_layers import (
+    CostError,
+    Drawn,
+    TensorShape,
+    build_key,
+    build_without_memory,
+    fake_mode,
+    measured_on_shapes,
+)
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Holds the seconds of one layer, or of several together, for one micro-batch.
+
+    Attributes:
+        inference: forward without a graph.
+        forward: forward with a graph.
+        recompute: forward with a graph for the second time, in which BatchNorm gathers nothing.
+        backward: as a whole.
+        input_gradient, weight_gradient: its halves (`pipeline/halves.py`); together they take longer than the whole.
+    """
+
+    inference: float
+    forward: float
+    recompute: float
+    backward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """Returns the seconds of a forward with a graph and its backward."""
+        return self.forward + self.backward
+
+    def slower(self, factor: float) -> LayerTimes:
+        """Returns all times multiplied by ``factor``."""
+        return LayerTimes(*(getattr(self, phase.name) * factor for phase in fields(LayerTimes)))
+
+
+def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
+    """Returns the times of layers that run one after the other."""
+    return LayerTimes(*(sum(getattr(each, phase.name) for each in times) for phase in fields(LayerTimes)))
+
+
+def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
+    """Returns the times of a cell: of its layers and, in the last cell, the loss, which inference does not need."""
+    return replace(total_times([*layers, *loss]), inference=total_times(layers).inference)
 
 
 @dataclass(frozen=True)
@@ -34,7 +79,6 @@ class LayerCost:
             counts two); None where the layer was not run on fake tensors.
         outputs: shapes of the layer's outputs; None where it was not run.
         cost: c_i, for the partitioner.
-        by_values: whether the layer does not run on fake tensors, and was counted on random values.
         may_end_cell: False where the shapes of its outputs depend on values, so that no message could carry them.
         measured: the seconds of each pass, of which ``cost`` is the sum; None where none were measured.
     """
@@ -44,7 +88,6 @@ class LayerCost:
     flops: int | None
     outputs: tuple[TensorShape, ...] | None
     cost: float
-    by_values: bool = False
     may_end_cell: bool = True
     measured: LayerTimes | None = None
 
@@ -128,8 +171,8 @@ def _count(
     builder: LayerBuilder, shapes: tuple[TensorShape, ...], drawn: Drawn | None
 ) -> tuple[LayerCost, Drawn | None]:
     """Returns the cost, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
-    counted, by_values, outputs = measured_on_shapes(builder, shapes, drawn, partial(_run, builder))
-    return replace(counted, by_values=by_values, may_end_cell=outputs is None), outputs
+    counted, outputs = measured_on_shapes(builder, shapes, drawn, partial(_run, builder))
+    return replace(counted, may_end_cell=outputs is None), outputs
 
 
 def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> LayerCost:

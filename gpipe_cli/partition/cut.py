@@ -1,11 +1,16 @@
-"""Cuts the model into cells and places them on workers (paper, section 2.2)."""
+"""Cuts the model into cells and places them on workers (paper, section 2.2).
+
+With `partition=auto` by the seconds that workers spend in a step, with what the schedule makes them recompute.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..config import PipelineConfig
@@ -13,11 +18,20 @@ from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
-from .balance import Bytes, NothingFits
-from .by_time import cut_by_time, worker_totals
-from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
-from .fake_layers import CostError, TooFewExamples
-from .partition import PartitionError, cell_costs, cell_layers, partition, placement
+from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Op
+from ..schedule.orders import ROUND_ROBIN
+from ..schedule.schedule import kept_graphs, schedule
+from .balance import Bytes, NothingFits, Totals, balance, balance_rounds
+from .cost import LayerCost, LayerTimes, keep_shapes_that_depend_on_values_together, layer_costs
+from .fake_layers import CostError
+from .partition import (
+    cell_costs,
+    cell_layers,
+    partition,
+    placement,
+    refuse_more_workers_than_cells,
+    round_robin,
+)
 from .tie_search import Ties, find_ties
 
 
@@ -76,67 +90,40 @@ def cut_model(
     Args:
         example: a micro-batch; only its shapes matter.
         profile: returns the costs for `pipeline.cost=profile`; None: that is refused.
-        say: receives one line about layers that were counted on random values, and one about places without a cut.
+        say: receives a line about places without a cut.
         fitted: makes the cut of known costs; None: whatever the memory of the workers.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
     """
     refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
-    try:
-        if config.cost == "profile" and profile is not None:
-            costs = _timed(profile, builders, example, say)
-        else:
-            costs = layer_costs(builders, example[0], config.cost)
-        if config.cost != "flops" and config.K > 1:
-            costs = keep_shapes_that_depend_on_values_together(costs, builders, example[0])
-    except TooFewExamples as error:
-        raise ConfigurationError(error.with_way_out(config.M)) from error
-    except (PartitionError, CostError) as error:
-        raise ConfigurationError(str(error)) from error
-    for line in notes_on_values(costs):
+    if config.cost == "profile" and profile is not None:
+        try:
+            costs = profile()
+        except (CostError, torch.OutOfMemoryError) as error:  # a layer cannot be timed by itself
+            say(f"cut by FLOPs, because layers could not be timed: {error}")
+            costs = layer_costs(builders, example[0], "flops")
+    else:
+        costs = layer_costs(builders, example[0], config.cost)
+    if config.cost != "flops" and config.K > 1:
+        costs = keep_shapes_that_depend_on_values_together(costs, builders, example[0])
+    for line in places_without_cut(costs):
         say(line)
     ties = find_ties(builders)
     return cut_by_costs(builders, costs, config, workers, ties) if fitted is None else fitted(costs, ties)
 
 
-def _timed(
-    profile: Callable[[], list[LayerCost]],
-    builders: Sequence[LayerBuilder],
-    example: MicroBatch,
-    say: Callable[[str], None],
-) -> list[LayerCost]:
-    """Returns the costs of a profile, or by FLOPs, with a line about it, where a layer cannot be timed by itself."""
-    try:
-        return profile()
-    except (CostError, torch.OutOfMemoryError) as error:
-        say(f"cut by FLOPs, because layers could not be timed: {error}")
-        return layer_costs(builders, example[0], "flops")
-
-
-def notes_on_values(costs: Sequence[LayerCost]) -> list[str]:
-    """Returns a line about the layers whose costs were counted on random values, and one about places without a cut."""
-    counted = [cost.name for cost in costs if cost.by_values]
+def places_without_cut(costs: Sequence[LayerCost]) -> list[str]:
+    """Returns a line about the layers behind which no cut may lie; none where there are none."""
     joined = [cost.name for cost in costs[:-1] if not cost.may_end_cell]
-    lines = []
-    if counted:
-        lines.append(f"operations depend on values in {_some(counted)}: their FLOPs are those for random values")
-    if joined:
-        lines.append(f"no cut behind {_some(joined)}: the shape of what is returned there depends on values")
-    return lines
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more layers" if len(names) > 3 else "")
+    some = ", ".join(joined[:3]) + (f" and {len(joined) - 3} more layers" if len(joined) > 3 else "")
+    return [f"no cut behind {some}: the shape of what is returned there depends on values"] if joined else []
 
 
 def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
     """Raises ConfigurationError for a `K` or `partition` that does not fit the number of layers, whatever they cost."""
     sizes = "min_variance" if config.partition == "auto" else config.partition
-    try:
-        partition([1.0] * layers, config.K, sizes)
-    except PartitionError as error:
-        raise ConfigurationError(str(error)) from error
+    partition([1.0] * layers, config.K, sizes)
 
 
 def cut_by_costs(
@@ -162,19 +149,16 @@ def cut_by_costs(
             "one device for each"
         )
     times = [layer.times for layer in costs]
-    try:
-        inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
-        if config.partition == "auto":
-            try:
-                sizes, worker_of = cut_by_time(times, config, workers, inseparable, bytes_, room)
-            except NothingFits:
-                sizes, worker_of = cut_by_time(times, config, workers, inseparable)
-        else:
-            sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
-            worker_of = placement(config.schedule, cell_costs([layer.cost for layer in costs], sizes), workers)
-        seconds = worker_totals(times, config, worker_of)
-    except PartitionError as error:
-        raise ConfigurationError(str(error)) from error
+    inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
+    if config.partition == "auto":
+        try:
+            sizes, worker_of = cut_by_time(times, config, workers, inseparable, bytes_, room)
+        except NothingFits:
+            sizes, worker_of = cut_by_time(times, config, workers, inseparable)
+    else:
+        sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
+        worker_of = placement(config.schedule, cell_costs([layer.cost for layer in costs], sizes), workers)
+    seconds = worker_totals(times, config, worker_of)
     cells = cell_layers(sizes)
     parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]
     busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
@@ -193,3 +177,92 @@ def cut_by_costs(
         for cell, layers in enumerate(cells)
     ]
     return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners)
+
+
+def cut_by_time(
+    times: Sequence[LayerTimes],
+    config: PipelineConfig,
+    workers: int,
+    inseparable: Mapping[int, str],
+    bytes_: Bytes | None = None,
+    room: Sequence[float] = (),
+) -> tuple[list[int], tuple[int, ...]]:
+    """Returns the layers of each cell, and the worker of each cell, with the least seconds of the busiest worker.
+
+    Args:
+        times: of each layer, in any unit.
+        inseparable: names of the layers behind which no cut may lie, by their numbers.
+        bytes_: of a worker with the layers start to stop - 1, never less with more layers; None: all fits.
+        room: most bytes of each worker.
+
+    Raises:
+        PartitionError: K cells cannot be made of the layers, or do not lie on so many workers.
+        NothingFits: some worker has more bytes than room with every cut.
+    """
+    placement = even_placement(config.schedule, config.K, workers)
+    ends = [0, *(number + 1 for number in range(len(times)) if number not in inseparable)]
+    partition([1.0] * len(times), config.K, "min_variance", inseparable)  # refuses what no cut can do
+    totals = [total[ends] for total in worker_totals(times, config, placement)]
+
+    def bytes_of(worker: int, start: int, stop: int) -> float:
+        return 0.0 if bytes_ is None else bytes_(worker, ends[start], ends[stop])
+
+    known = None if bytes_ is None else bytes_of
+    if config.schedule in ROUND_ROBIN:
+        groups = balance_rounds(totals, config.K, known, room)
+    else:
+        groups = _cells_inside(balance(totals, [*Counter(placement).values()], known, room), totals, placement)
+    layers = [ends[group.stop] - ends[group.start] for group in cell_layers(groups)]
+    return layers, placement
+
+
+def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
+    """Returns the worker of each of K cells before they are cut: as many cells on each, the later ones one more."""
+    if kind in ROUND_ROBIN:
+        return round_robin(K, workers)
+    refuse_more_workers_than_cells(K, workers)
+    return tuple(workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
+
+
+def _cells_inside(groups: Sequence[int], totals: Sequence[Totals], placement: Sequence[int]) -> list[int]:
+    """Returns the sizes of all cells: those of each worker are as equal as possible."""
+    sizes: list[int] = []
+    for (worker, cells), layers in zip(sorted(Counter(placement).items()), cell_layers(groups), strict=True):
+        costs = np.diff(totals[worker][layers.start : layers.stop + 1])
+        sizes += partition(costs.tolist(), cells, "min_max")
+    return sizes
+
+
+def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Totals]:
+    """Returns for each worker the running total over the layers of what they would cost it in a step."""
+    keep = kept_graphs(config.policy, config.K, config.M)
+    lists = schedule(config.schedule, placement, config.M, keep)
+    counts = passes(lists)
+    cells = Counter(placement)
+    seconds = {phase: np.array([getattr(each, phase) for each in times]) for phase in asdict(times[0])}
+    totals = []
+    for worker in range(len(lists)):
+        own = sum((counts[cell] for cell, of in enumerate(placement) if of == worker), Counter())
+        slower = cells[worker] * (config.speeds[worker] if config.speeds else 1.0)
+        step = sum(number / slower * seconds[phase] for phase, number in own.items())
+        totals.append(np.concatenate([[0.0], np.cumsum(step)]))
+    return totals
+
+
+def passes(lists: InstructionLists) -> dict[int, Counter[str]]:
+    """Returns for each cell how often a step runs each phase of `LayerTimes`."""
+    phase, found = phases(lists), dict[int, Counter[str]]()
+    for instruction in (i for each in lists for i in each if i.op in COMPUTE):
+        found.setdefault(instruction.cell, Counter())[phase(instruction)] += 1
+    return found
+
+
+def phases(lists: InstructionLists) -> Callable[[Instruction], str]:
+    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is."""
+    recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
+
+    def phase(i: Instruction) -> str:
+        without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
+        return "inference" if without_graph else i.op.name.lower()
+
+    return phase

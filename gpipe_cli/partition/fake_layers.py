@@ -1,38 +1,40 @@
 """Builds layers on fake tensors, which have shapes and no memory, and recognises layers that are built alike.
 
 An 84-billion-parameter list is counted on a laptop. A layer that cannot be built on fake tensors, because its
-constructor looks at values, is built for real, alone, and freed.
+constructor looks at values, is built for real, alone, and freed. One whose forward looks at values runs on several
+draws of random values. Where they give outputs of different shapes, no cut may lie behind the layer, and the layers
+after it run on what it has returned, until a boundary has one shape again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
+from ..errors import ConfigurationError
 from ..layers import LayerBuilder
+from ..micro_batch import Tensors
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
+
+DRAWS = 5  # so that shapes that depend on values differ between two of them, or are hardly likely to
+
+Drawn: TypeAlias = "list[Tensors]"
+"""Inputs or outputs of a layer, one for each draw."""
+
+T = TypeVar("T")
 
 
-class CostError(ValueError):
+class CostError(ConfigurationError):
     """Raised when a layer's cost cannot be found in the way asked for."""
-
-
-class TooFewExamples(CostError):
-    """Raised when a micro-batch is so small that BatchNorm has a single value of a channel, which has no variance."""
-
-    def with_way_out(self, M: int) -> str:
-        """Returns the message for a run with M micro-batches."""
-        return (
-            f"pipeline.M={M} leaves too few examples in a micro-batch for BatchNorm, which needs two values of every "
-            f"channel: use a smaller pipeline.M or a larger data.batch_size ({self})"
-        )
 
 
 @dataclass(frozen=True)
@@ -117,16 +119,13 @@ def refuse_parameters(layer: str, module: nn.Module) -> None:
 @contextmanager
 def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) -> Iterator[None]:
     """Turns an exception into a CostError that names the layer, its inputs and the way out."""
-    given = f"layer {builder.name!r}, given {', '.join(map(str, shapes))}"
     try:
         yield
     except Exception as error:
         cause = error.__cause__ or error  # a cell's error names the layer, and has the layer's own as cause
-        if "Expected more than 1 value per channel" in str(cause):  # torch's, of BatchNorm on a single value
-            raise TooFewExamples(given) from error
         raise CostError(
-            f"{given}, fails while its cost is measured: {type(cause).__name__}: {cause}; if it runs in training, "
-            "gpipe-train takes pipeline.cost=parameters"
+            f"layer {builder.name!r}, given {', '.join(map(str, shapes))}, fails while its cost is measured: "
+            f"{type(cause).__name__}: {cause}; if it runs in training, gpipe-train takes pipeline.cost=parameters"
         ) from error
 
 
@@ -151,3 +150,58 @@ def _frozen(value: object) -> Hashable:
     if isinstance(value, Mapping):
         return (type(value), frozenset((key, _frozen(item)) for key, item in value.items()))
     return (type(value), value)
+
+
+def measured_on_shapes(
+    builder: LayerBuilder,
+    shapes: tuple[TensorShape, ...],
+    drawn: Drawn | None,
+    measure: Callable[[nn.Module, Tensors], T],
+) -> tuple[T, Drawn | None]:
+    """Measures a layer on fake tensors or, where it cannot run on them, on drawn values.
+
+    Args:
+        shapes: of its inputs.
+        drawn: inputs of each draw, where their shapes depend on values.
+        measure: called with the layer and its inputs.
+
+    Returns:
+        What ``measure`` returns, and the outputs of each draw where their shapes depend on values.
+
+    Raises:
+        CostError: the layer fails on drawn values too; it names the layer.
+    """
+    if drawn is None:
+        fake = fake_mode()
+        module = build_without_memory(builder, fake)
+        try:
+            with explaining_failures(builder, shapes), fake:
+                return measure(module, grouped_like((shape.empty() for shape in shapes), shapes)), None
+        except CostError:  # it looks at values, or fails on real tensors too
+            drawn = draw(shapes)
+    torch.manual_seed(0)  # every start of a run cuts alike
+    module = build_or_explain(builder)
+    with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
+        found = measure(module, drawn[0])
+        with torch.no_grad():
+            outputs = [as_tensors(module(as_argument(inputs))) for inputs in drawn]
+    return found, None if have_one_shape(outputs) else outputs
+
+
+def draw(shapes: Sequence[TensorShape]) -> Drawn:
+    """Returns inputs of these shapes: normal numbers, and zeros and ones for integers, which are valid as any index."""
+    generator = torch.Generator().manual_seed(0)
+
+    def values(shape: TensorShape) -> Tensor:
+        if shape.dtype.is_floating_point or shape.dtype.is_complex:
+            drawn = torch.randn(shape.shape, generator=generator)
+        else:
+            drawn = torch.randint(0, 2, shape.shape, generator=generator)
+        return shape.empty().copy_(drawn)
+
+    return [grouped_like(map(values, shapes), shapes) for _ in range(DRAWS)]
+
+
+def have_one_shape(drawn: Drawn) -> bool:
+    """Returns whether the tensors of all draws have the same shapes and grouping."""
+    return len({(grouping_of(tensors), *(tensor.shape for tensor in tensors)) for tensors in drawn}) == 1

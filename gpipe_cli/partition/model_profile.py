@@ -1,24 +1,40 @@
-"""Measures what each layer costs, in seconds of forward and backward on a device (pipeline.cost=profile)."""
+"""Times layers, and the task's loss after the last one, as a cell runs them (pipeline.cost=profile), in seconds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cpu import waited_for_core
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
-from ..pipeline.cell import BuiltLayer, require_values
+from ..pipeline.cell import BuiltLayer, Cell, require_values
+from ..pipeline.halves import backward_of_inputs
+from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
 from ..pipeline.messages.grouping import grouped_like, grouping_of
-from .cost import LayerCost, number_of_parameters
+from ..pipeline.meter import event_now
+from ..pipeline.randomness import NoiseSource
+from .cost import LayerCost, LayerTimes, cell_total, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
-from .layer_times import Autocast, LayerTimes, LayerTrial, Trials, cell_total
 
+Autocast = Callable[[], AbstractContextManager[Any]]
+Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # inputs; False to recompute; outputs and losses
+_REPEATS = 5  # timed rounds per layer, after one that warms up
+_LEAST = 2  # of them
+_ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
+# Graphs kept at the same time, as with several micro-batches: small memory that is reused at once would be faster than
+# memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
+_IN_FLIGHT = 4
 _LOSS = "loss"  # among the keys of layers
 
 
@@ -72,7 +88,7 @@ def profile_layers(
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
     """
-    known: dict[Hashable, tuple[LayerCost, Tensors]] = {}
+    known: dict[Hashable, tuple[int, Tensors]] = {}  # number of parameters, outputs
     keys: list[Hashable] = []
     trials = Trials(device, enough)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -86,11 +102,10 @@ def profile_layers(
                 module = deepcopy(own).to(device)  # the run has this one, if builders share it
                 passed_as = boundary_type if index < len(builders) - 1 else None
                 layer = BuiltLayer(index, builder.name, module, passed_as)
-                trial = LayerTrial.of(layer, values, device, autocast, targets)
+                trial = LayerTrial(_run_of(layer, device, targets), values, device, autocast)
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
-                made = grouped_like(map(TensorShape.of, outputs), outputs)
-                known[keys[-1]] = LayerCost(builder.name, number_of_parameters(module), None, made, 0.0), outputs
+                known[keys[-1]] = number_of_parameters(module), outputs
                 trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
             values = known[keys[-1]][1]
         if loss is not None:
@@ -98,10 +113,22 @@ def profile_layers(
         trials.run()
     times = [trials.times[key] for key in keys]
     layers = [
-        replace(known[key][0], name=builder.name, cost=time.total, measured=time)
+        LayerCost(builder.name, known[key][0], None, None, time.total, measured=time)
         for key, builder, time in zip(keys, builders, times, strict=True)
     ]
     return ModelProfile(layers, trials.times.get(_LOSS))
+
+
+def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:
+    """Returns what runs a layer as a cell of its own; ``targets``: for its ``auxiliary_loss``, if it has one."""
+    cell = Cell(0, [layer], NoiseSource(0, 0, device))
+
+    def run(values: Tensors, first_time: bool) -> tuple[Tensors, Tensors]:
+        with cell.weights_cast(device):
+            outputs, losses = cell.run_training(values, targets, 0, 0, None, first_time)
+        return outputs, tuple(losses.values())
+
+    return run
 
 
 def _trial_of_loss(
@@ -113,3 +140,162 @@ def _trial_of_loss(
     except Exception as error:
         raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
     return trial
+
+
+class LayerTrial:
+    """Runs and times one layer as a cell of its own.
+
+    Args:
+        run: returns outputs and losses for inputs; its second argument is False when it recomputes.
+        inputs: for one micro-batch; a gradient is computed for those that need one.
+        device: where it runs.
+        autocast: returns the context in which forward runs.
+    """
+
+    def __init__(self, run: Run, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext) -> None:
+        self._run, self._inputs, self._autocast, self.clock = run, inputs, autocast, _Clock(device)
+        self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
+
+    def outputs(self) -> Tensors:
+        """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
+        self.forward()
+        kept = self._kept[-1][1]
+        made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
+        self.backward()
+        return made
+
+    def infer(self) -> None:
+        """Runs forward without a graph."""
+        with torch.no_grad(), self.clock.running("inference"), self._autocast():
+            self._run(self._inputs, True)
+
+    def forward(self, phase: str = "forward") -> None:
+        """Runs forward with a graph, which is kept; ``phase``: "recompute" for the second time."""
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
+        with self.clock.running(phase), self._autocast():
+            outputs, losses = self._run(grouped_like(leaves, self._inputs), phase == "forward")
+        self._kept.append((leaves, outputs, losses))
+
+    def backward(self) -> None:
+        """Runs backward of the latest graph, and frees it."""
+        leaves, roots = self._latest_graph()
+        gradients = [torch.ones_like(root) for root in roots]
+        with self.clock.running("backward"):
+            if roots:
+                torch.autograd.backward(roots, gradients)
+            _hand_back(leaves)
+
+    def backward_in_halves(self) -> None:
+        """Runs backward of the latest graph, the gradients of weights after those of the inputs."""
+        leaves, roots = self._latest_graph()
+        gradients = [torch.ones_like(root) for root in roots]
+        with self.clock.running("input_gradient"):
+            weights = backward_of_inputs(roots, gradients, leaves) if roots else None
+            _hand_back(leaves)
+        with self.clock.running("weight_gradient"):
+            if weights is not None:
+                weights.run()
+
+    def _latest_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        leaves, outputs, losses = self._kept.pop()
+        return leaves, [tensor for tensor in outputs + losses if tensor.requires_grad]
+
+
+def _hand_back(leaves: Sequence[Tensor]) -> None:
+    """Brings the gradients of a cell's inputs to the layout in which they are sent."""
+    for leaf in leaves:
+        if leaf.grad is not None:
+            canonical_gradient(leaf.grad, is_channels_last(leaf))
+
+
+class Trials:
+    """Times groups of layers, one after the other as in a cell, so that the processor's caches hold other layers' data.
+
+    A group is as small as that allows, because the weights of all its layers exist at the same time.
+
+    Args:
+        device: where they run.
+        enough: seconds after which no layer is timed again.
+
+    Attributes:
+        times: of each layer timed so far.
+    """
+
+    def __init__(self, device: torch.device, enough: float = math.inf) -> None:
+        self._on_gpu, self._until = device.type == "cuda", time.perf_counter() + enough
+        self.times: dict[Hashable, LayerTimes] = {}
+        self._waiting: dict[Hashable, LayerTrial] = {}
+        self._bytes = 0
+
+    def add(self, key: Hashable, trial: LayerTrial, size: int) -> None:
+        """Adds the next layer; ``times`` has it after `run` at the latest.
+
+        Args:
+            size: bytes of its weights and outputs.
+        """
+        if self._bytes >= _ENOUGH:
+            self.run()
+        self._waiting[key] = trial
+        self._bytes += size
+
+    def run(self) -> None:
+        """Times the layers added since the last call."""
+        trials = list(self._waiting.values())
+        in_flight = 1 if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
+        for repeat in range(1 + _REPEATS):
+            if repeat > _LEAST and time.perf_counter() > self._until:
+                break
+            for trial in trials:
+                trial.infer()
+            for trial in trials:  # one graph at a time, as with re-materialization
+                trial.forward("recompute")
+            for trial in reversed(trials):
+                trial.backward_in_halves()
+            for trial in trials * in_flight:
+                trial.forward()
+            for trial in trials[::-1] * in_flight:
+                trial.backward()
+            if repeat == 0:
+                for trial in trials:
+                    trial.clock.forget()
+        self.times |= {key: trial.clock.times() for key, trial in self._waiting.items()}
+        self._waiting, self._bytes = {}, 0
+
+
+class _Clock:
+    """Measures seconds by phase, without those in which other processes of a busy machine had the core.
+
+    On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each layer
+    would add the wait's own time to every small layer, and empty queues that a run does not have.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._events: dict[str, list[tuple[torch.Event, torch.Event]]] = defaultdict(list)
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        if self._device.type == "cuda":
+            begin = event_now(self._device)
+            yield
+            self._events[phase].append((begin, event_now(self._device)))
+        else:
+            waited, start = waited_for_core(), time.perf_counter()
+            yield
+            seconds = time.perf_counter() - start
+            self._seconds[phase].append(max(0.0, seconds - (waited_for_core() - waited)))
+
+    def times(self) -> LayerTimes:
+        """Returns the medians."""
+        for phase, events in self._events.items():
+            for begin, end in events:
+                end.synchronize()
+                self._seconds[phase].append(begin.elapsed_time(end) / 1000)
+        self._events.clear()
+        return LayerTimes(*(median(self._seconds[phase.name]) for phase in fields(LayerTimes)))
+
+    def forget(self) -> None:
+        """Discards the times so far."""
+        self._seconds.clear()
+        self._events.clear()

@@ -16,13 +16,14 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
 
-OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto minimises the first, over workers (`by_time.py`)
+OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto minimises the first, over workers (`cut.py`)
 _EXACT_SQUARES = 1 << 26  # sums of integers below this have squares that float64 holds exactly
 
 
-class PartitionError(ValueError):
+class PartitionError(ConfigurationError):
     """Raised when layers cannot be cut, or cells cannot be placed, as asked."""
 
 
@@ -115,14 +116,17 @@ def place(cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
     Raises:
         PartitionError: there is no worker, or there are more workers than cells.
     """
-    K = len(cell_costs)
-    if not 1 <= workers <= K:
-        raise PartitionError(
-            f"{_count(workers, 'worker')} for pipeline.K={K}: every worker runs at least one cell; "
-            f"use 1 to {K} workers{f' or pipeline.K>={workers}' if workers > K else ''}"
-        )
+    refuse_more_workers_than_cells(len(cell_costs), workers)
     sizes = partition(cell_costs, workers, "min_max")
     return tuple(worker for worker, size in enumerate(sizes) for _ in range(size))
+
+
+def refuse_more_workers_than_cells(K: int, workers: int) -> None:
+    """Raises PartitionError where not every worker has a cell."""
+    if not 1 <= workers <= K:
+        raise PartitionError(
+            f"{_count(workers, 'worker')} for pipeline.K={K}: every worker runs at least one cell; use 1 to {K} workers"
+        )
 
 
 def round_robin(K: int, workers: int) -> tuple[int, ...]:
@@ -147,18 +151,10 @@ def placement(kind: str, cell_costs: Sequence[float], workers: int) -> tuple[int
 
 def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
     sizes = list(sizes)
-    if len(sizes) != K:
+    if len(sizes) != K or min(sizes) < 1 or sum(sizes) != L:
         raise PartitionError(
-            f"pipeline.partition={sizes} names {_count(len(sizes), 'cell')} but pipeline.K={K}: "
-            f"give {K} sizes, or use pipeline.K={len(sizes)} or pipeline.partition=auto"
-        )
-    for cell, size in enumerate(sizes):
-        if size < 1:
-            raise PartitionError(f"pipeline.partition={sizes}: cell {cell} has {size} layers; use 1 or more")
-    if sum(sizes) != L:
-        raise PartitionError(
-            f"pipeline.partition={sizes} adds up to {sum(sizes)} but the model has {_count(L, 'layer')}: "
-            f"change the sizes by {L - sum(sizes):+d} in all, or use pipeline.partition=auto"
+            f"pipeline.partition={sizes} are {len(sizes)} sizes, in all {sum(sizes)}: give pipeline.K={K} sizes "
+            f"of 1 or more that add up to the model's {_count(L, 'layer')}, or use pipeline.partition=auto"
         )
     return sizes
 

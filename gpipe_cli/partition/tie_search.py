@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from .fake_layers import TensorShape, build_key, build_without_memory, fake_mode
+
+# Weak references: the builders keep alive what they share, and everything else is freed at once.
+Holders = dict[int, tuple[weakref.ref[nn.Parameter], Owner]]
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,6 @@ class Ties:
     owners: list[dict[str, Owner]]
     repeated: list[int]
     own: list[list[tuple[TensorShape, bool]]]
-
-
-def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
-    """Finds the tied parameters of a model.
-
-    Raises:
-        CostError: a layer cannot be built.
-        ConfigurationError: a declared tie cannot be; it names both ends.
-    """
-    search = _Search()
-    with torch.random.fork_rng(devices=[]):
-        for index, builder in enumerate(builders):
-            search.add(builder, index)
-    return search.ties
 
 
 @dataclass(frozen=True)
@@ -65,62 +54,65 @@ class _Parameter:
         return f"{self.form}{'' if self.trained else ', frozen'}"
 
 
-@dataclass
-class _Search:
-    ties: Ties = field(default_factory=lambda: Ties([], [], []))
-    # Weak references: the builders keep alive what they share, and everything else is freed at once.
-    _holders: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = field(default_factory=dict)
-    _of_equal: dict[Hashable, list[list[_Parameter]]] = field(default_factory=dict)
-    _known: dict[str, tuple[_Parameter, Owner]] = field(default_factory=dict)  # by full name, of the layers so far
+def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
+    """Finds the tied parameters of a model.
 
-    def add(self, builder: LayerBuilder, index: int) -> None:
-        """Looks at the next layer of the model."""
-        equal = self._of_equal.setdefault(build_key(builder, index), [])
-        if len(equal) < 2:  # a third of equal layers shares what the second does
-            equal.append(self._parameters(builder))
-        parameters = equal[-1]
-        declared = self._declared(builder, parameters)
-        tied: dict[str, Owner] = {}
-        repeated = 0
-        for parameter in parameters:
-            owner = declared.get(parameter.names[0], parameter.owner)
-            if owner is not None:
-                tied[parameter.names[0]] = owner
-                repeated += parameter.form.numel
-            for name in parameter.names:
-                known = owner or Owner(builder.name, parameter.names[0])
-                self._known[f"{builder.name}.{name}"] = parameter, known
-        self.ties.owners.append(tied)
-        self.ties.repeated.append(repeated)
-        self.ties.own.append([(one.form, one.trained) for one in parameters if one.names[0] not in tied])
+    Raises:
+        CostError: a layer cannot be built.
+        ConfigurationError: a declared tie cannot be; it names both ends.
+    """
+    ties = Ties([], [], [])
+    holders: Holders = {}
+    of_equal: dict[Hashable, list[list[_Parameter]]] = {}
+    known: dict[str, tuple[_Parameter, Owner]] = {}  # by full name, of the layers so far
+    with torch.random.fork_rng(devices=[]):
+        for index, builder in enumerate(builders):
+            equal = of_equal.setdefault(build_key(builder, index), [])
+            if len(equal) < 2:  # a third of equal layers shares what the second does
+                equal.append(_parameters(builder, holders))
+            parameters = equal[-1]
+            declared = _declared(builder, parameters, known)
+            owners = {one.names[0]: declared.get(one.names[0], one.owner) for one in parameters}
+            tied = {name: owner for name, owner in owners.items() if owner is not None}
+            for one in parameters:
+                owner = tied.get(one.names[0], Owner(builder.name, one.names[0]))
+                known |= {f"{builder.name}.{name}": (one, owner) for name in one.names}
+            ties.owners.append(tied)
+            ties.repeated.append(sum(one.form.numel for one in parameters if one.names[0] in tied))
+            ties.own.append([(one.form, one.trained) for one in parameters if one.names[0] not in tied])
+    return ties
 
-    def _parameters(self, builder: LayerBuilder) -> list[_Parameter]:
-        objects: dict[int, tuple[nn.Parameter, list[str]]] = {}
-        module = build_without_memory(builder, fake_mode())
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            objects.setdefault(id(parameter), (parameter, []))[1].append(name)
-        found = []
-        for parameter, names in objects.values():
-            holder, owner = self._holders.get(id(parameter), (None, None))
-            shared = holder is not None and holder() is parameter
-            if not shared:
-                self._holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, names[0])
-            form, trained = TensorShape.of(parameter), parameter.requires_grad
-            found.append(_Parameter(tuple(names), form, trained, owner if shared else None))
-        return found
 
-    def _declared(self, builder: LayerBuilder, parameters: Sequence[_Parameter]) -> Mapping[str, Owner]:
-        """Returns the owners that the builder declares, by the first name of the parameter."""
-        own = {name: parameter for parameter in parameters for name in parameter.names}
-        found = {}
-        for name, other in builder.tied.items():
-            tie = f"layer {builder.name!r}: its parameter {name!r} is tied to {other!r}"
-            if name not in own:
-                raise ConfigurationError(f"{tie}, but it has only {', '.join(own) or 'no parameters'}")
-            if other not in self._known:
-                raise ConfigurationError(f"{tie}, which is no parameter of an earlier layer: write <layer>.<parameter>")
-            (known, owner), here = self._known[other], str(own[name])
-            if here != str(known):
-                raise ConfigurationError(f"{tie}, but one is {here} and the other {known}: they must be alike")
-            found[own[name].names[0]] = owner
-        return found
+def _parameters(builder: LayerBuilder, holders: Holders) -> list[_Parameter]:
+    objects: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    module = build_without_memory(builder, fake_mode())
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        objects.setdefault(id(parameter), (parameter, []))[1].append(name)
+    found = []
+    for parameter, names in objects.values():
+        holder, owner = holders.get(id(parameter), (None, None))
+        shared = holder is not None and holder() is parameter
+        if not shared:
+            holders[id(parameter)] = weakref.ref(parameter), Owner(builder.name, names[0])
+        form, trained = TensorShape.of(parameter), parameter.requires_grad
+        found.append(_Parameter(tuple(names), form, trained, owner if shared else None))
+    return found
+
+
+def _declared(
+    builder: LayerBuilder, parameters: Sequence[_Parameter], known: Mapping[str, tuple[_Parameter, Owner]]
+) -> dict[str, Owner]:
+    """Returns the owners that the builder declares, by the first name of the parameter."""
+    own = {name: parameter for parameter in parameters for name in parameter.names}
+    found = {}
+    for name, other in builder.tied.items():
+        tie = f"layer {builder.name!r}: its parameter {name!r} is tied to {other!r}"
+        if name not in own:
+            raise ConfigurationError(f"{tie}, but it has only {', '.join(own) or 'no parameters'}")
+        if other not in known:
+            raise ConfigurationError(f"{tie}, which is no parameter of an earlier layer: write <layer>.<parameter>")
+        (there, owner), here = known[other], str(own[name])
+        if here != str(there):
+            raise ConfigurationError(f"{tie}, but one is {here} and the other {there}: they must be alike")
+        found[own[name].names[0]] = owner
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .replicas import sum_over_replicas
+from .gradients import sum_over_replicas
 
 
 class DeferredBatchNorm(nn.Module):
@@ -50,14 +50,12 @@ class DeferredBatchNorm(nn.Module):
             together: Tensor = self._normalise_over_replicas(x, count)
             return together
         # With momentum 1 the "moving" averages are just this micro-batch's statistics.
-        mean = torch.zeros(x.size(1), device=x.device, dtype=self._statistics_dtype(x))
+        wide = self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
+        mean = torch.zeros(x.size(1), device=x.device, dtype=wide)
         variance = torch.zeros_like(mean)
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         self._gather(count, mean, variance * ((count - 1) / count))
         return output
-
-    def _statistics_dtype(self, x: Tensor) -> torch.dtype:
-        return self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; a compiled layer calls it as it is
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:

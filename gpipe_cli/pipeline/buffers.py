@@ -18,6 +18,7 @@ from .batchnorm import DeferredBatchNorm
 from .messages.grouping import as_tensors, replace_tensors
 
 LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
+INPUT_CHANGED = "its input in place", "use inplace=False there, or a copy (x.clone())"
 
 
 class BufferChanged(ConfigurationError):
@@ -63,35 +64,27 @@ class BufferGuard:
             outputs, changed = self._changes(argument, self._forward)
         except RuntimeError as error:
             if LEAF_CHANGED in str(error):  # autograd's own answer at the start of a cell
-                raise self._input_changed() from error
+                raise self._refusal(*INPUT_CHANGED) from error
             raise
         if [tensor._version for tensor in inputs] != versions:
-            raise self._input_changed()
+            raise self._refusal(*INPUT_CHANGED)
         for name, weight in self._module.named_parameters():
             if weight._version != weights.get(name, weight._version):
-                raise self._weight_changed(name)
+                way = "as nn.Embedding(max_norm=...) does; only the optimizer may"
+                raise self._refusal(f"its parameter {name!r} in forward", way)
         if changed:
             _, changed = self._changes(argument, self._once_more)
         if changed:
-            raise BufferChanged(
-                f"layer {self._name!r} changes its buffer {changed!r} in every training forward. A micro-batch "
-                "may go forward twice, so results would depend on pipeline.K and pipeline.remat. Use a layer without "
-                "running statistics (track_running_stats=False, no spectral_norm), or nn.BatchNorm, whose statistics "
-                "the engine keeps; what counts steps belongs into begin_step (docs/your-own-model.md)"
+            way = (
+                "use nn.BatchNorm, whose statistics the engine keeps, a layer without running statistics, or begin_step"
             )
+            raise self._refusal(f"its buffer {changed!r} in every training forward", way)
         return outputs
 
-    def _weight_changed(self, weight: str) -> BufferChanged:
+    def _refusal(self, what: str, way: str) -> BufferChanged:
         return BufferChanged(
-            f"layer {self._name!r} changes its parameter {weight!r} in forward, as nn.Embedding(max_norm=...) does. A "
-            "micro-batch may go forward twice, and the weights of replicas, which see other examples, would become "
-            "different: change weights in the optimizer alone"
-        )
-
-    def _input_changed(self) -> BufferChanged:
-        return BufferChanged(
-            f"layer {self._name!r} changes its input in place, but the input of a cell is kept for re-materialization, "
-            "and any layer may be the first of a cell: use inplace=False there, or a copy (x.clone())"
+            f"layer {self._name!r} changes {what}: {way} (docs/your-own-model.md). A micro-batch may go forward twice, "
+            "so results would depend on pipeline.K and pipeline.remat"
         )
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,7 +19,6 @@ from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import BufferChanged, BufferGuard
-from .compiled import compile_layer
 from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
@@ -27,13 +27,6 @@ from .weight_casts import WeightCasts
 
 class LayerFailed(RuntimeError):
     """Raised when a layer fails; names cell, layer and micro-batch, and has the layer's own exception as its cause."""
-
-
-def cuda_hint(error: Exception) -> str:
-    """Returns a hint for CUDA errors, which appear some time after the operation that caused them; else ''."""
-    if "CUDA error" not in str(error):
-        return ""
-    return ", or before: a GPU reports errors late. With CUDA_LAUNCH_BLOCKING=1 in the environment it reports at once"
 
 
 @dataclass(frozen=True)
@@ -78,6 +71,11 @@ def require_values(builder: LayerBuilder, module: nn.Module) -> None:
         )
 
 
+COMPILED_BACKWARD = (
+    "pipeline.schedule=zero_bubble with pipeline.compile=true: the backward of a compiled layer cannot be divided, so "
+    "the bubble is that of 1f1b; pipeline.compile=false divides it"
+)
+MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
 BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding
 Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
 
@@ -143,15 +141,6 @@ class Cell:
         self._guarded_calls = [
             (layer, BufferGuard(layer.name, layer.module, forward), loss) for layer, forward, loss in self._calls
         ]
-
-    @contextmanager
-    def calls_replaced(self, replace: Callable[[int, Call], Call]) -> Iterator[None]:
-        """Makes `run_training` use, inside the context, what ``replace`` returns for (this cell's number, a call)."""
-        calls, self._calls = self._calls, [replace(self.number, call) for call in self._calls]
-        try:
-            yield
-        finally:
-            self._calls = calls
 
     def begin_step(self, step: int, steps: int) -> None:
         """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
@@ -247,8 +236,7 @@ class Cell:
         except Exception as error:
             first, last = self.layers[0].name, self.layers[-1].name
             named = f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
-            place = f"cell {self.number}, backward of {named}, micro-batch {micro_batch}"
-            raise LayerFailed(place + cuda_hint(error)) from error
+            raise LayerFailed(f"cell {self.number}, backward of {named}, micro-batch {micro_batch}") from error
 
     def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
         """Returns the call of a layer that gives the same bits without a graph as with one.
@@ -265,7 +253,7 @@ class Cell:
                 "more tokens, or longer sequences, than it has rows. Enlarge the table, or lower data.vocabulary or "
                 "data.sequence_length"
             )
-        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}{cuda_hint(error)}")
+        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """Checks the shapes of a message: the receiver has posted a receive for the shapes of earlier such inputs.
@@ -301,3 +289,22 @@ def _with_graph(module: nn.Module) -> Callable[..., Any]:
             return replace_tensors(module(argument), Tensor.detach)
 
     return forward
+
+
+def compile_layer(module: nn.Module) -> bool:
+    """Compiles the forward of a layer, for each shape anew; parameters keep their names.
+
+    Returns:
+        False where it stays as it is: a layer with `begin_step` would be compiled again in every step.
+    """
+    if any(hasattr(inner, "begin_step") for inner in module.modules()):
+        return False
+    config: Any = torch._dynamo.config
+    # A kernel for varying shapes would depend on the shapes that came first, and so on where a run was resumed. For the
+    # same reason too many variants are an error: torch would go on without compiling.
+    config.recompile_limit = config.accumulated_recompile_limit = MOST_VARIANTS
+    config.fail_on_recompile_limit_hit = True
+    # The attribute, not the module: its hooks run around it, and the names of its parameters stay.
+    layer: Any = module
+    layer.forward = torch.compile(module.forward, dynamic=False)
+    return True

@@ -14,8 +14,8 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -27,14 +27,12 @@ from ..errors import ConfigurationError
 from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
-from ..schedule.posting import Posts, post_ahead
+from ..schedule.posting import Posts, Receives, post_ahead
 from .cell import Cell, LayerFailed
-from .finite import FiniteWatch
 from .halves import WeightHalf, backward_of_inputs
 from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .messages.grouping import grouped, grouped_like, grouping_of
 from .messages.process_group import Wait
-from .messages.receives import Receives
 from .messages.transport import Transport
 from .meter import Meter
 
@@ -154,18 +152,13 @@ class Engine:
         assert self._transport is not None
         return self._transport
 
-    @property
-    def bytes_shared(self) -> int:
-        """Returns the bytes of memory that this worker shares with the workers it sends to."""
-        return 0 if self._transport is None else self._transport.bytes_shared
-
     def train_step(
         self,
         instructions: Sequence[Instruction],
         step_input: StepInput,
         micro_batches: Sequence[MicroBatch] | None,
         posts: Posts | None = None,
-        watch: FiniteWatch | None = None,
+        timed: bool = True,
         after: Mapping[int, Callable[[], None]] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
@@ -175,7 +168,7 @@ class Engine:
             step_input: describes the mini-batch.
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
             posts: when receives are posted; None: `post_ahead`.
-            watch: looks at all outputs and gradients; nothing is timed then.
+            timed: the engine's meter records every instruction.
             after: called when the instruction at that position of the list has run.
 
         Raises:
@@ -186,21 +179,10 @@ class Engine:
         step = _TrainingStep(
             self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
         )
-        with nullcontext() if watch is None else self._watched(watch):
-            step.run(self.meter if watch is None else None, after or {})
+        step.run(self.meter if timed else None, after or {})
         for cell in self.cells.values():
             cell.end_step()
         return step.record
-
-    @contextmanager
-    def _watched(self, watch: FiniteWatch) -> Iterator[None]:
-        with ExitStack() as stack:
-            for cell in self.cells.values():
-                stack.enter_context(cell.calls_replaced(watch.watched))
-                stack.enter_context(watch.watching_weights(cell.number, cell.layers))
-            stack.callback(setattr, self, "loss", self.loss)
-            self.loss = watch.watched_task(self.loss)
-            yield
 
     def run_forward(
         self,

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .cell import Cell
-from .gradients import fill_gradients
-from .replicas import on_wire, wire_device
+from .gradients import fill_gradients, on_wire, wire_device
 
 _TAG = 0  # no other message has it
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import floor, inf
 
-from ..partition.layer_times import LayerTimes
+from ..partition.cost import LayerTimes
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ layers are walked through with the storages that they keep.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 
 from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape
 from ..pipeline.messages.boundary import ALIGNMENT
-from .measure.layer_facts import BoundaryTensor, LayerFacts
+from ..pipeline.tied_parameters import Use
+from .measure.layer_facts import BoundaryTensor, LayerFacts, ModelFacts
 from .memory import CellSizes
-from .tie_bytes import copied_parameters
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class CellFacts:
     """Describes one cell.
 
     Attributes:
+        worker: its number.
         first, last: numbers of its layers in the model's list.
         layers: their facts; in the last cell followed by those of the task's loss.
         weights: its parameters; of tied ones those that it owns.
@@ -33,6 +34,7 @@ class CellFacts:
         inputs_bytes: bytes of the boundary in front of it, for one micro-batch.
     """
 
+    worker: int
     first: int
     last: int
     layers: tuple[LayerFacts, ...]
@@ -67,11 +69,6 @@ class CellFacts:
         return _bytes(self.copies) + _bytes(self.uses)
 
     @property
-    def reduced_bytes(self) -> int:
-        """Returns the bytes of the gradients that are summed over replicas."""
-        return _bytes(self.trained)
-
-    @property
     def flops(self) -> float:
         """Returns the FLOPs of the forward of one micro-batch."""
         return sum(operation.flops for layer in self.layers for operation in layer.inference.operations)
@@ -81,69 +78,80 @@ def _bytes(shapes: Sequence[TensorShape]) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
-def build_cells(
-    layers: Sequence[LayerFacts],
-    loss: LayerFacts | None,
-    cut: Cut,
-    names: Sequence[str],
-    inputs: Sequence[BoundaryTensor],
-    target_bytes: Sequence[int],
-) -> list[CellFacts]:
-    """Returns the facts of every cell.
-
-    Args:
-        layers: facts of the model's layers.
-        loss: facts of the task's loss; None where it could not be measured: it is left out.
-        cut: the layers of each cell, and the tied parameters.
-        names: of the layers.
-        inputs: inputs of the first layer.
-        target_bytes: bytes of each target of a micro-batch.
-    """
+def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> list[CellFacts]:
+    """Returns the facts of every cell; ``names``: of the layers."""
     facts, cells = [], cut.layers
     copied = copied_parameters(cut.uses(names))
-    for number, members in enumerate(cells):
-        own = [layers[index] for index in members]
-        is_last = number == len(cells) - 1
-        if is_last and loss is not None:
-            own.append(loss)
-        boundary = inputs if not members.start else layers[members.start - 1].boundary
-        sizes = cell_sizes(own, boundary, target_bytes, is_last)
-        plain = sum(tensor.bytes for tensor in boundary)
-        owned = _parameters(layers, members, lambda index, name: name not in cut.ties[index])
-        used = _parameters(layers, members, lambda index, name: name in cut.ties[index])
-        copies = _parameters(layers, members, lambda index, name: f"{names[index]}.{name}" in copied)
-        weights, trained = tuple(shape for shape, _ in owned), tuple(shape for shape, frozen in owned if not frozen)
-        tied = tuple(shape for shape, _ in copies), tuple(shape for shape, frozen in used if not frozen)
-        facts.append(CellFacts(members.start, members.stop - 1, tuple(own), weights, trained, *tied, sizes, plain))
+    for members, worker in zip(cells, cut.placement, strict=True):
+        layers = model.layers[members.start : members.stop]
+        if is_last := members is cells[-1]:
+            layers = model.with_loss[members.start :]
+        boundary = model.layers[members.start - 1].boundary if members.start else model.inputs
+        parameters = [
+            (shape, name in layer.frozen, name in cut.ties[index], f"{names[index]}.{name}" in copied)
+            for index, layer in zip(members, layers, strict=False)
+            for name, shape in layer.parameters
+        ]
+        facts.append(
+            CellFacts(
+                worker=worker,
+                first=members.start,
+                last=members.stop - 1,
+                layers=tuple(layers),
+                weights=tuple(shape for shape, _, tied, _ in parameters if not tied),
+                trained=tuple(shape for shape, frozen, tied, _ in parameters if not tied and not frozen),
+                copies=tuple(shape for shape, _, _, copy in parameters if copy),
+                uses=tuple(shape for shape, frozen, tied, _ in parameters if tied and not frozen),
+                sizes=cell_sizes(layers, boundary, model.target_bytes, is_last),
+                inputs_bytes=sum(tensor.bytes for tensor in boundary),
+            )
+        )
     return facts
 
 
-def graphs_of_layers(
-    layers: Sequence[LayerFacts], loss: LayerFacts | None, inputs: Sequence[BoundaryTensor]
-) -> list[int]:
+def copied_parameters(ties: Sequence[Sequence[Use]]) -> set[str]:
+    """Returns the uses for which a worker keeps a value: its first of each parameter that another worker owns."""
+    firsts = [{use.worker: use.name for use in reversed(uses)} for uses in ties]
+    owners = {owner.name for owner, *_ in ties}
+    return {name for first in firsts for name in first.values()} - owners
+
+
+def tie_messages(
+    ties: Sequence[Sequence[Use]], names: Sequence[str], layers: Sequence[LayerFacts]
+) -> Iterator[tuple[int, int, int]]:
+    """Yields sender, receiver and bytes of every message of a step: gradients to the owners, values back.
+
+    Args:
+        names: of the layers.
+    """
+    trained = {
+        f"{layer}.{name}": shape.bytes
+        for layer, facts in zip(names, layers, strict=True)
+        for name, shape in facts.parameters
+        if name not in facts.frozen
+    }
+    copied = copied_parameters(ties)
+    for owner, *others in ties:
+        size = trained.get(owner.name, 0)
+        for use in others:
+            if use.worker != owner.worker:
+                yield use.worker, owner.worker, size
+            if use.name in copied:
+                yield owner.worker, use.worker, size
+
+
+def graphs_of_layers(model: ModelFacts) -> list[int]:
     """Returns for each layer the bytes that it makes and that any cell with it keeps; the loss's are the last layer's.
 
     What a later cell needs of it stays, too: a cell keeps what it hands on.
     """
-    walk = _Storages(inputs)
-    made = [len(inputs)]
-    for facts in [*layers, *([] if loss is None else [loss])]:
+    walk = _Storages(model.inputs)
+    made = [len(model.inputs)]
+    for facts in model.with_loss:
         walk.enter(facts)
         made.append(walk.storages)
-    made[len(layers) :] = made[-1:]
+    made[len(model.layers) :] = made[-1:]
     return [walk.kept_among(range(*numbers)) for numbers in pairwise(made)]
-
-
-def _parameters(
-    layers: Sequence[LayerFacts], members: range, wanted: Callable[[int, str], bool]
-) -> list[tuple[TensorShape, bool]]:
-    """Returns shape and whether it is frozen of each parameter that is ``wanted`` (layer, name)."""
-    return [
-        (shape, name in layers[index].frozen)
-        for index in members
-        for name, shape in layers[index].parameters
-        if wanted(index, name)
-    ]
 
 
 def cell_sizes(
@@ -214,8 +222,7 @@ class _Storages:
     """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count."""
 
     def __init__(self, inputs: Sequence[BoundaryTensor]) -> None:
-        self._numbers = count()
-        self._size: dict[int, int] = {}
+        self._size: list[int] = []  # of each storage, by its number
         self._kept: set[int] = set()
         self._boundary = [self._new(0) for _ in inputs]
         self.kept_bytes = 0
@@ -259,9 +266,8 @@ class _Storages:
             self._keep(storage)
 
     def _new(self, size: int) -> int:
-        number = next(self._numbers)
-        self._size[number] = size
-        return number
+        self._size.append(size)
+        return len(self._size) - 1
 
     def _keep(self, storage: int) -> None:
         if storage not in self._kept:

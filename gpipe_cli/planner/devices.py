@@ -7,7 +7,6 @@ share of them that a real run reaches. A device sold with 16 GB has 16 GiB.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
@@ -43,7 +42,7 @@ class Device:
     latency: NotNegative = 10e-6
     overhead: NotNegative = 5e-6
     host: NotNegative = 0.0
-    kernels: Literal["accelerator", "plain", "cpu"] = "accelerator"
+    kernels: Literal["accelerator", "cpu"] = "accelerator"
 
 
 PRESETS = {
@@ -97,16 +96,9 @@ def describe(device: str | Mapping[str, Any]) -> Device:
     if missing := [key for key in _DESCRIBED if key not in device]:
         raise ConfigurationError(f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}")
     defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
-    values = {"name": "described", **{key: _number(value) for key, value in device.items()}}
+    values = {"name": "described", **device}
     values["memory"] = parse_bytes(device["memory"], "plan.device.memory")
     return read_section(Device, {**defaults, "half_flops": values["flops"], **values}, "plan.device")
-
-
-def _number(value: Any) -> Any:
-    """Returns the number that a text holds, as 1e13, which YAML takes for text; any other value as it is."""
-    with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

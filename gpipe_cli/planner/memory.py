@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..pipeline.messages.receives import Receives
 from ..pipeline.messages.shared_memory import slot_bytes
 from ..schedule.instruction import Instruction, Op, send_window
-from ..schedule.posting import Posts, post_ahead, post_when_sent
+from ..schedule.posting import Posts, Receives, post_ahead, post_when_sent
 from ..schedule.simulate import Timeline
 
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, RUNNING = "mini_batch", "inputs", "graphs", "messages", "running"
@@ -174,8 +173,7 @@ class _Walk:
         self._last_use = {(i.cell, i.micro_batch): n for i, n in uses}
         self._recomputed = {(i.cell, i.micro_batch) for i, _ in computed if i.op is Op.RECOMPUTE}
         self._receives = Receives(posts, self._post)
-        self._holders: dict[tuple[object, ...], set[str]] = {}
-        self._held: dict[tuple[object, ...], tuple[str, int]] = {}
+        self._held: dict[tuple[object, ...], tuple[str, int, set[str]]] = {}  # kind, bytes and holders
         self._now = dict.fromkeys(KINDS, 0)
         self._peak, self._at_peak = 0, dict(self._now)
 
@@ -199,12 +197,13 @@ class _Walk:
         size = self._sizes[cell]
         if instruction.awaited_message is not None:
             self._receive(instruction)
-        elif instruction.op is Op.SEND_ACTIVATION:
-            self._send(instruction)
-            self._drop(("boundary", cell, number), "outgoing")
-        elif instruction.op is Op.SEND_GRADIENT:
-            self._send(instruction)
-            self._drop(("gradient", cell, number), "wire")
+        elif instruction.op in SENDS:
+            if not self._copied:
+                self._hold(("sending", instruction), "wire", MESSAGES, sent_bytes(instruction, self._sizes))
+            if instruction.op is Op.SEND_ACTIVATION:
+                self._drop(("boundary", cell, number), "outgoing")
+            else:
+                self._drop(("gradient", cell, number), "wire")
         elif instruction.op is Op.FORWARD:
             self._forward(cell, number)
         elif instruction.op is Op.RECOMPUTE:
@@ -241,10 +240,6 @@ class _Walk:
             inside = self._placement[cell + 1] == self._placement[cell]
             kind, holder = (INPUTS, "input") if inside else (MESSAGES, "outgoing")
             self._hold(("boundary", cell, number), holder, kind, size.outputs)
-
-    def _send(self, instruction: Instruction) -> None:
-        if not self._copied:
-            self._hold(("sending", instruction), "wire", MESSAGES, sent_bytes(instruction, self._sizes))
 
     def _receive(self, instruction: Instruction) -> None:
         cell, number, size = instruction.cell, instruction.micro_batch, self._sizes[instruction.cell]
@@ -290,19 +285,15 @@ class _Walk:
 
     def _hold(self, key: tuple[object, ...], holder: str, kind: str, size: int) -> None:
         """Counts memory that lives as long as it has a holder; the first one decides the kind."""
-        holders = self._holders.setdefault(key, set())
-        if not holders:
-            self._held[key] = kind, size
+        if key not in self._held:
+            self._held[key] = kind, size, set()
             self._now[kind] += size
             self._note()
-        holders.add(holder)
+        self._held[key][2].add(holder)
 
     def _drop(self, key: tuple[object, ...], holder: str) -> None:
-        holders = self._holders.get(key)
-        if holders is None or holder not in holders:
-            return
-        holders.remove(holder)
-        if not holders:
-            kind, size = self._held.pop(key)
+        kind, size, holders = self._held.get(key, ("", 0, set()))
+        if holders == {holder}:
+            del self._held[key]
             self._now[kind] -= size
-            del self._holders[key]
+        holders.discard(holder)

@@ -15,16 +15,16 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class _Typed:
-    efficiency: Positive
-    bandwidth_efficiency: Positive
-    longest: bool
-    kernels: Literal["auto", "accelerator", "plain", "cpu"]
-    bytes_per_parameter: Positive | None
-    best: bool
-    devices: Count | None
-    grow: str | None
-    format: Literal["text", "json"]
-    page: str | None
+    efficiency: Positive = 1.0
+    bandwidth_efficiency: Positive = 1.0
+    longest: bool = False
+    kernels: Literal["auto", "accelerator", "cpu"] = "auto"
+    bytes_per_parameter: Positive | None = None
+    best: bool = False
+    devices: Count | None = None
+    grow: str | None = None
+    format: Literal["text", "json"] = "text"
+    page: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,10 @@ class Options(_Typed):
         most_workers: of a replica, for which the present machine has devices; None: one for each cell.
     """
 
-    device: Device | None
-    memory: int | None
-    fit: int | None
+    device: Device | None = None
+    memory: int | None = None
+    fit: int | None = None
     most_workers: int | None = None
-
-    @classmethod
-    def of_this_machine(cls, most_workers: int) -> Options:
-        """Returns the options of a search for the present machine, with at most so many workers of a replica."""
-        return cls(
-            efficiency=1.0,
-            bandwidth_efficiency=1.0,
-            longest=False,
-            kernels="auto",
-            bytes_per_parameter=None,
-            best=True,
-            devices=None,
-            grow=None,
-            format="text",
-            page=None,
-            device=None,
-            memory=None,
-            fit=None,
-            most_workers=most_workers,
-        )
 
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:
@@ -87,15 +67,6 @@ def _device_of(value: Any) -> str | Mapping[str, Any]:
     if isinstance(value, (str, Mapping)):
         return value
     raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
-
-
-def with_free_cut(config: dict[str, Any], options: Options) -> tuple[dict[str, Any], list[str]]:
-    """Returns the configuration without sizes of cells if `plan.grow` tries other layers, and a line that says so."""
-    sizes = (config.get("pipeline") or {}).get("partition")
-    if options.grow is None or not isinstance(sizes, list):
-        return config, []
-    pipeline = {**config["pipeline"], "partition": "auto"}
-    return {**config, "pipeline": pipeline}, [f"plan.grow plans with pipeline.partition=auto in place of {sizes}"]
 
 
 def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..layers import LayerBuilder
-from ..partition.layer_times import LayerTimes
+from ..partition.cost import LayerTimes
 from ..schedule.instruction import Instruction, Op
 from ..schedule.schedule import most_kept
 from ..schedule.simulate import Timeline
@@ -33,7 +33,6 @@ class CellPlan:
         weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
         graph: what the graph of one micro-batch holds, its outputs included.
         inputs_in_flight: most micro-batches whose input is kept at once.
-        graphs_in_flight: most micro-batches whose graph is kept at once.
         inputs: all boundary inputs in flight.
         working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
         total: sum of all of the above; cells that share a worker do not reach it at the same time.
@@ -59,7 +58,6 @@ class CellPlan:
     average: float
     graph: int
     inputs_in_flight: int
-    graphs_in_flight: int
     inputs: int
     working: int
     total: float
@@ -123,7 +121,7 @@ class Plan:
         bound_of_any_cut_seconds: those that every schedule of any cut takes, without the update.
         memory: bytes on the device that is fullest for its size.
         limit: bytes that it may hold.
-        weight_bytes, gradient_bytes, optimizer_bytes, activation_bytes: sums over all devices.
+        weight_bytes, activation_bytes: sums over all devices.
         notes: assumptions, and changes to the configuration that made it possible to plan.
         timeline, lists: the simulated step and its instruction lists.
         found: the keys that a search was for, with their values; empty for a plain plan.
@@ -155,8 +153,6 @@ class Plan:
     memory: float
     limit: float
     weight_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
     activation_bytes: int
     notes: list[str]
     timeline: Timeline = field(repr=False, compare=False)
@@ -186,20 +182,10 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: everything but the instruction lists and their timeline."""
-        own = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name not in ("timeline", "lists", "cells", "rivals", "workers_plan", "device")
-        }
-        return {
-            **own,
-            "fits": self.fits,
-            "examples_per_second": self.examples_per_second,
-            "device": asdict(self.device),
-            "rivals": [asdict(rival) for rival in self.rivals],
-            "cells": [asdict(cell) for cell in self.cells],
-            "devices": [asdict(worker) for worker in self.workers_plan],
-        }
+        plain = asdict(replace(self, timeline=Timeline([], ()), lists=[]))
+        del plain["timeline"], plain["lists"]
+        devices = plain.pop("workers_plan")
+        return {**plain, "fits": self.fits, "examples_per_second": self.examples_per_second, "devices": devices}
 
 
 @dataclass(frozen=True)
@@ -221,21 +207,20 @@ def cell_plans(
     cells: Sequence[CellFacts],
     times: Sequence[LayerTimes],
     model: Sequence[ModelBytes],
-    placement: Sequence[int],
     lists: Sequence[Sequence[Instruction]],
 ) -> list[CellPlan]:
     """Returns the plan of every cell.
 
     Args:
         builders: the model.
-        cells, times, model, placement: one item for each cell.
+        cells, times, model: one item for each cell.
         lists: one list of instructions for each worker.
     """
     kept = [most_kept(each) for each in lists]
     whole = sum(time.total for time in times) or 1.0
     plans = []
     for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
-        worker, size = placement[number], cell.sizes
+        worker, size = cell.worker, cell.sizes
         inputs = kept[worker].inputs[number] * (cell.inputs_bytes if number else size.message)
         graphs = kept[worker].graphs[number]
         graph = size.graph + size.outputs
@@ -254,7 +239,6 @@ def cell_plans(
                 **asdict(bytes_),
                 graph=graph,
                 inputs_in_flight=kept[worker].inputs[number],
-                graphs_in_flight=graphs,
                 inputs=inputs,
                 working=working,
                 total=bytes_.total + inputs + working,
@@ -264,12 +248,12 @@ def cell_plans(
 
 
 def worker_plans(
-    placement: Sequence[int], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]], limits: Sequence[float]
+    cells: Sequence[CellFacts], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]], limits: Sequence[float]
 ) -> list[WorkerPlan]:
     """Returns the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
     plans = []
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
-        own = [cell for cell, of in enumerate(placement) if of == worker]
-        held, activations = sum(model[cell].total for cell in own), sum(by_kind.values())
+        own = [number for number, cell in enumerate(cells) if cell.worker == worker]
+        held, activations = sum(model[number].total for number in own), sum(by_kind.values())
         plans.append(WorkerPlan(worker, own, held, activations, by_kind, held + activations, limit))
     return plans

@@ -1,39 +1,60 @@
 """Makes plans of a run: measures its layers once, then cuts, simulates and adds up for one pipeline after another.
 
 It needs neither hardware nor data: layers are measured on tensors without values (`measure`), memory follows from the
-instruction lists that would run (`memory`), times from a described device (`timing`).
+instruction lists that would run (`memory`), times from a described device (`timing`). Under `plan.device=this` layers
+and loss are run and timed on the machine as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from math import isfinite
 
+import torch
+
 from ..config import PipelineConfig, Settings
-from ..errors import ConfigurationError
-from ..factory.build import build_model, build_optimizer, build_task
+from ..cpu import as_worker, usable_cores
+from ..factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
-from ..factory.optimizer_bytes import optimizer_state_bytes
+from ..factory.kept_profile import kept_costs, profile_file
+from ..factory.memory_check import optimizer_state_bytes
+from ..micro_batch import MicroBatch
 from ..optim.sharding import shares
-from ..partition.cut import Cut
-from ..partition.layer_times import LayerTimes
+from ..partition.cost import LayerCost, LayerTimes, layer_costs
+from ..partition.cut import Cut, places_without_cut
+from ..partition.fake_layers import CostError
+from ..partition.model_profile import ModelProfile, profile_layers
 from ..partition.tie_search import Ties, find_ties
-from ..schedule.instruction import Instruction, ScheduleError
+from ..schedule.instruction import Instruction
 from ..schedule.schedule import kept_graphs, schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
-from .cells import CellFacts, build_cells, graphs_of_layers
-from .measure.layer_facts import LayerFacts
-from .measure.measurement import Measurement, Measurements
-from .measure.this_device import measure_device
-from .memory import CellSizes, Wire, most_alive, sent_bytes
+from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
+from .fitting_cut import bytes_of_workers, cut_that_fits, held_bytes, limits_of_workers
+from .measure.background_load import background_load
+from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
+from .measure.this_device import measure_device, present_device, workers_on_a_gpu
+from .memory import Wire, most_alive, sent_bytes
 from .options import Options
-from .plan import ModelBytes, Plan, WorkerPlan, cell_plans, worker_plans
-from .room import bytes_of_workers, cut_that_fits, held_bytes, limits_of_workers
-from .tie_bytes import tie_messages, trained_parameters
+from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .timing import TimeModel, cell_times, durations
+
+LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer; timing takes about six of them
+
+
+@dataclass(frozen=True)
+class Measurement(ModelFacts):
+    """Adds costs to the facts of a model.
+
+    Attributes:
+        costs: costs by which the model is cut.
+        examples: number of examples in the mini-batch.
+    """
+
+    costs: list[LayerCost]
+    examples: int
 
 
 class Planner:
@@ -53,15 +74,15 @@ class Planner:
             settings = replace(settings, model=with_example(settings.model, inputs))
         self.settings, self.options = settings, options
         self.builders = build_model(settings.model, settings.seed)
+        self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
-        measured = replace(settings, pipeline=self._with_workers(most_cells))
-        self.device = options.device or measure_device(measured.pipeline)
+        self._section = self._with_workers(most_cells)  # of which this machine is measured
+        self.device = options.device or measure_device(self._section)
         self._times = TimeModel(self.device)  # the rates of this machine are measured, those of others are peaks
         if options.device is not None:
             self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
-        task = build_task(settings.task, settings.seed)
-        self._measurements = Measurements(measured, options, self.builders, task, self._times, self._kernels)
+        self._measured = cache(self._measure)
         self._state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
 
     def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
@@ -82,8 +103,7 @@ class Planner:
     @cached_property
     def has_batchnorm(self) -> bool:
         """Returns whether layers normalise over the examples of a micro-batch."""
-        layers = self._measurements.of(self.settings.pipeline.replicas).layers
-        return any(layer.batchnorm for layer in layers)
+        return any(layer.batchnorm for layer in self._measured(self.settings.pipeline.replicas).layers)
 
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """Returns the plan for `settings`, or for another section `pipeline`.
@@ -92,27 +112,84 @@ class Planner:
             ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
-        measured = self._measurements.of(pipeline.M * pipeline.replicas)
+        measured = self._measured(pipeline.M * pipeline.replicas)
         cut = self._cut(measured, pipeline)
-        boundary = measured.inputs, measured.target_bytes
-        cells = build_cells(measured.layers, measured.loss, cut, self._names, *boundary)
+        keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
+        lists = schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
+        return self._assemble(pipeline, measured, cut, lists)
+
+    def _measure(self, count: int) -> Measurement:
+        """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
+        micro_batch, examples = example_micro_batch(self.settings, count, self.options.longest)
+        precision = self.settings.precision
+        autocast, passed_as = build_autocast(precision, torch.device("cpu")), boundary_type_of(precision)
+        model = measure_model(self.builders, self._task.loss, micro_batch, autocast, passed_as, self._kernels)
+        timed = self._time(model, micro_batch) if self.options.device is None else None
+        costs = [
+            replace(cost, may_end_cell=facts.may_end_cell)
+            for cost, facts in zip(self._costs(model, micro_batch, timed), model.layers, strict=True)
+        ]
+        model.notes.extend(places_without_cut(costs))
+        return Measurement(**vars(model), costs=costs, examples=examples)
+
+    def _costs(self, model: ModelFacts, micro_batch: MicroBatch, timed: ModelProfile | None) -> list[LayerCost]:
+        """Returns the costs by which the model is cut; may add a note.
+
+        For `pipeline.cost=profile` on this machine they are those of the profile that a run uses, or this one, which it
+        will use; for a described device, and where layers take too long to be timed, they are worked out.
+        """
+        how = self._section.cost
+        if how != "profile":
+            return layer_costs(self.builders, micro_batch[0], how)
+        if self.options.device is None:
+            with as_worker(self._section.threads):  # a profile is kept for a number of threads
+                file = profile_file(self.builders, micro_batch, self.settings, present_device(self._section))
+            if timed is not None or file.exists():
+                model.notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
+                return kept_costs(file, lambda: [] if timed is None else timed.costs)
+        return [
+            LayerCost(builder.name, facts.parameter_count, None, None, times.total, measured=times)
+            for builder, facts, times in zip(self.builders, model.layers, self._times.layers(model), strict=True)
+        ]
+
+    def _time(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
+        """Times layers and loss on this machine; returns None, with a note, where that fails or takes too long."""
+        distinct = dict.fromkeys(model.with_loss)  # equal layers are timed once
+        if sum(self._times.estimate(facts).total for facts in distinct) > LONGEST_PROFILE:
+            model.notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
+            return None
         try:
-            lists = _lists(pipeline, cut)
-        except ScheduleError as error:
-            raise ConfigurationError(str(error)) from error
-        return self._assemble(pipeline, measured, cut, cells, lists)
+            timed = self._profile(micro_batch)
+        except (CostError, RuntimeError) as error:
+            model.notes.append(f"layers could not be timed here ({error}): times follow from the machine's rates")
+            return None
+        # The GPU was this process's alone; workers that share it take turns.
+        sharing, both = workers_on_a_gpu(self._section), zip(model.with_loss, [*timed.times, timed.loss], strict=False)
+        self._times.measured.update({facts: times.slower(sharing) for facts, times in both if times})
+        return timed
+
+    def _profile(self, micro_batch: MicroBatch) -> ModelProfile:
+        pipeline, here = self._section, present_device(self._section)
+        autocast = build_autocast(self.settings.precision, here)
+        # Ones may stand for tokens, labels and pixels.
+        inputs, targets = (tuple(torch.ones_like(tensor, device=here) for tensor in side) for side in micro_batch)
+        at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
+        others = max(0, at_once - 1) if here.type == "cpu" else 0
+        with as_worker(pipeline.threads), background_load(others, pipeline.threads):
+            return profile_layers(
+                self.builders,
+                inputs,
+                here,
+                autocast,
+                lambda outputs: self._task.loss(outputs, targets)[0],
+                targets,
+                boundary_type_of(self.settings.precision),
+            )
 
     def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
-        bytes_of = partial(
-            bytes_of_workers,
-            pipeline=pipeline,
-            layers=measured.layers,
-            loss=measured.loss,
-            inputs=measured.inputs,
-            target_bytes=measured.target_bytes,
-            held=partial(self._held, replace(self.settings, pipeline=pipeline)),
-        )
+        held = partial(self._held, replace(self.settings, pipeline=pipeline))
+        bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=measured, held=held)
         return cut_that_fits(self.builders, measured.costs, self._ties, pipeline, self.limits(pipeline), bytes_of)
 
     def _held(self, settings: Settings, layer: LayerFacts) -> float:
@@ -127,27 +204,28 @@ class Planner:
         return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), self.device.memory)
 
     def _assemble(
-        self,
-        pipeline: PipelineConfig,
-        measured: Measurement,
-        cut: Cut,
-        cells: list[CellFacts],
-        lists: list[list[Instruction]],
+        self, pipeline: PipelineConfig, measured: Measurement, cut: Cut, lists: list[list[Instruction]]
     ) -> Plan:
-        placement, sizes = cut.placement, [cell.sizes for cell in cells]
-        times = self._times_on_workers(cells, placement, pipeline)
+        cells = build_cells(measured, cut, self._names)
+        sizes, speeds = [cell.sizes for cell in cells], pipeline.speeds or [1.0] * len(lists)
+        own_times = zip(cell_times(cells, self._times), cells, strict=True)
+        times = [time.slower(1 / speeds[cell.worker]) for time, cell in own_times]
 
         def latency(sent: Instruction) -> float:
             return self._times.transfer(sent_bytes(sent, sizes))
 
-        timeline = simulate(lists, placement, durations(times, lists), latency, self.device.host)
-        model = self._sharded([self._model_bytes(cell) for cell in cells], cells, placement, pipeline)
-        alive = most_alive(timeline, sizes, self._wire(pipeline))
-        workers = worker_plans(placement, model, alive, self.limits(pipeline))
+        timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host)
+        model = self._model_bytes(cells, pipeline)
+        workers = worker_plans(cells, model, most_alive(timeline, sizes, self._wire(pipeline)), self.limits(pipeline))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
-        ties = list(tie_messages(cut.uses(self._names), trained_parameters(self._names, measured.layers)))
-        update = self._update_seconds(cells, model, placement, pipeline, ties)
-        bound, any_cut = self._bounds(measured, cells, times, model, workers, placement, pipeline)
+        ties = list(tie_messages(cut.uses(self._names), self._names, measured.layers))
+        sent = sum(sent_bytes(i, sizes) for each in lists for i in each if i.sent_message is not None)
+        update = self._update_seconds(cells, model, pipeline, ties)
+        graphs = [cell.sizes.graph + cell.sizes.outputs for cell in cells]
+        room = [worker.limit - worker.model for worker in workers]
+        bound = step_bound(loads(times, graphs), cut.placement, pipeline.M, room, halves=True)
+        any_cut = self._bound_of_any_cut(measured, cells, model, [worker.limit for worker in workers], pipeline)
+        bound = max(bound, any_cut)
         return Plan(
             K=pipeline.K,
             M=pipeline.M,
@@ -160,10 +238,10 @@ class Planner:
             examples=measured.examples,
             micro_batch=[str(tensor.shape) for tensor in measured.inputs],
             parameters=sum(cell.parameters for cell in cells),
-            cells=cell_plans(self.builders, cells, times, model, placement, lists),
+            cells=cell_plans(self.builders, cells, times, model, lists),
             workers_plan=workers,
             busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
-            sent_bytes=_crossing_bytes(sizes, placement, pipeline.M) + sum(size for _, _, size in ties),
+            sent_bytes=sent + sum(size for _, _, size in ties),
             bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
@@ -173,52 +251,32 @@ class Planner:
             memory=fullest.total,
             limit=fullest.limit,
             weight_bytes=sum(bytes_.weights for bytes_ in model),
-            gradient_bytes=sum(bytes_.gradients for bytes_ in model),
-            optimizer_bytes=sum(bytes_.optimizer for bytes_ in model),
             activation_bytes=sum(worker.activations for worker in workers),
             notes=measured.notes,
             timeline=timeline,
             lists=lists,
         )
 
-    def _times_on_workers(
-        self, cells: Sequence[CellFacts], placement: Sequence[int], pipeline: PipelineConfig
-    ) -> list[LayerTimes]:
-        """Returns the seconds of each cell on its own worker's device."""
-        speeds = pipeline.speeds or [1.0] * pipeline.worker_count
-        return [
-            time.slower(1 / speeds[worker])
-            for time, worker in zip(cell_times(cells, self._times), placement, strict=True)
-        ]
-
-    def _bounds(
+    def _bound_of_any_cut(
         self,
         measured: Measurement,
         cells: Sequence[CellFacts],
-        times: Sequence[LayerTimes],
         model: Sequence[ModelBytes],
-        workers: Sequence[WorkerPlan],
-        placement: Sequence[int],
+        limits: Sequence[float],
         pipeline: PipelineConfig,
-    ) -> tuple[float, float]:
-        """Returns the seconds that every schedule of this cut, and of any cut, takes at least.
+    ) -> float:
+        """Returns the seconds that every schedule of any cut takes at least.
 
-        Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better: for
-        any cut neither counts.
+        Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better:
+        neither counts.
         """
-        graphs = [cell.sizes.graph + cell.sizes.outputs for cell in cells]
-        loads = [CellLoad(**asdict(time), graph=graph) for time, graph in zip(times, graphs, strict=True)]
-        of_cut = step_bound(loads, placement, pipeline.M, [each.limit - each.model for each in workers], halves=True)
-        together = sum(worker.limit for worker in workers)
+        together = sum(limits)
         for cell, bytes_ in zip(cells, model, strict=True):
             together -= bytes_.total - cell.tied_bytes - (bytes_.optimizer if pipeline.shard_optimizer else 0)
-        speeds = pipeline.speeds or [1.0] * len(workers)
-        seconds = [each.slower(1 / max(speeds)) for each in self._times.layers(measured.layers, measured.loss)]
-        graphs = graphs_of_layers(measured.layers, measured.loss, measured.inputs)
-        layers = [CellLoad(**asdict(time), graph=graph) for time, graph in zip(seconds, graphs, strict=True)]
-        largest = max(worker.limit for worker in workers)
-        of_any = bound_of_any_cut(layers, speeds, pipeline.M, largest, together, halves=True)
-        return max(of_cut, of_any), of_any
+        speeds = pipeline.speeds or [1.0] * len(limits)
+        seconds = [each.slower(1 / max(speeds)) for each in self._times.layers(measured)]
+        layers = loads(seconds, graphs_of_layers(measured))
+        return bound_of_any_cut(layers, speeds, pipeline.M, max(limits), together, halves=True)
 
     def _wire(self, pipeline: PipelineConfig) -> Wire:
         """Returns how messages travel; workers on CPUs are assumed to be on one machine."""
@@ -226,60 +284,45 @@ class Planner:
             return Wire.NCCL
         return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
 
-    def _model_bytes(self, cell: CellFacts) -> ModelBytes:
-        if self.options.bytes_per_parameter is not None:
-            return ModelBytes(cell.parameters * self.options.bytes_per_parameter, 0, 0, 0)
-        average = cell.average_bytes if self.settings.trainer.average is not None else 0
-        return ModelBytes(cell.weight_bytes, cell.gradient_bytes, sum(map(self._state_bytes, cell.trained)), average)
+    def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> list[ModelBytes]:
+        """Returns what each cell keeps between steps; of a shared optimizer state, on the replica that has most."""
+        if (each := self.options.bytes_per_parameter) is not None:
+            return [ModelBytes(cell.parameters * each, 0, 0, 0) for cell in cells]
+        share = cache(partial(self._largest_share, cells, pipeline.replicas))
+        model = []
+        for cell in cells:
+            state = sum(map(self._state_bytes, cell.trained))
+            kept = state * share(cell.worker) if pipeline.shard_optimizer else state
+            average = cell.average_bytes if self.settings.trainer.average is not None else 0
+            model.append(ModelBytes(cell.weight_bytes, cell.gradient_bytes, kept, average))
+        return model
 
-    def _sharded(
-        self,
-        model: Sequence[ModelBytes],
-        cells: Sequence[CellFacts],
-        placement: Sequence[int],
-        pipeline: PipelineConfig,
-    ) -> list[ModelBytes]:
-        """Returns the bytes with the optimizer's state on the replica that has most of it."""
-        if not pipeline.shard_optimizer or self.options.bytes_per_parameter is not None:
-            return list(model)
-        parts = {worker: self._largest_share(cells, placement, worker, pipeline.replicas) for worker in set(placement)}
-        return [
-            replace(bytes_, optimizer=bytes_.optimizer * parts[worker])
-            for bytes_, worker in zip(model, placement, strict=True)
-        ]
-
-    def _largest_share(self, cells: Sequence[CellFacts], placement: Sequence[int], worker: int, replicas: int) -> float:
-        trained = [shape for cell, of in zip(cells, placement, strict=True) if of == worker for shape in cell.trained]
-        loads = [0.0] * replicas
+    def _largest_share(self, cells: Sequence[CellFacts], replicas: int, worker: int) -> float:
+        trained = [shape for cell in cells if cell.worker == worker for shape in cell.trained]
+        states = [0.0] * replicas
         for shape, owner in zip(trained, shares([shape.numel for shape in trained], replicas), strict=True):
-            loads[owner] += self._state_bytes(shape)
-        return max(loads) / sum(loads) if any(loads) else 1.0
+            states[owner] += self._state_bytes(shape)
+        return max(states) / sum(states) if any(states) else 1.0
 
     def _update_seconds(
         self,
         cells: Sequence[CellFacts],
         model: Sequence[ModelBytes],
-        placement: Sequence[int],
         pipeline: PipelineConfig,
         ties: Sequence[tuple[int, int, int]],
     ) -> float:
         passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
-        seconds = [0.0] * (max(placement) + 1)
-        for cell, bytes_, worker in zip(cells, model, placement, strict=True):
-            seconds[worker] += self._times.update(cell, bytes_.optimizer)
-            seconds[worker] += passes * self._times.reduction(cell.reduced_bytes, pipeline.replicas)
+        seconds = [0.0] * pipeline.worker_count
+        for cell, bytes_ in zip(cells, model, strict=True):
+            reduced = sum(shape.bytes for shape in cell.trained)
+            seconds[cell.worker] += self._times.update(cell, bytes_.optimizer)
+            seconds[cell.worker] += passes * self._times.reduction(reduced, pipeline.replicas)
         for sender, receiver, size in ties:
             for worker in (sender, receiver):
                 seconds[worker] += self._times.transfer(size)
         return max(seconds)
 
 
-def _lists(pipeline: PipelineConfig, cut: Cut) -> list[list[Instruction]]:
-    keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
-    return schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
-
-
-def _crossing_bytes(sizes: Sequence[CellSizes], placement: Sequence[int], M: int) -> int:
-    """Returns the bytes of a step that cells send to cells of other workers."""
-    crossings = [number for number in range(1, len(sizes)) if placement[number] != placement[number - 1]]
-    return M * sum(sizes[number].message + sizes[number].input_gradients for number in crossings)
+def loads(times: Sequence[LayerTimes], graphs: Sequence[float]) -> list[CellLoad]:
+    """Returns seconds and bytes of layers or cells, as the bounds take them."""
+    return [CellLoad(**asdict(time), graph=graph) for time, graph in zip(times, graphs, strict=True)]

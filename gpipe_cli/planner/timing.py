@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..partition.layer_times import LayerTimes, cell_total
-from ..schedule.instruction import Instruction, Op
+from ..partition.cost import LayerTimes, cell_total
+from ..partition.cut import phases
+from ..schedule.instruction import Instruction
 from .cells import CellFacts
 from .devices import Device
-from .measure.layer_facts import LayerFacts
+from .measure.layer_facts import LayerFacts, ModelFacts
 from .measure.tracking import Operation
 
 
@@ -39,11 +40,11 @@ class TimeModel:
             self.measured[facts] = self.estimate(facts)
         return self.measured[facts]
 
-    def layers(self, layers: Sequence[LayerFacts], loss: LayerFacts | None) -> list[LayerTimes]:
+    def layers(self, model: ModelFacts) -> list[LayerTimes]:
         """Returns the times of each layer; those of the loss are added to the last."""
-        times = [self.layer(facts) for facts in layers]
-        if loss is not None:
-            times[-1] = cell_total(times[-1:], [self.layer(loss)])
+        times = [self.layer(facts) for facts in model.layers]
+        if model.loss is not None:
+            times[-1] = cell_total(times[-1:], [self.layer(model.loss)])
         return times
 
     def estimate(self, facts: LayerFacts) -> LayerTimes:
@@ -100,11 +101,5 @@ def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]
 
 def durations(times: Sequence[LayerTimes], lists: Sequence[Sequence[Instruction]]) -> Callable[[Instruction], float]:
     """Returns the function that `simulate` calls for the seconds of each computation in ``lists``."""
-    recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
-
-    def duration(instruction: Instruction) -> float:
-        time, op = times[instruction.cell], instruction.op
-        without_graph = op is Op.FORWARD and (instruction.cell, instruction.micro_batch) in recomputed
-        return float(time.inference if without_graph else getattr(time, op.name.lower()))
-
-    return duration
+    phase = phases(lists)
+    return lambda instruction: float(getattr(times[instruction.cell], phase(instruction)))

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..errors import ConfigurationError
 
-class ScheduleError(ValueError):
+
+class ScheduleError(ConfigurationError):
     """Raised when a schedule cannot be made, or when instruction lists break its rules."""
 
 
@@ -162,11 +164,6 @@ def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]
                 received.add(awaited)
             if (done := message or awaited) in waiting:
                 runnable.append(waiting.pop(done))
-    stuck = [
-        f"worker {worker} waits at {instructions[position]} (instruction {position}"
-        + (f", with {window} messages of the kind on their way)" if instructions[position].sent_message else ")")
-        for worker, (instructions, position) in enumerate(zip(lists, positions, strict=True))
-        if position < len(instructions)
-    ]
-    if stuck:
+    pairs = enumerate(zip(lists, positions, strict=True))
+    if stuck := [f"worker {w} waits at {each[position]}" for w, (each, position) in pairs if position < len(each)]:
         raise ScheduleError(f"deadlock: {'; '.join(stuck)}")

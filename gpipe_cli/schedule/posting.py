@@ -12,18 +12,22 @@ So the lists are run once on an ideal machine with these rules, where a receive 
 that finds the message sent. This never stalls: a worker that waits for its send waits for a computation to end. In the
 run each receive is posted in the gap found here. The same gaps meet, whatever the computations take, and whatever a
 gap waits for came before it on the ideal machine's clock; so the run cannot stall either.
+
+`Receives` posts what is due while a step runs.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, ScheduleError
 
-Posts = Mapping[
-    int, Sequence[Instruction]
-]  # receives by the position in the worker's list before which they are posted
+# Receives, by the position in the worker's list before which they are posted:
+Posts = Mapping[int, Sequence[Instruction]]
+Pending = TypeVar("Pending")
 
 RECEIVES_AHEAD = 2  # by `post_ahead`, of each kind: a late one costs gloo up to 2 ms, an early one memory
 
@@ -126,3 +130,37 @@ class _Worker:
             return None
         self.position, self.in_gap = position + 1, False
         return self.instructions[position].op
+
+
+class Receives(Generic[Pending]):
+    """Holds the receives of one step that are posted and not yet waited for.
+
+    Args:
+        posts: which receives are due before which instruction.
+        post: posts a receive and returns it; None while its shapes are not known: it is tried again before each
+            instruction, and the next receives of its kind wait for it, because they must be posted in order.
+    """
+
+    def __init__(self, posts: Posts, post: Callable[[Instruction], Pending | None]) -> None:
+        self._posts, self._post = posts, post
+        self._due: dict[Op, deque[Instruction]] = {Op.RECEIVE_ACTIVATION: deque(), Op.RECEIVE_GRADIENT: deque()}
+        self._posted: dict[Instruction, Pending] = {}
+
+    def __bool__(self) -> bool:
+        """Returns whether a posted message has not been waited for."""
+        return bool(self._posted)
+
+    def post_due(self, position: int) -> None:
+        """Posts what is due before the instruction at this position of the list."""
+        for instruction in self._posts.get(position, ()):
+            self._due[instruction.op].append(instruction)
+        for due in self._due.values():
+            while due and (pending := self._post(due[0])) is not None:
+                self._posted[due.popleft()] = pending
+
+    def take(self, instruction: Instruction) -> Pending | None:
+        """Returns the next receive of its kind if it was posted; if None, the caller posts it."""
+        pending = self._posted.pop(instruction, None)
+        if pending is None:
+            self._due[instruction.op].popleft()
+        return pending

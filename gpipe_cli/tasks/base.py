@@ -28,14 +28,14 @@ class Task(ABC):
             The quotient of a pair is logged under the name of the part.
         metrics: names of the sums that `evaluate` returns.
         unit: what `weight` counts: "examples" or "tokens".
-        shows_predictions: whether evaluations draw what `predictions` returns.
+        predicts_classes: whether evaluations name the most frequent mistakes among `predictions`.
         generation: how much an evaluation generates; None: nothing.
     """
 
     statistics: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ("loss",)
     unit: str = "examples"
-    shows_predictions: bool = False
+    predicts_classes: bool = False
     generation: GenerationSettings | None = None
 
     def weight(self, targets: Tensors) -> float:
@@ -60,7 +60,7 @@ class Task(ABC):
         return {name: sums[name] / weight for name in self.metrics}
 
     def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns label, predicted class and its probability of each example, [b, 3]."""
+        """Returns label and predicted class of each example, int64 [b, 2]."""
         raise NotImplementedError
 
     def log_probabilities(self, logits: Tensor) -> Tensor:

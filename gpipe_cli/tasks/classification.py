@@ -21,7 +21,7 @@ class ClassificationTask(Task):
 
     statistics = ("accuracy", "examples")
     metrics = ("nll", "accuracy", "top5_accuracy")
-    shows_predictions = True
+    predicts_classes = True
 
     def __init__(self, label_smoothing: ShareOrZero = 0.1) -> None:
         self.label_smoothing = label_smoothing
@@ -43,6 +43,5 @@ class ClassificationTask(Task):
         return torch.stack((nll, hits[:, 0].sum().double(), hits.sum().double()))
 
     def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns [b, 3] for the pictures of an evaluation: (label, predicted class, its probability)."""
-        confidence, predicted = outputs[0].float().softmax(1).max(1)
-        return torch.stack((targets[0].float(), predicted.float(), confidence), dim=1)
+        """Returns label and predicted class of each example, int64 [b, 2]."""
+        return torch.stack((targets[0], outputs[0].argmax(1)), dim=1)

@@ -23,8 +23,8 @@ from typing import IO, Any
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
+from gpipe_cli.launch.join import adopt_step
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.launch.srun import adopt_step
 from gpipe_cli.terminal.text import relative_paths
 from gpipe_cli.typed_section import read_values, unknown_key
 

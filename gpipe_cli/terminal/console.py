@@ -11,7 +11,6 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
                    bubble_predicted, skipped_updates, accuracy (optional)
     evaluation     step, numbers: {name: value}
     samples        rows: [{label: text}]                     outputs beside the references
-    end            text                                      the last line of the run
     begun                                                    nothing can refuse the run any more: for jobs/job.py
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
@@ -191,10 +190,6 @@ class Console:
         width = max((len(label) for row in event["rows"] for label in row), default=0)
         blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
         self.detail("\n\n".join(blocks))
-
-    def _show_end(self, event: Event) -> None:
-        self._stop_bar()
-        self.say(str(event["text"]))
 
 
 def _figures(event: Event, seconds_left: float | None) -> str:

@@ -5,12 +5,12 @@ A page is one HTML file without scripts that loads nothing: pictures stand in it
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import COLOURS, DARK
@@ -31,77 +31,51 @@ div,figure{{overflow-x:auto;margin:1rem 0}}
 table{{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}}
 th,td{{padding:.2rem .5rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}}
 .n{{text-align:right;white-space:nowrap}}
-dl{{display:grid;grid-template-columns:max-content 1fr;gap:.1rem 1rem;margin:1rem 0}}
+dl{{display:grid;grid-template-columns:fit-content(55%) 1fr;gap:.1rem 1rem;margin:1rem 0}}
 dt{{font-weight:600}}dd{{margin:0;min-width:0;overflow-wrap:anywhere}}
 pre{{padding:.6rem;background:var(--line);white-space:pre-wrap;overflow-wrap:anywhere;font-size:.875rem}}
-svg,img{{display:block;max-width:100%;height:auto}}img{{width:44rem}}
-@media screen and (max-width:40rem){{svg,img{{max-width:none;height:auto}}svg{{width:40rem}}img{{width:30rem}}}}
+svg{{display:block;max-width:100%;height:auto}}
+@media screen and (max-width:40rem){{svg{{max-width:none;width:40rem}}}}
 @media print{{table{{font-size:8pt}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
 figure,tr,pre{{break-inside:avoid}}div{{overflow:visible}}}}
 """
 
 
-class Link(str):
-    """Is text that leads to another file on a page."""
+class Link(NamedTuple):
+    """Holds text that leads to another file on a page."""
 
+    text: str
     address: str
 
-    @classmethod
-    def to(cls, text: str, address: str) -> Link:
-        link = cls(text)
-        link.address = address
-        return link
-
-
-@dataclass(frozen=True)
-class Heading:
-    """Holds the title of a section."""
-
-    words: str
-
-    def text(self) -> str:
-        return self.words
-
-    def markdown(self) -> str:
-        return f"## {self.words}"
-
-    def html(self) -> str:
-        return f"<h2>{escape(self.words)}</h2>"
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Holds lines of prose, each a paragraph of its own; with a bullet they are notes."""
+    """Holds lines.
+
+    Attributes:
+        kind: as Markdown marks it: "" paragraphs, "* " notes, "## " the title of a section, "```" words to type.
+    """
 
     lines: Sequence[str]
-    bullet: str = ""
+    kind: str = ""
 
     def text(self) -> str:
-        return "\n".join(self.bullet + line for line in self.lines)
+        return "\n".join(f"* {line}" if self.kind == "* " else line for line in self.lines)
 
     def markdown(self) -> str:
-        return "\n".join(f"* {line}" if self.bullet else line for line in self.lines)
+        if self.kind == "```":
+            return "\n".join(["```", *self.lines, "```"])
+        return "\n".join(self.kind + line for line in self.lines)
 
     def html(self) -> str:
-        around = ("<ul>", "li", "</ul>") if self.bullet else ("", "p", "")
-        items = "\n".join(f"<{around[1]}>{_inline(line)}</{around[1]}>" for line in self.lines)
-        return f"{around[0]}{items}{around[2]}"
-
-
-@dataclass(frozen=True)
-class Code:
-    """Holds lines to type, or drawn in characters."""
-
-    lines: Sequence[str]
-
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def markdown(self) -> str:
-        return "\n".join(["```", *self.lines, "```"])
-
-    def html(self) -> str:
-        return f"<pre>{escape(self.text())}</pre>"
+        if self.kind == "```":
+            return f"<pre>{escape(self.text())}</pre>"
+        tag = {"* ": "li", "## ": "h2"}.get(self.kind, "p")
+        items = "\n".join(f"<{tag}>{_inline(line)}</{tag}>" for line in self.lines)
+        return f"<ul>{items}</ul>" if tag == "li" else items
 
 
 @dataclass(frozen=True)
@@ -155,14 +129,14 @@ class Picture:
     """Holds a picture.
 
     Attributes:
-        content: an SVG document, or the bytes of a PNG file.
-        alt: what it shows, in words.
+        svg: the document.
+        alt: what it shows, in words, for Markdown.
         address: of its file, for Markdown; else it is left out there.
         characters: the picture for a console.
     """
 
-    content: str | bytes
-    alt: str
+    svg: str
+    alt: str = ""
     address: str = ""
     characters: str = ""
 
@@ -173,14 +147,11 @@ class Picture:
         return f"![{self.alt}]({self.address})" if self.address else ""
 
     def html(self) -> str:
-        if isinstance(self.content, bytes):
-            data = base64.b64encode(self.content).decode()
-            return f'<figure><img alt="{escape(self.alt)}" src="data:image/png;base64,{data}"></figure>'
-        inside = re.sub(r' xmlns="[^"]*"', "", self.content[self.content.find("<svg") :])  # HTML needs none
+        inside = re.sub(r' xmlns="[^"]*"', "", self.svg[self.svg.find("<svg") :])  # HTML needs none
         return f"<figure>{inside}</figure>"
 
 
-Block = Heading | Lines | Code | Facts | Grid | Picture
+Block = Lines | Facts | Grid | Picture
 
 
 @dataclass(frozen=True)
@@ -202,8 +173,7 @@ class Document:
         meta = [
             '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';img-src data:;'
-            "style-src 'unsafe-inline'\">",
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline'\">",
         ]
         head = f"<head>{''.join(meta)}<title>{title}</title><style>{_CSS}</style></head>"
         body = "\n".join(block.html() for block in self.blocks)
@@ -216,5 +186,5 @@ class Document:
 
 def _inline(value: object) -> str:
     if isinstance(value, Link):
-        return f'<a href="{escape(value.address)}">{escape(value)}</a>'
+        return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
     return escape(number(value), quote=False)

@@ -1,65 +1,71 @@
-"""Reads the files of finished, stopped and broken runs, to compare them: of a sweep, and for gpipe-report."""
+"""Reads what finished, stopped and broken runs have left, and compares them in one table: a sweep's, gpipe-report's."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from urllib.parse import quote
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
 from gpipe_cli.disk import read_rows, skipped
+from gpipe_cli.svg import Curve, Drawing, plot
+from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
+from gpipe_cli.terminal.text import percent
 from gpipe_cli.typed_section import flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
-FIGURES = ("loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")  # of summary.json
 MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
+GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
+NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
+FIGURES = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")
+SETTINGS_AT_MOST = EVALUATIONS_AT_MOST = 4  # columns; `facts` has all
+NAMED_AT_MOST = 8  # keys that differ, in a note
+NOTES = (
+    "×: examples/s in units of the run with the smallest K, then M, of those that differ in nothing else; ideal: "
+    "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
+    "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
+)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Holds the figures of one run, as its directory has them.
+    """Holds one run, as its directory has it.
 
     Attributes:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
-        typed, words: the overrides: key to what was typed; as they were typed.
+        words: the overrides, as they were typed.
         error: of a failed run, in one line.
-        damaged: what cannot be read, in words.
-        loss: of the last step.
-        evaluation: the last evaluation's numbers, without single languages.
+        outcome: the status with the error and what cannot be read.
+        summary: of summary.json, or of an unfinished run what is known: K, M, loss, examples_per_second.
     """
 
     folder: Path
     status: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    typed: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[str] = ()
     error: str | None = None
-    damaged: Sequence[str] = ()
-    K: int | None = None
-    M: int | None = None
-    workers: int | None = None
-    loss: float | None = None
-    examples_per_second: float | None = None
-    bubble: float | None = None
-    bubble_predicted: float | None = None
-    wall_seconds: float | None = None
-    evaluation: Mapping[str, float] = field(default_factory=dict)
+    outcome: str = ""
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def measured(self) -> bool:
-        """Reports whether the run can be compared in speed."""
-        return self.K is not None and self.M is not None and bool(self.examples_per_second)
+    def typed(self) -> dict[str, str]:
+        """Returns the overrides: key to what was typed."""
+        return {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in self.words)}
 
     @property
-    def outcome(self) -> str:
-        """Returns the status with the error and what is damaged."""
-        return "; ".join([self.status if self.error is None else f"{self.status}: {self.error}", *self.damaged])
+    def evaluation(self) -> dict[str, float]:
+        """Returns the last evaluation's numbers, without single languages."""
+        scores = (self.summary.get("evaluation") or {}).items()
+        return {name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))}
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
@@ -114,21 +120,9 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    scores = (summary.get("evaluation") or {}).items()
-    return FinishedRun(
-        folder=folder,
-        status=status,
-        settings=settings,
-        typed={key.lstrip("+~"): value for key, _, value in (str(word).partition("=") for word in words)},
-        words=[str(word) for word in words],
-        error=error,
-        damaged=broken,
-        K=summary.get("K", settings.get("pipeline.K")),
-        M=summary.get("M", settings.get("pipeline.M")),
-        workers=summary.get("workers"),
-        **{name: summary.get(name) for name in FIGURES},
-        evaluation={name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))},
-    )
+    planned = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
+    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
+    return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
 
 def _error(path: Path) -> str | None:
@@ -158,3 +152,134 @@ def _read(path: Path, parse: Any, kind: type, broken: list[str]) -> Any:
         broken.append(f"{path.name} cannot be read")
         return None
     return found
+
+
+# -- compared ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Holds figures of runs.
+
+    Attributes:
+        facts: of each run: its directory, settings that differ, and figures in full precision.
+        differing: keys of the configuration whose values differ.
+    """
+
+    facts: list[dict[str, Any]]
+    differing: list[str]
+
+    def document(self, folder: Path) -> Document:
+        """Returns the table, with links to the runs' own pages, the plot and what the columns mean.
+
+        Args:
+            folder: in which the page will lie.
+        """
+        others = [key for key in self.differing if key not in GRID]
+        settings, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
+        scores = list(dict.fromkeys(name for run in self.facts for name in run["evaluation"]))[:EVALUATIONS_AT_MOST]
+        columns = ["run", *settings, "K", "M", "loss", "examples/s", "×", "ideal", "bubble", "predicted", *scores]
+        rows: list[list[object]] = []
+        for run in self.facts:
+            page, name = Path(run["run"]) / "report.html", run["name"]
+            row = [Link(name, quote(os.path.relpath(page, folder))) if page.is_file() else name]
+            row += [run["settings"][key] for key in settings]
+            row += [run[key] for key in ("K", "M", "loss", "examples_per_second")]
+            row += [run[key] and f"{run[key]:.2f}" for key in ("normalised", "ideal")]
+            row += [percent(run[key]) for key in ("bubble", "bubble_predicted")]
+            rows.append([*row, *(run["evaluation"].get(score) for score in scores), run["outcome"]])
+        drawing = self.drawing()
+        plots = [] if drawing is None else [Picture(str(drawing), drawing.alt, "report.svg")]
+        more = f" and {len(hidden) - NAMED_AT_MOST} more keys" if len(hidden) > NAMED_AT_MOST else ""
+        differ = [f"The runs also differ in {', '.join(hidden[:NAMED_AT_MOST])}{more}."] if hidden else []
+        notes = Lines([*NOTES, *differ], "* ")
+        return Document(f"{len(rows)} runs of gpipe-train", [Grid([*columns, "status"], rows), *plots, notes])
+
+    def drawing(self) -> Drawing | None:
+        """Returns measured and ideal throughput over K, a panel for each M and setting that differs; None without."""
+        panels: dict[str, list[tuple[float, float, float]]] = {}
+        for run in self.facts:
+            if run["normalised"] is not None:
+                others = [str(value) for key, value in run["settings"].items() if key not in GRID]
+                panel = ", ".join([f"M={run['M']}", *others])
+                panels.setdefault(panel, []).append((float(run["K"]), run["normalised"], run["ideal"]))
+        curves = []
+        for panel, points in panels.items():
+            ideals = sorted({K: ideal for K, _, ideal in points}.items())
+            if len(ideals) > 1:  # a curve needs two K
+                curves.append(Curve(panel, "ideal, K·M/(M+K−1)", "ideal", ideals))
+                curves.append(Curve(panel, "measured", "ours", sorted((K, speed) for K, speed, _ in points)))
+        return plot(curves, ("cells K", "normalised throughput"), "Throughput of the runs") if curves else None
+
+
+def compare(runs: Sequence[FinishedRun]) -> RunTable:
+    """Compares runs; × is examples/s in units of the smallest K, then M, among runs that differ in nothing else."""
+    differing = differing_keys(runs)
+    others = [key for key in differing if key not in GRID]
+    references: dict[tuple[str, ...], FinishedRun] = {}
+    for run in sorted(filter(_speed, runs), key=lambda run: (run.summary["K"], run.summary["M"])):
+        references.setdefault(_group(run, others), run)
+    facts = []
+    for run, name in zip(runs, short_names(runs), strict=True):
+        speed, ideal = _compared(run, references.get(_group(run, others)))
+        settings = {key: _value(run, key) for key in differing}
+        about = {name: getattr(run, name) for name in ("status", "error", "outcome", "evaluation")}
+        about |= {name: run.summary.get(name) for name in FIGURES} | {"normalised": speed, "ideal": ideal}
+        facts.append({"run": str(run.folder), "name": name, "settings": settings, **about})
+    return RunTable(facts, differing)
+
+
+def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:
+    """Returns the configuration's keys whose values differ between the runs.
+
+    A value taken from another key (an interpolation, ``${...}``) makes no difference of its own. Where each run has
+    typed its option of a group, the option stands for all keys of the group that were not typed.
+    """
+    known = [run for run in runs if run.settings]
+    of_all = [key for key in (known[0].typed if known else ()) if all(key in run.typed for run in known)]
+    values = {key: {str(_value(run, key)) for run in known} for run in known for key in (*of_all, *run.settings)}
+    differing = [key for key, found in values.items() if len(found) > 1 and not any("${" in value for value in found)]
+    groups = tuple(f"{key}." for key in differing)
+    return [key for key in differing if key not in NO_DIFFERENCE and (key in of_all or not key.startswith(groups))]
+
+
+def short_names(runs: Sequence[FinishedRun]) -> list[str]:
+    """Returns each folder's name; of a sweep's job its number, because its overrides stand in the columns."""
+    jobs = [re.match(r"\d+(?=_|$)", run.folder.name) for run in runs]
+    names = [run.folder.name if job is None else job[0] for run, job in zip(runs, jobs, strict=True)]
+    return [
+        name if names.count(name) == 1 else f"{run.folder.parent.name}/{name}"
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> float:
+    """Returns K·M / (M+K-1), K equal cells against one device, messages free, in units of the reference's (K, M)."""
+    speed, unit = (cells * count / (count + cells - 1) for cells, count in ((K, M), reference))
+    return speed / unit
+
+
+def _group(run: FinishedRun, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(str(_value(run, key)) for key in keys)
+
+
+def _value(run: FinishedRun, key: str) -> Any:
+    return run.settings.get(key, run.typed.get(key))
+
+
+def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | None, float | None]:
+    """Returns the measured and the ideal throughput in units of the reference; None where there is none.
+
+    With W workers a pipeline of K cells cannot be faster than one of W cells.
+    """
+    speed, unit = _speed(run), reference and _speed(reference)
+    if reference is None or not speed or not unit:
+        return None, None
+    width, reference_width = (each.summary.get("workers") or each.summary["K"] for each in (run, reference))
+    return speed / unit, ideal_throughput(width, run.summary["M"], (reference_width, reference.summary["M"]))
+
+
+def _speed(run: FinishedRun) -> float | None:
+    """Returns the examples per second of a run that can be compared."""
+    known = run.summary.get("K") is not None and run.summary.get("M") is not None
+    return run.summary.get("examples_per_second") if known else None

@@ -1,6 +1,6 @@
 """Assembles one worker's side of a run from the configuration: data source, model, cells, engine, evaluator, decoder.
 
-Every command that runs the pipeline begins here; `training.py` adds what training needs.
+Every command that runs the pipeline begins here; `training_assembly.py` adds what training needs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
-from ..checkpoint.layer_state import named_tensors
-from ..checkpoint.transfer import load_same_model
+from ..checkpoint.files import CheckpointError, CheckpointInfo, open_checkpoint, shorten
+from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, restore_layer
 from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
@@ -35,35 +34,17 @@ from ..factory.memory_check import memory_of, refuse_too_large
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..metrics.journal import Notices
-from ..metrics.predictions import PredictionKeeper
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
-from ..pipeline.cell import Cell
-from ..pipeline.compiled import COMPILED_BACKWARD, require_compiler
+from ..pipeline.cell import COMPILED_BACKWARD, Cell
 from ..pipeline.engine import TASK
+from ..planner.fitting_cut import cut_for_run
 from ..planner.measure.this_device import workers_on_a_gpu
-from ..planner.room import cut_for_run
 from ..tasks.base import GenerationSettings, Task
-from .batches import first_batch
-from .data_source import open_source
+from .batches import first_batch, open_source
 from .evaluator import Evaluator
 
 # -- what an assembly consists of --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FirstBatch:
-    """Describes what rank 0 reads from the data before the model is built.
-
-    Attributes:
-        shape: of every micro-batch.
-        smallest: number of examples of the smallest micro-batch of replica 0's first mini-batch.
-        tokens: the source's special tokens; zeros where it has none.
-    """
-
-    shape: BatchShape
-    smallest: int
-    tokens: SpecialTokens
 
 
 @dataclass(frozen=True)
@@ -72,13 +53,13 @@ class CellLayout:
 
     Attributes:
         layers: names of each layer's parameters, by layer; a tied one in every layer, under all its names.
-        parameter_names: full names of all parameters in layer order, each once.
-        own_parameters: the indices of this worker's parameters among them.
+        parameters: number of all parameters, each once.
+        own_parameters: the places of this worker's parameters among them, in layer order.
         losses: indices of the layers with an auxiliary loss, and last `TASK`.
     """
 
     layers: dict[str, list[str]]
-    parameter_names: list[str]
+    parameters: int
     own_parameters: list[int]
     losses: list[int]
 
@@ -89,14 +70,16 @@ class Assembly:
 
     Attributes:
         source: of the data; on the first worker of each replica, None elsewhere.
-        first: the same on every worker.
+        shape: of every micro-batch.
+        tokens: the source's special tokens; zeros where it has none.
         builders: of all layers.
     """
 
     settings: Settings
     task: Task
     source: Source | None
-    first: FirstBatch
+    shape: BatchShape
+    tokens: SpecialTokens
     layout: CellLayout
     builders: Sequence[LayerBuilder]
     pipeline: Pipeline
@@ -130,8 +113,6 @@ def start_worker(context: Context, settings: Settings) -> World:
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
     world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
-    if pipeline.compile:
-        require_compiler(world.device)
     allow_tf32(settings.precision, world.device)
     return world
 
@@ -159,21 +140,18 @@ def assemble_model(
         settings = replace(settings, model=model)
         builders = list_layers(context, settings, world, trains)
     with context.where.doing("cutting the model"):
-        first, cut = describe_and_cut(builders, settings, world, source, read, journal.message)
+        shape, tokens, cut = describe_and_cut(builders, settings, world, source, read, journal.message)
     if trains:
         journal.cells(cut.table)
     autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
-    pipeline = Pipeline(
-        builders, cut, config, task, first.shape, world, settings.seed, autocast, between, context.where
-    )
-    cells = pipeline.cells
+    pipeline = Pipeline(builders, cut, config, task, shape, world, settings.seed, autocast, between, context.where)
     if config.compile:
-        left = world.gather_from_workers(name for cell in cells for name in cell.not_compiled)
+        left = world.gather_from_workers(name for cell in pipeline.cells for name in cell.not_compiled)
         if left:
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
-    return Assembly(settings, task, source, first, lay_out_model(world, cells), builders, pipeline)
+    return Assembly(settings, task, source, shape, tokens, lay_out_model(pipeline), builders, pipeline)
 
 
 def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:
@@ -186,7 +164,7 @@ def list_layers(context: Context, settings: Settings, world: World, trains: bool
         builders = build_model(settings.model, settings.seed)
         refuse_more_cells_than_layers(len(builders), settings.pipeline)
         if world.rank == 0:
-            one_machine = context.mailboxes is not None or world.size == 1
+            one_machine = context.messenger is not None or world.size == 1
             refuse_too_large(builders, settings, memory_of(world, one_machine), trains)
     return builders
 
@@ -198,14 +176,14 @@ def describe_and_cut(
     source: Source | None,
     read: Batch | None,
     say: Callable[[str], None],
-) -> tuple[FirstBatch, Cut]:
-    """Describes the first mini-batch and cuts the model by its shapes on rank 0; returns both on every rank.
+) -> tuple[BatchShape, SpecialTokens, Cut]:
+    """Describes the data and cuts the model by their shapes on rank 0; returns the same on every rank.
 
     Args:
         read: the first mini-batch, on rank 0.
     """
 
-    def make() -> list[dict[str, Any]]:
+    def make() -> list[Any]:
         assert source is not None and read is not None
         example = read.micro_batches[0]
         usual = usual_micro_batch(source, example, settings.pipeline)
@@ -213,13 +191,11 @@ def describe_and_cut(
         memory = memory_of_worker(settings, world)
         fitted = None if memory is None else partial(cut_for_run, builders, settings, example, memory)
         cut = cut_model(builders, settings.pipeline, world.workers, usual, profile, say, fitted)
-        smallest = min(len(inputs[0]) for inputs, _ in read.micro_batches)
-        tokens = SpecialTokens(source.bos_id, source.eos_id, source.pad_id)
-        return [asdict(FirstBatch(BatchShape.of(example), smallest, tokens)), asdict(cut)]
+        shape = BatchShape.of(example)
+        return [[shape.inputs, shape.targets], [source.bos_id, source.eos_id, source.pad_id], asdict(cut)]
 
-    first, cut = world.broadcast(make)
-    shape = BatchShape(tuple(first["shape"]["inputs"]), tuple(first["shape"]["targets"]))
-    return FirstBatch(shape, first["smallest"], SpecialTokens(**first["tokens"])), Cut.from_json(cut)
+    sides, tokens, cut = world.broadcast(make)
+    return BatchShape(*map(tuple, sides)), SpecialTokens(*tokens), Cut.from_json(cut)
 
 
 def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfig) -> MicroBatch:
@@ -250,22 +226,20 @@ def memory_of_worker(settings: Settings, world: World) -> float | None:
     return inf if typed else None
 
 
-def lay_out_model(world: World, cells: Sequence[Cell]) -> CellLayout:
+def lay_out_model(pipeline: Pipeline) -> CellLayout:
     """Gathers the names of all layers and parameters; every worker calls it at the same time."""
-    own = [name for cell in cells for name, _ in cell.parameters()]
+    own = [name for cell in pipeline.cells for name, _ in cell.parameters()]
     own_layers = [
         (layer.index, layer.name, list(named_tensors(layer.module)[0]), hasattr(layer.module, "auxiliary_loss"))
-        for cell in cells
-        for layer in cell.layers
+        for layer in pipeline.layers
     ]
-    trained = set(world.gather_from_workers(own))
-    layers = sorted(world.gather_from_workers(own_layers))
+    trained = set(pipeline.world.gather_from_workers(own))
+    layers = sorted(pipeline.world.gather_from_workers(own_layers))
     model = {name: parameters for _, name, parameters, _ in layers}
     in_order = (f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters)
-    names = [name for name in in_order if name in trained]
-    index = {name: number for number, name in enumerate(names)}
+    place = {name: number for number, name in enumerate(name for name in in_order if name in trained)}
     losses = [number for number, _, _, has_loss in layers if has_loss] + [TASK]
-    return CellLayout(model, names, [index[name] for name in own], losses)
+    return CellLayout(model, len(place), [place[name] for name in own], losses)
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------
@@ -290,10 +264,29 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     assembly = assemble_model(context, settings, world, task, notices, trains=False)
     if world.rank == 0:
         require_same_vocabularies(info, vocabularies(assembly.source))
-    load_same_model(info, assembly.cells, assembly.layout.layers, settings.trainer.average is not None)
+    load_same_model(info, assembly)
     for cell in assembly.cells:
         cell.train(False)
     return assembly
+
+
+def load_same_model(info: CheckpointInfo, assembly: Assembly) -> None:
+    """Loads weights, or their averages, and buffers of a checkpoint of this very model into this worker's layers.
+
+    Raises:
+        CheckpointError: the model is another one, or a file is damaged.
+    """
+    if differing := info.layers.keys() ^ assembly.layout.layers.keys():
+        raise CheckpointError(
+            f"{info.path} was made with another model, with other layers: {shorten(sorted(differing))}: give the model "
+            "settings (model.*) it was made with"
+        )
+    averages = assembly.settings.trainer.average is not None
+    for layer in assembly.pipeline.layers:
+        saved = load_layer(info, layer.name)
+        own = saved.averaged if averages else {**saved.weights, **saved.buffers}
+        state = LayerState({name: own[name] for name in saved.weights}, {name: own[name] for name in saved.buffers})
+        restore_layer(layer.name, layer.module, None, state)
 
 
 def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: Callable[[], bool] = never) -> Evaluator:
@@ -309,13 +302,12 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         decoder = assemble_decoder(assembly, generation, stop_requested)
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
         generator = Generator(decoder, source, task, generation, samples, reports)
-    keeper = PredictionKeeper(assembly.world, task, source) if task.shows_predictions else None
-    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator, keeper)
+    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator)
 
 
 def assemble_decoder(
     assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
-    form = TranslationForm(assembly.task, generation, assembly.first.tokens)
+    form = TranslationForm(assembly.task, generation, assembly.tokens)
     return Decoder(assembly.pipeline, form, stop_requested)

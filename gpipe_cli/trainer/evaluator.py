@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,11 +13,12 @@ from ..data.source import Source
 from ..decoding.translation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
 from ..distributed.pipeline import Pipeline
-from ..metrics.predictions import PredictionKeeper
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
 from ..tasks.base import Task
 from .batches import BatchReader, evaluation_batches
+
+MISTAKES = 10  # most frequent ones of a classification, by name
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,6 @@ class Evaluator:
         exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop.
         generator: for tasks that generate; None otherwise.
-        keeper: for tasks whose predictions are shown; None otherwise.
     """
 
     pipeline: Pipeline
@@ -35,7 +37,6 @@ class Evaluator:
     exchange: Exchange
     stop_requested: Callable[[], bool]
     generator: Generator | None
-    keeper: PredictionKeeper | None
 
     def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
@@ -60,7 +61,7 @@ class Evaluator:
                 cell.train(True)
 
     def _evaluate(self, final: bool) -> Evaluation:
-        numbers = self._score()
+        numbers, mistakes = self._score()
         loss = next(iter(numbers.values()), None)
         samples, translations, signature = list[Sample](), list[Sample](), None
         if self.generator is not None:
@@ -68,14 +69,13 @@ class Evaluator:
             samples = self.generator.shown(translations)
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
-        predictions = self.keeper.finish() if self.keeper is not None else None
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
-        return Evaluation(numbers, loss, samples, predictions, sizes, signature, self.effort(final), translations)
+        return Evaluation(numbers, loss, samples, mistakes, sizes, signature, self.effort(final), translations)
 
-    def _score(self) -> dict[str, float]:
-        """Returns the task's numbers over the evaluation set; nothing where it is empty."""
+    def _score(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Returns the task's numbers over the evaluation set, nothing where it is empty, and `_mistakes`."""
         pipeline, world, codec = self.pipeline, self.pipeline.world, self.pipeline.codec
-        exchange, task, keeper = self.exchange, self.pipeline.task, self.keeper
+        exchange, task, predicted = self.exchange, self.pipeline.task, Counter[tuple[int, ...]]()
         reader = None
         if self.source is not None:
             batches = evaluation_batches(self.source, codec.M, world.replica, world.replicas)
@@ -85,14 +85,12 @@ class Evaluator:
 
         def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             sums.add_(task.evaluate(outputs, targets).cpu())
-            if keeper is not None:
-                keeper.judged(outputs, targets)
+            if task.predicts_classes:
+                predicted.update((*pair,) for pair in task.predictions(outputs, targets).tolist())
 
         while True:
             if reader is not None:
                 reader.advance(exchange)
-                if keeper is not None:
-                    keeper.read(reader.micro_batches)
             run_unless_stopped(exchange, self.stop_requested)
             plan = codec.read(exchange, "evaluate")
             if plan.total_micro_batches == 0:
@@ -103,7 +101,26 @@ class Evaluator:
         exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
         exchange.run()
         totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()
-        return task.summarize(dict(zip(task.metrics, totals, strict=True)), weight) if weight else {}
+        numbers = task.summarize(dict(zip(task.metrics, totals, strict=True)), weight) if weight else {}
+        return numbers, self._mistakes(predicted) if task.predicts_classes else []
+
+    def _mistakes(self, predicted: Counter[tuple[int, ...]]) -> list[dict[str, Any]]:
+        """Returns the most frequent mistakes of a classification on rank 0: classes by name, how often, of how many.
+
+        Args:
+            predicted: (true class, predicted class) of this worker's examples.
+        """
+        names = dict(enumerate(() if self.source is None else self.source.class_names))
+        wrong, examples = Counter[tuple[int, int]](), Counter[int]()
+        for rows in self.pipeline.world.gather([[*pair, count] for pair, count in predicted.items()]):
+            for label, taken_for, count in rows:
+                examples[label] += count
+                if label != taken_for:
+                    wrong[label, taken_for] += count
+        return [
+            {"class": names.get(a, str(a)), "taken for": names.get(b, str(b)), "times": count, "of": examples[a]}
+            for (a, b), count in wrong.most_common(MISTAKES)
+        ]
 
 
 def evaluation_fields(replicas: int, task: Task) -> dict[str, int]:

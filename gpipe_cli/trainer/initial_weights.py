@@ -1,23 +1,28 @@
-"""Loads the weights that a new run begins with (`checkpoint.init_from`): of a run, or made elsewhere."""
+"""Loads the weights that a run begins with: of a run, or made elsewhere (`checkpoint.init_from`; paper, section 4)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import cast
 
-from ..checkpoint.choose import open_checkpoint
+import torch
+from torch import Tensor
+
 from ..checkpoint.compatibility import other_vocabulary, vocabularies
-from ..checkpoint.files import CheckpointInfo, is_named, shorten, vocabulary_folder
-from ..checkpoint.foreign import is_foreign, match_names, open_foreign
-from ..checkpoint.transfer import load_matched, named_shapes, open_run, shared_names
+from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten, vocabulary_folder
+from ..checkpoint.foreign import SavedTensor, is_foreign, match_names, open_foreign
+from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, shapes_of
 from ..layers import own_name
 from ..metrics.journal import Notices
+from ..pipeline.cell import BuiltLayer
 from .assembly import Assembly
 
 
 def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     """Loads the weights and buffers of `checkpoint.init_from`; every worker calls it at the same time."""
-    config, world, cells = assembly.settings.checkpoint, assembly.world, assembly.cells
+    config, world, layers = assembly.settings.checkpoint, assembly.world, assembly.pipeline.layers
     path, left_out = Path(cast(str, config.init_from)), config.init_except
     if is_foreign(path):
         saved = open_foreign(path)
@@ -25,22 +30,20 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
         info = open_checkpoint(path)
         _warn_of_other_vocabulary(info, assembly, journal)
         saved = open_run(info, config.init_average)
-    model = dict(world.gather_from_workers(named_shapes(cells).items()))
+    model = dict(world.gather_from_workers(named_shapes(layers).items()))
     tied: dict[str, list[str]] = {}
     for layer, ties in zip(assembly.layout.layers, assembly.pipeline.cut.ties, strict=True):
         for name, owner in ties.items():
             tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
-    aliases = [*tied.values(), *world.gather_from_workers(shared_names(cells))]
+    aliases = [*tied.values(), *world.gather_from_workers(shared_names(layers))]
     match = match_names(model, saved, aliases, left_out, path)
     for pattern in left_out:
         if not any(is_named(name, [pattern]) for name in (*model, *saved)):
             journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
-    converted = world.all_gather(load_matched(cells, saved, match, path))
-    notes = [match.renamed, *dict.fromkeys(kind for kinds in converted for kind in kinds)]
-    new = [name for name in model if name not in match.saved]
-    journal.message(
-        f"weights from {path}{''.join(f'; {note}' for note in notes if note)}; begun anew: {shorten(new) or 'nothing'}"
-    )
+    converted = world.all_gather(load_matched(layers, saved, match, path))
+    kinds = dict.fromkeys(f"; {kind}" for kinds in converted for kind in kinds)
+    new = [name for name in model if name not in match]
+    journal.message(f"weights from {path}{''.join(kinds)}; begun anew: {shorten(new) or 'nothing'}")
 
 
 def _warn_of_other_vocabulary(info: CheckpointInfo, assembly: Assembly, journal: Notices) -> None:
@@ -49,3 +52,69 @@ def _warn_of_other_vocabulary(info: CheckpointInfo, assembly: Assembly, journal:
             f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
             f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
         )
+
+
+def open_run(info: CheckpointInfo, averages: bool) -> dict[str, SavedTensor]:
+    """Returns weights and buffers of a checkpoint by their names in a plain state_dict; they are read later.
+
+    Args:
+        averages: take the moving averages where there are any.
+    """
+    load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
+    found: dict[str, SavedTensor] = {}
+    for layer, file in info.layers.items():
+        shapes = shapes_of(info, layer)
+        shapes |= {name: found[own_name(*owner)].shape for name, owner in file.tied.items()}
+        for name, shape in shapes.items():
+            found[own_name(layer, name)] = SavedTensor(shape, partial(_read, load, layer, name, averages))
+    return found
+
+
+def _read(load: Callable[[str], LayerState], layer: str, name: str, averages: bool) -> Tensor:
+    state = load(layer)
+    return state.averaged[name] if averages else {**state.weights, **state.buffers}[name]
+
+
+def named_shapes(layers: Sequence[BuiltLayer]) -> dict[str, list[int]]:
+    """Returns the shapes of this worker's parameters and persistent buffers by their names in a plain state_dict."""
+    return {
+        own_name(layer.name, name): list(tensor.shape)
+        for layer in layers
+        for tensors in named_tensors(layer.module)
+        for name, tensor in tensors.items()
+    }
+
+
+def shared_names(layers: Sequence[BuiltLayer]) -> list[list[str]]:
+    """Returns these names of each parameter that a layer of this worker has under several."""
+    groups: dict[int, list[str]] = {}
+    for layer in layers:
+        for name, parameter in named_tensors(layer.module)[0].items():
+            groups.setdefault(id(parameter), []).append(own_name(layer.name, name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
+@torch.no_grad()
+def load_matched(
+    layers: Sequence[BuiltLayer], saved: Mapping[str, SavedTensor], match: Mapping[str, str], path: Path
+) -> list[str]:
+    """Loads weights into this worker's layers by their names; floating-point values take the types of the model.
+
+    Returns:
+        The types that were converted, as "bfloat16 to float32".
+
+    Raises:
+        CheckpointError: a file cannot be read, or a value cannot become one of the model's type.
+    """
+    converted: dict[str, None] = {}
+    for layer in layers:
+        for tensors in named_tensors(layer.module):
+            for name, own in tensors.items():
+                if (full := own_name(layer.name, name)) in match:
+                    value = saved[match[full]].read()
+                    if value.dtype != own.dtype:
+                        if not (value.is_floating_point() and own.is_floating_point()):
+                            raise CheckpointError(f"{path}: {full} is {value.dtype}, this model's {own.dtype}")
+                        converted[f"{value.dtype} to {own.dtype}".replace("torch.", "")] = None
+                    own.copy_(value)
+    return list(converted)

@@ -14,16 +14,15 @@ from dataclasses import asdict, dataclass, field, replace
 from ..distributed.batch_plan import BatchPlan
 from ..distributed.exchange import Exchange, StopRequested
 from ..distributed.pipeline import MiniBatch
+from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
 from ..metrics.records import Progress, TrainedStep
 from ..metrics.step_report import StepReport, StepReporter
-from ..metrics.totals import Totals
 from ..metrics.trace import record_everyone
-from . import loss_scale
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
-from .nonfinite import NonFinite, find_cause
+from .nonfinite import NonFinite, adjust_scale, find_cause
 from .saving import Saver
 from .update import Updater
 
@@ -114,10 +113,11 @@ class Trainer:
             overflowed = self._update(report)
         seconds, cause = time.perf_counter() - began, None
         if not report.finite and not overflowed:
-            cause = find_cause(report, self.pipeline, self.updater, mini_batch)
+            cause = find_cause(report, self.pipeline, mini_batch)
+            self.updater.forget_step()
         self._report(TrainedStep(report, plan, lr, seconds, cause))
         if cause is not None:
-            self._warn_of_non_finite(cause["text"])
+            self._warn_of_non_finite(cause)
         return next_plan
 
     def _announce(self) -> None:
@@ -138,7 +138,7 @@ class Trainer:
     def _update(self, report: StepReport) -> bool:
         """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
         progress = self.progress
-        overflowed = loss_scale.adjust(progress, report)
+        overflowed = adjust_scale(progress, report)
         self.updater.update(report, progress.step - progress.skipped)
         if report.finite:
             progress.loss, progress.skipped_in_a_row = report.loss, 0
@@ -220,7 +220,7 @@ class Trainer:
             result = replace(result, samples=[])  # those of an untrained model show nothing
         self.journal.evaluation(progress, result, self.batches.epochs_of_languages())
         if not final:
-            self.draw(final=False)
+            self.draw()
         if result.loss is None or not result.loss < progress.best:
             progress.evaluations_since_best += counts
             return False
@@ -242,10 +242,9 @@ class Trainer:
         self._save(is_best)
         self.saver.finish(self.exchange)
 
-    def draw(self, final: bool = True) -> None:
-        """Draws the run's pictures; every worker calls it, after each evaluation and after everything else."""
-        recordings = record_everyone(self.pipeline, self.exchange.ended_at)
-        self.journal.pictures(recordings, self.totals.breakdown(self.pipeline), final)
+    def draw(self) -> None:
+        """Draws the last step; every worker calls it, after each evaluation and after everything else."""
+        self.journal.picture(record_everyone(self.pipeline, self.exchange.ended_at))
 
 
 def _is_time(every: int | None, step: int) -> bool:

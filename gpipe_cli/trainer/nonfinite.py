@@ -1,60 +1,86 @@
-"""Explains a step that is not finite: runs it again and names the layer that first gave such a value."""
+"""Handles a step that is not finite: adjusts the loss scale of float16, or finds the layer where it began.
+
+The loss is scaled so that small gradients do not become 0 in float16: as much as fits, found while the run trains. The
+scale is a power of two, so that scaling and dividing change no bit of a gradient that fits. It belongs to the progress
+of the run: the same on every worker, for every K, and after a resume.
+"""
 
 from __future__ import annotations
 
+import math
+from contextlib import ExitStack
 from typing import Any
+
+from torch import Tensor, nn
 
 from ..distributed.pipeline import MiniBatch, Pipeline
 from ..errors import PlainError
+from ..metrics.records import Progress
 from ..metrics.step_report import StepReport
-from ..pipeline.finite import BACKWARD, DATA, FiniteWatch, Origin, not_finite
-from .update import Updater
+from ..pipeline.messages.grouping import as_tensors
+
+LARGEST = 2.0**24
+GROWS_AFTER = 2000  # steps without overflow, as in torch's GradScaler
 
 
 class NonFinite(PlainError):
     """Raised when too many updates in a row were skipped because loss or gradients were not finite."""
 
 
-def find_cause(report: StepReport, pipeline: Pipeline, updater: Updater, mini_batch: MiniBatch) -> dict[str, Any]:
-    """Runs a step that was not finite again, watched; every worker calls it at the same time, before the next step.
+def begin_scale(progress: Progress, configured: float | None) -> None:
+    """Sets the scale of a new run; a resumed run keeps its own, unless `precision.loss_scale` is null now."""
+    if configured is None:
+        progress.loss_scale = None
+    elif progress.loss_scale is None:
+        progress.loss_scale, progress.steps_since_overflow = float(configured), 0
 
-    The weights must be those of the step. Gradients and statistics of the second run are thrown away.
+
+def adjust_scale(progress: Progress, report: StepReport) -> bool:
+    """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps.
 
     Returns:
-        Values for metrics.jsonl: "text" says why; the others, of the first such value, are only there if there was one.
+        Whether it was an overflow: the loss is finite, its scaled gradients are not, and a smaller scale may help.
     """
-    world = pipeline.world
-    watch = FiniteWatch(world.replica, pipeline.where)
-    pipeline.train_step(mini_batch, watch)
-    sums_finite = not_finite(updater.squared_norms()) is None
-    updater.forget_step()
-    found = world.all_gather((watch.first, sums_finite))
-    origins = [Origin(*origin) for origin, _ in found if origin is not None]
-    first = min(origins, key=lambda origin: origin.order, default=None)
-    if first is not None:
-        why = _explain(first, world.replicas)
-    elif all(finite for _, finite in found):
-        why = (
-            "but all was finite when the step ran again: a layer's values do not follow from its inputs, its weights "
-            "and torch's random numbers alone"
-        )
-    else:
-        why = "the gradient of each micro-batch is finite, but their sum is not"
-    text = f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}; {why}"
-    if first is None:
-        return {"text": text}
-    values = {name: value for name, value in first._asdict().items() if name not in ("way", "place")}
-    return {"text": text, "pass": "backward" if first.way == BACKWARD else "forward", **values}
+    scale = progress.loss_scale or 1.0
+    overflowed = scale > 1 and math.isfinite(report.loss) and not math.isfinite(report.gradient_norm)
+    if overflowed:
+        progress.loss_scale, progress.steps_since_overflow = scale / 2, 0
+    elif progress.loss_scale is not None and report.finite:
+        progress.steps_since_overflow += 1
+        if progress.steps_since_overflow == GROWS_AFTER:
+            progress.loss_scale, progress.steps_since_overflow = min(LARGEST, progress.loss_scale * 2), 0
+    return overflowed
 
 
-def _explain(origin: Origin, replicas: int) -> str:
-    if origin.layer is not None:
-        place = f"layer {origin.layer!r} of cell {origin.cell}"
-    else:
-        place = "the data" if origin.place == DATA else "the task's loss"
-    back = origin.way == BACKWARD
-    begin = f"outputs and losses are finite, it began in the backward of {place}" if back else f"it began in {place}"
-    replica = f" of replica {origin.replica}" if replicas > 1 else ""
-    value = {"nan": "NaN", "inf": "infinite"}[origin.value]
-    weight = "" if origin.weight is None else f" (its weight {origin.weight} was not finite before the step)"
-    return f"{begin}, micro-batch {origin.micro_batch}{replica}: its {origin.what} is {value}{weight}"
+def find_cause(report: StepReport, pipeline: Pipeline, mini_batch: MiniBatch) -> str:
+    """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
+
+    A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
+    added up: the caller throws them away.
+    """
+    found: list[tuple[int | None, int, int | None, str | None]] = []
+    where, world = pipeline.where, pipeline.world
+
+    def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not all(map(_is_finite, as_tensors(outputs))):
+            found.append((where.micro_batch, world.replica, where.cell, where.layer))
+
+    with ExitStack() as hooks:
+        for layer in pipeline.layers:
+            hooks.callback(layer.module.register_forward_hook(look).remove)
+        pipeline.train_step(mini_batch, timed=False)
+    everyone = [tuple(place) for places in world.all_gather(found) for place in places]
+    symptom = f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}"
+    if everyone:
+        micro_batch, replica, cell, layer = min(everyone, key=lambda place: place[:3])
+        of_replica = f" of replica {replica}" if world.replicas > 1 else ""
+        return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}"
+    losses = [(number, loss) for row in report.losses for number, loss in enumerate(row)]
+    bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
+    if bad is not None:
+        return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}"
+    return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())

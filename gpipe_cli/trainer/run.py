@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 from collections.abc import Mapping
-from functools import partial
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,24 +14,22 @@ import torch
 import torch._dynamo  # every optimizer imports it when it is made; imported here once, before workers are forked
 
 from .. import __version__
-from ..checkpoint.choose import open_checkpoint
 from ..checkpoint.compatibility import require_same_data
-from ..checkpoint.files import read_manifest, vocabulary_folder
-from ..config import Settings
+from ..checkpoint.files import open_checkpoint, read_manifest, vocabulary_folder
+from ..config import BEFORE_CHOICE, Settings
 from ..data.source import Source
 from ..disk import writing
+from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer, build_task, build_trackers
-from ..factory.module_itself import is_traced, look_at_first_start
+from ..factory.module_itself import is_traced, quick_look
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
-from ..micro_batch import MicroBatch
 from .assembly import Assembly, assemble_model, start_worker
-from .batches import first_batch
-from .choice import with_choice
-from .data_source import count_defects
-from .equal_replicas import require_equal_replicas
+from .batches import count_defects, first_batch
 from .loop import Trainer
-from .training_assembly import assemble_training
+from .training_assembly import assemble_training, require_equal_replicas
+
+CHOICE_TIMEOUT = timedelta(hours=1)  # timing the layers of a large model takes its time
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     Args:
         context: this worker's place in the job.
         config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`,
-            "restarts" of the run so far, and "may_take_older": whether an older checkpoint may replace a damaged one.
+            and "restarts" of the run so far.
 
     Returns:
         The summary, as in summary.json.
@@ -63,27 +62,21 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     assembly = assemble_model(context, settings, world, task, journal)
     if world.rank == 0 and is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):
-            source, M = cast(Source, assembly.source), settings.pipeline.M
-            example = partial(_first_micro_batch, source, M, world.replicas)
-            look_at_first_start(assembly.builders, assembly.settings.model, task, example, journal.message)
+            batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
+            quick_look(assembly.builders, task, batch.micro_batches[0], journal.message)
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     if assembly.source is not None and world.rank == 0:
         with writing(folder := vocabulary_folder(context.run_dir)):
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
-    require_equal_replicas(world, assembly.cells)
+    require_equal_replicas(assembly.pipeline)
     journal.open(trainer.progress.step, assembly.pipeline)
     trainer.run()
     summary = summarize(trainer, assembly, config)
-    journal.summary(summary)
     trainer.draw()
-    journal.close()
+    journal.summary(summary)
     return summary
-
-
-def _first_micro_batch(source: Source, M: int, replicas: int) -> MicroBatch:
-    return first_batch(source, M, replicas).micro_batches[0]
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,10 +99,47 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "M": pipeline.M,
         "workers": world.workers,
         "replicas": world.replicas,
-        "cells": totals.with_times(cut.table),
         "parameters": cut.parameters,
-        "peak_memory_bytes": totals.peak_memory,
         "data_defects": count_defects(world, assembly.source),
         "device": str(world.device.type),
         "versions": {"gpipe_cli": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with plain values in place of `auto`; every worker calls it at the same time.
+
+    The first worker asks the planner, with this machine's measured rates and memory, for the fastest pipeline on as
+    many devices as there are workers, and tells the others. `chosen` is emitted with what a person could have typed.
+
+    Raises:
+        ConfigurationError: nothing fits, on the first worker.
+    """
+    settings = Settings.from_config(config)
+    if not settings.pipeline.auto:
+        return dict(config)
+    key = "chosen pipeline"
+    if context.rank == 0:
+        with context.where.doing("choosing the pipeline"):
+            chosen = _choose(settings, context.world_size)
+        context.emit({"kind": "chosen", "keys": {f"pipeline.{name}": value for name, value in chosen.items()}})
+        if context.world_size > 1:
+            context.store.set(key, json.dumps(chosen))
+    else:
+        context.store.wait([key], CHOICE_TIMEOUT)
+        chosen = json.loads(context.store.get(key))
+    starts = {name: BEFORE_CHOICE[name] for name in settings.pipeline.auto}  # `keep` may have been chosen for `remat`
+    return {**config, "pipeline": {**config["pipeline"], **starts, **chosen}}
+
+
+def _choose(settings: Settings, devices: int) -> dict[str, Any]:
+    from ..planner.options import Options  # a run without `auto` needs no planner
+    from ..planner.planner import Planner
+    from ..planner.search import Search
+
+    pipeline = settings.pipeline
+    free = {*pipeline.auto} | ({"workers"} if {"K", "replicas"} & {*pipeline.auto} else set())
+    if "K" not in free and "replicas" not in free and pipeline.worker_count * pipeline.replicas != devices:
+        raise ConfigurationError(f"{devices} workers do not fit the pipeline: use pipeline.workers=auto")
+    found = Search(Planner(settings, Options(best=True, most_workers=devices)), free).fastest(devices).found
+    return {key.removeprefix("pipeline."): value for key, value in found.items()}

@@ -33,7 +33,7 @@ class Saver:
     updater: Updater
     state: RunState
     saved_step: int = -1
-    _pending: tuple[int, RunState, tuple[str, float] | None] | None = None
+    _pending: tuple[int, RunState, float | None] | None = None
     _saved: Path | None = None
 
     @property
@@ -59,7 +59,7 @@ class Saver:
             # None, in place of infinity and NaN, stands for the default, which is one of them.
             scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
         )
-        best = ("loss", float(progress["best"])) if is_best else None
+        best = float(progress["best"]) if is_best else None
         if step == self.saved_step:
             if self.world.rank == 0 and self.writer is not None:
                 self.writer.amend(step, state, best)

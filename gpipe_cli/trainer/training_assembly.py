@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
-from ..checkpoint.choose import advice, older
-from ..checkpoint.commit import prepare_directory
-from ..checkpoint.compatibility import fingerprint, require_compatible, require_same_data, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, DamagedFile, RunState, shorten
-from ..checkpoint.writer import CheckpointWriter
+import torch
+from torch import nn
+
+from ..checkpoint.compatibility import require_compatible, vocabularies
+from ..checkpoint.files import CheckpointInfo, DamagedFile, RunState, advice, shorten
+from ..checkpoint.writer import CheckpointWriter, prepare_directory
 from ..distributed.exchange import Exchange
-from ..distributed.world import World
+from ..distributed.pipeline import Pipeline
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
 from ..launch.context import Context
@@ -21,13 +23,12 @@ from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
 from ..optim.sharding import OptimizerShards
-from ..pipeline.cell import Cell
-from . import loss_scale
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
 from .initial_weights import begin_with_weights
 from .loop import Trainer
+from .nonfinite import begin_scale
 from .saving import Saver
 from .update import Updater
 
@@ -47,17 +48,17 @@ def assemble_training(
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
-    settings, world, cells, task = assembly.settings, assembly.world, assembly.cells, assembly.task
+    settings, world, task = assembly.settings, assembly.world, assembly.task
     _check_steps(config, assembly, resumed)
     if resumed is None and settings.checkpoint.init_from is not None:
         begin_with_weights(assembly, journal)
     updater = make_updater(assembly)
     if resumed is not None:
         with context.where.doing("reading the checkpoint"):
-            resumed = restore(config, assembly, updater, journal, resumed)
+            restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
     pipeline, layout = assembly.pipeline, assembly.layout
-    reporter = StepReporter(pipeline, layout.losses, len(layout.parameter_names), len(task.statistics))
+    reporter = StepReporter(pipeline, layout.losses, layout.parameters, len(task.statistics))
     fields = {**pipeline.codec.fields(), **reporter.fields(), **saver.fields()}
     fields |= evaluation_fields(world.replicas, task)
     exchange = Exchange(fields, world.all_ranks)
@@ -68,11 +69,10 @@ def assemble_training(
         scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
         progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
-    for cell in cells:
+    for cell in assembly.cells:
         cell.guard_buffers()
     pipeline.ties.spread()
-    loss_scale.begin(progress, settings.precision.loss_scale)
-    warn_of_single_examples(assembly, journal)
+    begin_scale(progress, settings.precision.loss_scale)
     return Trainer(
         assembly=assembly,
         exchange=exchange,
@@ -88,7 +88,7 @@ def assemble_training(
 
 def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: CheckpointInfo | None) -> None:
     """Refuses an unknown or, in a resumed run, another number of steps where layers depend on it."""
-    settings, names = assembly.settings, layers_that_depend_on_steps(assembly.world, assembly.cells)
+    settings, names = assembly.settings, layers_that_depend_on_steps(assembly.pipeline)
     if names and settings.trainer.steps is None:
         raise ConfigurationError(
             f"trainer.steps=null, but their number decides what these layers do (begin_step): {shorten(names)}: set "
@@ -100,45 +100,32 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
 
 def restore(
     config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Notices, resumed: CheckpointInfo
-) -> CheckpointInfo:
-    """Restores weights, optimizer and learning rate; returns the checkpoint. Every worker calls it at the same time.
+) -> None:
+    """Restores weights, optimizer and learning rate; every worker calls it at the same time.
 
-    Where a worker finds a damaged file, all take the newest older checkpoint, if `checkpoint.resume` names none.
+    Raises:
+        DamagedFile: a file of the checkpoint is damaged.
+        CheckpointError: something in the checkpoint does not fit this run.
     """
-    settings, damage = config["settings"], None
     saved: Mapping[str, Any] = resumed.state.configuration
-    before, now = (tree["optimizer"]["_target_"] for tree in (saved, settings))
+    before, now = (tree["optimizer"]["_target_"] for tree in (saved, config["settings"]))
     try:
         updater.restore_layers(resumed, keep_memory=before == now)
     except DamagedFile as error:
-        damage = str(error)
-    damages = [text for text in assembly.world.all_gather(damage) if text is not None]
-    if damages:
-        other = older(resumed) if config.get("may_take_older") else None
-        if other is None:
-            raise CheckpointError(f"{damages[0]}. {advice(resumed.path)}")
-        journal.warn(f"{damages[0]}; using {other.path.name}")
-        allowed = assembly.settings.checkpoint.allow_changes
-        require_compatible(other, settings, allowed)
-        _check_steps(config, assembly, other)
-        if assembly.world.rank == 0:
-            require_same_data(other, assembly.source, allowed)
-        return restore(config, assembly, updater, journal, other)
+        raise DamagedFile(f"{error}. {advice(resumed.path)}") from error
     if before != now:
         journal.warn(f"optimizer._target_ was {before} in the checkpoint: {now} begins without memory")
-    updater.restore_lr(resumed, settings)
-    return resumed
+    updater.restore_lr(resumed, config["settings"])
 
 
-def layers_that_depend_on_steps(world: World, cells: Sequence[Cell]) -> list[str]:
+def layers_that_depend_on_steps(pipeline: Pipeline) -> list[str]:
     """Returns the names of the model's layers with a `begin_step`, except those whose `depends_on_steps` is False."""
-    own = [
-        layer.name
-        for cell in cells
-        for layer in cell.layers
-        if any(hasattr(m, "begin_step") and getattr(m, "depends_on_steps", True) for m in layer.module.modules())
-    ]
-    return list(world.gather_from_workers(own))
+
+    def depends(module: nn.Module) -> bool:
+        parts = [part for part in module.modules() if hasattr(part, "begin_step")]
+        return any(getattr(part, "depends_on_steps", True) for part in parts)
+
+    return list(pipeline.world.gather_from_workers(layer.name for layer in pipeline.layers if depends(layer.module)))
 
 
 def make_updater(assembly: Assembly) -> Updater:
@@ -172,19 +159,37 @@ def make_saver(
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     state = RunState(
         configuration=config["settings"],
-        data_fingerprint=fingerprint(assembly.source),
+        data_fingerprint=None if assembly.source is None else assembly.source.fingerprint(),
         vocabularies=vocabularies(assembly.source) if world.rank == 0 else {},
     )
     saved_step = resumed.step if resumed is not None and resumed.run_dir.samefile(run_dir) else -1
     return Saver(run_dir, world, writer, updater, state, saved_step)
 
 
-def warn_of_single_examples(assembly: Assembly, journal: Notices) -> None:
-    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time."""
-    config, world = assembly.settings.pipeline, assembly.world
-    alone = assembly.first.smallest == 1 and not (config.sync_batchnorm and world.replicas > 1)
-    if alone and any(world.all_gather(any(cell.batchnorms for cell in assembly.cells))):
-        journal.warn(
-            "a micro-batch has a single example, so in training BatchNorm normalises over the places of one example "
-            f"only, and evaluation will look different: lower pipeline.M={config.M} or raise data.batch_size"
-        )
+def require_equal_replicas(pipeline: Pipeline) -> None:
+    """Refuses a run whose replicas hold different weights or buffers; every worker calls it at the same time.
+
+    Raises:
+        ConfigurationError: it names the first layer that differs.
+    """
+    world = pipeline.world
+    if world.replicas == 1:
+        return
+    everyone = world.all_gather([(layer.name, fingerprint(layer.module)) for layer in pipeline.layers])
+    for rank, layers in enumerate(everyone):
+        for (name, mark), (_, first) in zip(layers, everyone[rank % world.workers], strict=True):
+            if mark != first:
+                raise ConfigurationError(
+                    f"layer {name!r} has other weights on replica {rank // world.workers} than on replica 0: something "
+                    "that makes the model is not the same in every process. Draw weights from the default generators "
+                    "of torch, numpy or Python, which gpipe-train seeds, and read the same files on every machine"
+                )
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Returns a checksum of the names, types and values of all parameters and buffers."""
+    checksum = blake2b(digest_size=16)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum.hexdigest()

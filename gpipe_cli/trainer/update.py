@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,9 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
-from ..checkpoint.lr_schedule_state import LRScheduleState
 from ..distributed.pipeline import Pipeline
-from ..launch.mailboxes import LOCAL
+from ..launch.messenger import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..optim.sharding import OptimizerShards
@@ -55,8 +56,7 @@ class Updater:
         self.optimizer, self._shards = optimizer, shards
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
-        self._schedule_state = LRScheduleState(lr_schedule, optimizer)
-        self._layers = [layer for cell in cells for layer in cell.layers]
+        self._layers = pipeline.layers
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
         # A tied one is complete only when the gradients of all uses are there.
@@ -164,8 +164,8 @@ class Updater:
                 del state[parameter]
 
     def lr_state(self) -> dict[str, Json]:
-        """Returns the state of the learning rate schedule."""
-        return self._schedule_state.save()
+        """Returns the learning rate of each group; the number of steps decides all that a schedule changes."""
+        return {"optimizer_groups": [{"lr": rate} for rate in rates(self.optimizer)]}
 
     def restore_layers(self, info: CheckpointInfo, keep_memory: bool) -> None:
         """Puts weights, buffers, averages and optimizer state of a checkpoint back.
@@ -174,7 +174,7 @@ class Updater:
             keep_memory: False: the optimizer begins without state.
 
         Raises:
-            DamagedFile: a file of the checkpoint is damaged; another checkpoint may be restored then.
+            DamagedFile: a file of the checkpoint is damaged.
             CheckpointError: something in the checkpoint does not fit this run.
         """
         for layer in self._layers:
@@ -190,22 +190,30 @@ class Updater:
                 raise CheckpointError(f"{info.path}: {error}") from None
 
     def restore_lr(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
-        """Puts the state of the learning rate schedule back.
-
-        Where `checkpoint.allow_changes` permitted another optimizer or lr_schedule section, the learning rate becomes
-        what it would be now if the run had had it from its first step.
+        """Brings the learning rate schedule to the step of a checkpoint, as the present configuration has it there.
 
         Args:
             settings: the resolved configuration.
 
         Raises:
-            CheckpointError: the state does not fit the schedule.
+            CheckpointError: optimizer and lr_schedule are configured as before, but the learning rates are others.
         """
-        saved = info.state.configuration
-        if any(saved.get(section) != settings.get(section) for section in ("optimizer", "lr_schedule")):
-            self._schedule_state.replay(info.step)
-            return
-        try:
-            self._schedule_state.restore(cast("Mapping[str, Json]", info.state.schedule))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{info.path}: its learning rate schedule cannot be restored: {error!r}") from error
+        replay(self._lr_schedule, info.step)
+        before, now = info.state, rates(self.optimizer)
+        if all(before.configuration.get(key) == settings.get(key) for key in ("optimizer", "lr_schedule")):
+            saved = [group["lr"] for group in cast(Any, before.schedule)["optimizer_groups"]]
+            if len(saved) != len(now) or not all(map(math.isclose, saved, now)):
+                raise CheckpointError(f"{info.path}: its learning rates were {saved}, now {now}")
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Returns the learning rate of each group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def replay(lr_schedule: LRScheduler, steps: int) -> None:
+    """Takes so many steps of a new schedule, which decide the groups' learning rates, momenta and betas."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there were no updates in between
+        for _ in range(steps):
+            lr_schedule.step()

@@ -1,65 +1,61 @@
-"""Compares two ways to run one training step: which quantities differ, by how much, and in which layer."""
+"""Says which quantities differ between two ways to run a training step, where, and what a user can do about it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from ..difference import MISSING, Difference, Gap, Key, Quantity, judge, judge_tensors
+from ..config import Settings
+from ..difference import (
+    MISSING,
+    NO_LAYER,
+    Difference,
+    Gap,
+    Key,
+    Quantity,
+    judge,
+    judge_tensors,
+    may_be_rounding,
+)
+from ..factory.module_itself import ModuleReport
+from ..metrics.metrics_file import json_safe
+from ..typed_section import shown
 from .record import Fingerprint, Point, number_gap
+from .settings import ceiling_of
 
 SUMMED = 1e-14  # relative; float64 sums of the same numbers in another order differ by no more
 
 BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
-LOSS, LOSSES, STATISTICS = "loss", "losses of micro-batches", "statistics of the task"
-USED, SEEDS, MODES = "weights used", "seeds of dropout", "modes of layers"
-OUTPUTS, GIVEN_AGAIN, AGAIN = "outputs of layers", "inputs in recompute", "outputs recomputed"
-PASSED_BACK, GRADIENTS, NORM = "gradients between layers", "gradients", "gradient norm"
-CLIPPED, RATES = "clipping", "learning rate"
+LOSS, LOSSES = "loss", "losses of micro-batches"
+USED, OUTPUTS, AGAIN = "weights used", "outputs of layers", "outputs recomputed"
+GRADIENTS, NORM, CLIPPED, RATES = "gradients", "gradient norm", "clipping", "learning rate"
 BUFFERS, STATE, UPDATED = "BatchNorm and other buffers", "optimizer state", "weights after"
 EVALUATED, METRICS, KEPT = "outputs in evaluation", "numbers of an evaluation", "unchanged by an evaluation"
 AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
+ORDER = (
+    *(BEGIN, RESUMED, SKIPPED, USED, OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS, CLIPPED),
+    *(RATES, STATE, UPDATED, AVERAGES, REPLICAS, EVALUATED, METRICS, KEPT),
+)  # a difference in one makes differences in those behind it
+HINTS = {
+    BEGIN: "the builder of a layer must draw weights from torch's generator, which is seeded for every layer",
+    LOSSES: "the outputs of all layers agree: the loss, of the task or of a layer, depends on more than outputs and "
+    "targets, or was given other targets",
+    AVERAGES: "the weights are right, their averages (trainer.average) are not",
+}
+EXACT = (BEGIN, RESUMED, SKIPPED, USED, AGAIN, CLIPPED, RATES, REPLICAS)
+CEILINGS = {**dict.fromkeys(EXACT, 0.0), METRICS: math.inf}  # rounding decides between answers, which are counted
+OF_BATCHNORM = (".running_mean", ".running_var", ".num_batches_tracked")
 
 Found = Mapping[str, Quantity]  # of one step, by name
-
-
-@dataclass(frozen=True)
-class VerifiedRun:
-    """Describes the model's layers and the run's division into cells, as the report shows them.
-
-    Attributes:
-        names: of the layers.
-        cells: the cell of each layer.
-    """
-
-    names: Sequence[str]
-    cells: Sequence[int]
-
-    def place(self, layer: int) -> str:
-        return f"layer {self.names[layer]} (cell {self.cells[layer]})"
-
-    def micro_batch(self, replica: int, number: int, layer: int) -> str:
-        return f"{self.names[layer]}, micro-batch {number}" + (f" of replica {replica}" if replica else "")
+Gaps = dict[Key, Gap]
 
 
 def agrees(found: Found) -> bool:
-    """Returns whether all results agree. Gradients between layers only help to find an error's place."""
-    return not any(quantity.beyond for name, quantity in found.items() if name != PASSED_BACK)
-
-
-def equal(name: str, found: Iterable[tuple[int, str, bool]]) -> Quantity:
-    """Judges what must be the same; given for each place its layer, its name, and whether both sides are equal."""
-    gaps = [(layer, where, 0.0 if same else math.inf) for layer, where, same in found]
-    gaps.sort(key=lambda gap: gap[0])
-    return judge(name, [Difference(layer, where, gap, gap) for layer, where, gap in gaps], 0.0)
-
-
-# -- tensors ---------------------------------------------------------------------------------------------------------
-
-
-Gaps = dict[Key, Gap]
+    """Returns whether all results agree."""
+    return not any(quantity.beyond for quantity in found.values())
 
 
 def tensors(name: str, gaps: Gaps, tolerance: float, changes: bool = False) -> Quantity:
@@ -84,14 +80,172 @@ def numbers(
 
 
 def traces(
-    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], run: VerifiedRun, tolerance: float
+    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], names: Sequence[str], tolerance: float
 ) -> Quantity:
-    """Judges fingerprints of the pipeline and of the plain side; a gradient of zero (of the unused) may be missing."""
+    """Judges fingerprints of the pipeline and of the plain side."""
     found = []
     for point, ours, plain in sorted(pairs, key=lambda pair: (pair[0].layer, pair[0])):
-        where = run.micro_batch(*point[:3])
-        if ours is not None:
-            found.append(((point.layer, where), ours.gap(plain)))
-        elif plain.norm:
-            found.append(((point.layer, f"{where}: missing"), MISSING))
+        of_replica = f" of replica {point.replica}" if point.replica else ""
+        where = f"{names[point.layer]}, micro-batch {point.micro_batch}{of_replica}"
+        found.append(((point.layer, where), MISSING if ours is None else ours.gap(plain)))
     return judge_tensors(name, found, tolerance, kind=lambda key: key[0])
+
+
+# -- what a user reads -------------------------------------------------------------------------------------------------
+
+
+def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Collection[int]) -> list[str]:
+    """Returns as sentences the first difference and what a user can do about it; empty when no step differs.
+
+    Args:
+        steps: what was compared, by number.
+        places: of the layers, as ``layer conv (cell 0)``.
+        batchnorms: layers that have one.
+    """
+    number = next((number for number, found in steps.items() if not agrees(found)), None)
+    if number is None:
+        return []
+    now = steps[number]
+    name = min((name for name, q in now.items() if q.beyond), key=ORDER.index)
+    quantity, from_loss = now[name], name == GRADIENTS
+    first = max(quantity.beyond, key=lambda d: d.layer) if from_loss else quantity.beyond[0]
+    place = "" if first.layer == NO_LAYER else places[first.layer]
+    found = (
+        f"step {number}, {name}: {len(quantity.beyond)} of {quantity.compared} differ, "
+        f"first{' from the loss back' if from_loss else ''}{place and f' in {place}'} "
+        f"({first.where}, relative difference {first.relative:.1e})"
+    )
+    hint = HINTS.get(name, "")
+    if name in (OUTPUTS, AGAIN):
+        repeated = now[AGAIN].beyond if AGAIN in now else []
+        again = any(difference.layer == first.layer for difference in repeated)
+        hint = _of_layer(first.layer, place, again, first.layer in batchnorms)
+    elif name == BUFFERS and first.where.endswith(OF_BATCHNORM):
+        hint = "outputs agree: only the moving averages of BatchNorm differ, which an evaluation uses"
+    elif name == BUFFERS:
+        hint = f"{place} changes a buffer of its own in forward, and again in recompute"
+    return [found, f"step {number}: {hint}"] if hint else [found]
+
+
+def _of_layer(layer: int, place: str, again: bool, batchnorm: bool) -> str:
+    """Returns what may be wrong with a layer that has the right weights.
+
+    Args:
+        again: whether its recompute differs from its first forward.
+        batchnorm: whether it has one.
+    """
+    changing = "something that changes between two calls, such as random numbers that are not torch's"
+    if batchnorm:
+        changing += ", or its BatchNorm normalises by other statistics than its micro-batch's"
+    if again:
+        return f"{place} gives something else when it is computed again: it depends on {changing}"
+    if layer == 0:
+        return f"{place} is the first: the data source must give the same mini-batches whenever it is read"
+    return f"the layers before {place} agree: it depends on {changing}, or was given another input"
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Holds the comparison of some steps.
+
+    Attributes:
+        tolerance: the largest relative difference that counted as rounding.
+        steps: what was compared, by number of the step.
+        findings: what is wrong, as sentences; empty when all agrees.
+        notes: what is no error, as sentences.
+        loss: of the last step.
+        memory: peak bytes of rank 0.
+        itself: how the layers of a traced module compare with the module itself; None for other models.
+    """
+
+    settings: Settings
+    tolerance: float
+    steps: Mapping[int, Found]
+    findings: list[str]
+    notes: list[str]
+    loss: float
+    memory: int
+    itself: ModuleReport | None = None
+
+    @property
+    def agrees(self) -> bool:
+        pipelined = bool(self.steps) and all(map(agrees, self.steps.values()))
+        return pipelined and (self.itself is None or self.itself.agrees is not False)
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Returns whether only quantities differ that rounding can change, and that far, so that float64 can decide."""
+        if self.agrees or self.settings.checkpoint.init_from is not None:
+            return False
+        return may_be_rounding(self._quantities(), CEILINGS, ceiling_of(self.settings))
+
+    def decided_by(self, wide: VerifyReport) -> VerifyReport:
+        """Returns the report of the same run in float64; where it agrees a note says what differed here."""
+        if not wide.agrees:
+            return wide
+        worst = max((q for q in self._quantities() if q.beyond), key=lambda q: q.relative)
+        narrow = self.settings.precision.autocast or self.settings.precision.boundaries or "float32"
+        note = (
+            f"in {narrow} {worst.name} differ by more than rounding, {worst.worst}; in float64 they agree, so it is "
+            "rounding that grows from layer to layer"
+        )
+        return replace(wide, notes=[*wide.notes, note])
+
+    @property
+    def verdict(self) -> str:
+        """Returns the verdict in one line."""
+        run = self._run()
+        if not self.steps:
+            return f"nothing was compared: the data ended before the first step ({run})"
+        if not self.agrees and all(map(agrees, self.steps.values())):
+            return f"DIFFERENT: the traced layers do not compute what the module itself does ({run})"
+        if not self.agrees:
+            return f"DIFFERENT: the pipelined run is not the plain one ({run})"
+        worst = max((q for q in self._quantities() if q.worst and not q.beyond), key=lambda q: q.relative, default=None)
+        if worst is None or worst.worst is None or worst.verdict == "bit for bit":
+            return f"OK, bit for bit: the pipelined run is the plain one ({run})"
+        most = worst.worst
+        return (
+            f"OK: the pipelined run is the plain one but for rounding; largest relative difference {most.relative:.1e} "
+            f"(absolute {most.absolute:.1e}) in {worst.name}, {most.where}; tolerance {self.tolerance:g} ({run})"
+        )
+
+    def _run(self) -> str:
+        pipeline, steps = self.settings.pipeline, len(self.steps)
+        wide = " in float64" if self.settings.verify.dtype == "float64" else ""
+        replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+        return (
+            f"{steps} step{'s' if steps != 1 else ''}{wide}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
+            f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, "
+            + (f"remat {pipeline.remat}" if pipeline.keep is None else f"keep {shown(pipeline.keep)}")
+        )
+
+    def _quantities(self) -> list[Quantity]:
+        return [quantity for found in self.steps.values() for quantity in found.values()]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; numbers that are not finite become null."""
+        plain = {
+            "agrees": self.agrees,
+            "verdict": self.verdict,
+            "findings": self.findings,
+            "notes": [*([f"the module itself: {self.itself.line}"] if self.itself else []), *self.notes],
+            "itself": None if self.itself is None else asdict(self.itself),
+            "steps": [
+                {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
+                for number, step in self.steps.items()
+            ],
+            "memory_bytes": self.memory,
+            "format": self.settings.verify.format,
+            "loss": self.loss,
+        }
+        return dict(json_safe(plain))
+
+
+def _quantity(quantity: Quantity) -> dict[str, Any]:
+    own = {"name": quantity.name, "verdict": quantity.verdict, "compared": quantity.compared}
+    worst = {name: getattr(quantity.worst, name, None) for name in ("absolute", "relative", "where")}
+    return {**own, "beyond": len(quantity.beyond), **worst}

@@ -1,9 +1,10 @@
 """Computes the gradients of a step without the engine: layer after layer, as `nn.Sequential` would run them.
 
 It shares with the pipeline what defines the run (the layers, the task, the data), and nothing of how the pipeline runs
-it: no schedule, no messages, torch's own BatchNorm, its own seeds (`reference.py`). So that it needs memory for one
-cell only, it builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes
-back from the last cell to the first.
+it: no schedule, no messages, torch's own BatchNorm, seeds of its own. So that it needs memory for one cell only, it
+builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes back from the
+last cell to the first. Optimizers and learning-rate schedules are asked themselves, one parameter at a time and from
+their beginning: no code that divides, sums, saves or resumes takes part.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,28 +24,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config import Settings
 from ..difference import Key, norm_of_all
-from ..factory.build import boundary_type_of, build_autocast, build_model
+from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.compare import averaged_over_a_mini_batch
+from ..models.traced.recording import seeded
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
-from ..pipeline.randomness import generator_states
 from ..tasks.base import Task
-from .record import (
-    MODE,
-    OUTPUT,
-    Fingerprint,
-    Place,
-    Point,
-    Recorder,
-    Seen,
-    fingerprint,
-    mode_of,
-    modules_of,
-    named,
-    named_buffers,
-)
-from .reference import noise_seed, weights_drawn
+from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
 
 
 @dataclass(frozen=True)
@@ -51,20 +40,14 @@ class MiniBatch:
 
     Attributes:
         step: its number, from 0.
-        micro_batches: of each replica.
-        order: in which the gradients of a replica's micro-batches are added up; it changes only the rounding.
+        micro_batches: of each replica, in the order in which their gradients are added up, which changes only the
+            rounding.
         loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
     """
 
     step: int
-    micro_batches: Sequence[Sequence[MicroBatch]]
-    order: Sequence[int]
+    micro_batches: Mapping[Place, MicroBatch]
     loss_scale: float = 1.0
-
-    @property
-    def places(self) -> list[list[Place]]:
-        """Returns the places of each replica, whose gradients are added up apart, in order."""
-        return [[(replica, number) for number in self.order] for replica in range(len(self.micro_batches))]
 
 
 @dataclass
@@ -74,38 +57,30 @@ class PlainStep:
     Attributes:
         weight: of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
-        statistics: sums of the task's statistics.
         norms: of each parameter's gradient.
-        batchnorms: that have run, by layer and name.
-        seen: of the layers, as in `record.py`.
+        batchnorms: layers that have one.
+        outputs: fingerprints of what the layers returned.
         used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
-        draws_noise: layers that have drawn random numbers.
     """
 
     weight: float
     losses: dict[Place, float] = field(default_factory=dict)
-    statistics: Tensor | None = None
     norms: dict[Key, float] = field(default_factory=dict)
-    batchnorms: set[Key] = field(default_factory=set)
-    seen: Seen = field(default_factory=dict)
+    batchnorms: set[int] = field(default_factory=set)
+    outputs: dict[Point, Fingerprint] = field(default_factory=dict)
     used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
-    draws_noise: set[int] = field(default_factory=set)
 
     @property
     def loss(self) -> float:
         return sum(self.losses[key] for key in sorted(self.losses)) / self.weight if self.weight else 0.0
-
-    def weight_used(self, point: Point, used: Fingerprint) -> Fingerprint:
-        """Returns the fingerprint of the weight at ``point`` in the type in which it was ``used``, or in its own."""
-        types = self.used[point.layer, point.number]
-        return types.get(used.dtype, next(iter(types.values())))
 
     @property
     def gradient_norm(self) -> float:
         return norm_of_all(self.norms[key] for key in sorted(self.norms))
 
 
-Take = Callable[[int, dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell, its gradients, its buffers after the step
+Section = Mapping[str, Any]
+Take = Callable[[Sequence[int], dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell's layers, gradients, new buffers
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
 
 
@@ -128,30 +103,30 @@ class PlainModel:
         cells: Sequence[Sequence[int]],
         owners: Mapping[Key, Key],
     ) -> None:
-        self._settings, self.task, self.device, self.cells, self.owners = settings, task, device, cells, owners
-        self.autocast: Callable[[], AbstractContextManager[Any]] = build_autocast(settings.precision, device)
-        self._boundary_type, self.last, self.seed = boundary_type_of(settings.precision), cells[-1][-1], settings.seed
-        autocast = settings.precision.autocast
-        self.half: torch.dtype | None = None if autocast is None else getattr(torch, autocast)
-        self.steps = settings.trainer.steps or 0
+        self.settings, self.task, self._device, self.cells, self.owners = settings, task, device, cells, owners
+        self._last = cells[-1][-1]
 
     @torch.no_grad()
-    def build(self, cell: Sequence[int], load: Load = lambda layer: {}) -> _Built:
+    def build(self, cell: Sequence[int], load: Load = lambda layer: {}, step: int = 0) -> _Cell:
         """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns.
 
         A tied parameter has its owner's value.
+
+        Args:
+            step: that they are told of (`begin_step`).
         """
-        builders, layers = build_model(self._settings.model, self._settings.seed), []
+        seed = self.settings.seed
+        builders, layers = build_model(self.settings.model, seed), []
         announce(builders[index] for index in cell)
         used: set[int] = set()
         for index in cell:
-            with weights_drawn(self._settings.seed, index):
+            with weights_drawn(seed, index):
                 module = builders[index].build()
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builders[index].name, module.to(self.device).train()))
-        built = _Built(layers)
+            layers.append((index, builders[index].name, module.to(self._device).train()))
+        built = _Cell(self, layers)
         held = built.held
         for index in cell:
             for name, tensor in load(index).items():
@@ -160,6 +135,10 @@ class PlainModel:
             if index in cell:
                 value = load(other).get(owner)
                 held[index, name].copy_(self.build([other], load).held[other, owner] if value is None else value)
+        for part in built.modules():
+            begin_step: Any = getattr(part, "begin_step", None)
+            if begin_step is not None:
+                begin_step(step, self.settings.trainer.steps or 0)
         return built
 
     def _summed(self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]]) -> dict[Key, Tensor]:
@@ -184,175 +163,143 @@ class PlainModel:
             load: gives the weights and buffers before the step.
             take: called for each cell, from the last to the first, with zeros where nothing flowed back.
         """
-        replicas = mini_batch.micro_batches
-        step = PlainStep(sum(self.task.weight(targets) for replica in replicas for _, targets in replica))
-        recorder, places = Recorder(), [place for of_replica in mini_batch.places for place in of_replica]
-        given: list[dict[Place, Tensors]] = [
-            {(r, m): tuple(t.to(self.device) for t in replicas[r][m][0]) for r, m in places}
-        ]
-        for cell in self.cells[:-1]:
-            run = _CellRun(self, self.build(cell, load), mini_batch, step, given[-1])
-            given.append({place: _cut(run.forward(place)[0]) for place in places})
+        mini_batch, step = self._on_device(mini_batch)
+        given: list[dict[Place, Tensors]] = [{place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}]
+        for layers in self.cells[:-1]:
+            cell = self.build(layers, load, mini_batch.step)
+            given.append({place: _cut(cell.forward(mini_batch, place, x)[0]) for place, x in given[-1].items()})
         back: dict[Place, Tensors] = {}
         waiting: dict[Key, dict[Key, Tensor]] = {}
-        for number in reversed(range(len(self.cells))):
-            run = _CellRun(self, self.build(self.cells[number], load), mini_batch, step, given.pop(), recorder)
-            with averaged_over_a_mini_batch(run.built.module):
-                gradients, back = run.forward_and_back(back)
-            step.batchnorms |= run.built.batchnorms
+        for layers in reversed(self.cells):
+            cell = self.build(layers, load, mini_batch.step)
+            with averaged_over_a_mini_batch(cell):
+                gradients, back = cell.forward_and_back(mini_batch, given.pop(), back, step)
             gradients = self._summed(gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
-            take(number, gradients, named_buffers(run.built.layers))
-        step.seen = recorder.take()
+            take(layers, gradients, {key: held for key, held in cell.held.items() if key not in cell.weights})
         return step
 
     @torch.no_grad()
-    def evaluate(
-        self, micro_batches: Sequence[Sequence[MicroBatch]], load: Load, step: int
-    ) -> tuple[dict[str, float], Seen]:
-        """Evaluates micro-batches, those of each replica, with the weights and buffers that ``load`` returns.
+    def evaluate(self, mini_batch: MiniBatch, load: Load) -> tuple[dict[str, float], PlainStep]:
+        """Evaluates micro-batches with the weights and buffers that ``load`` returns.
 
         Args:
-            step: the one before the evaluation, from 0; what `begin_step` has set lasts.
+            mini_batch: its step is the one before the evaluation; what `begin_step` has set lasts.
 
         Returns:
-            The numbers, as the task summarizes them, and fingerprints of the layers' outputs.
+            The numbers, as the task summarizes them, and the layers' outputs.
         """
-        places = [(r, m) for r, replica in enumerate(micro_batches) for m in range(len(replica))]
-        values = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][0]) for r, m in places}
-        recorder = Recorder()
-        for cell in self.cells:
-            built = self.build(cell, load)
-            built.begin_step(step, self.steps)
-            for index, _, module in built.layers:
-                module.train(False)
-                for place, given in values.items():
-                    with self.autocast():
-                        returned = as_tensors(module(as_argument(given)))
-                    values[place] = _as_passed_on(returned, given, self.type_behind(index))
-                    recorder.outputs(OUTPUT, (*place, index), returned, given)
-        targets = {(r, m): tuple(t.to(self.device) for t in micro_batches[r][m][1]) for r, m in places}
-        sums = [self.task.evaluate(values[place], targets[place]).cpu() for place in places]
-        weight = sum(self.task.weight(micro_batches[r][m][1]) for r, m in places)
+        mini_batch, step = self._on_device(mini_batch)
+        values = {place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}
+        for layers in self.cells:
+            cell = self.build(layers, load, mini_batch.step).eval()
+            values = {place: cell.forward(mini_batch, place, x, step)[0] for place, x in values.items()}
+        every = mini_batch.micro_batches.items()
+        sums = [self.task.evaluate(values[place], targets).cpu() for place, (_, targets) in every]
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
-        return self.task.summarize(totals, weight) if weight else {}, recorder.take()
+        return self.task.summarize(totals, step.weight) if step.weight else {}, step
 
-    def type_behind(self, layer: int) -> torch.dtype | None:
-        """Returns the type of the tensors between this layer and the next; None: as the layer returns them."""
-        return None if layer == self.last else self._boundary_type
+    def _on_device(self, mini_batch: MiniBatch) -> tuple[MiniBatch, PlainStep]:
+        def moved(tensors: Tensors) -> Tensors:
+            return tuple(tensor.to(self._device) for tensor in tensors)
+
+        pairs = {place: (moved(x), moved(y)) for place, (x, y) in mini_batch.micro_batches.items()}
+        step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
+        return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale), step
 
 
-class _Built:
-    """Holds the layers of one cell."""
+class _Cell(nn.Module):
+    """Holds the layers of one cell, and runs them."""
 
-    def __init__(self, layers: list[tuple[int, str, nn.Module]]) -> None:
-        self.layers = layers
-        self.parameters = dict(named(layers))
-        self.module = nn.ModuleList(module for _, _, module in layers)
-        self.batchnorms = modules_of(_BatchNorm, layers).keys()
+    def __init__(self, model: PlainModel, layers: list[Layer]) -> None:
+        super().__init__()
+        self._layers, self._model, precision = layers, model, model.settings.precision
+        self._parts = nn.ModuleList(module for _, _, module in layers)
+        self._autocast = build_autocast(precision, model._device)
+        self._boundary_type = boundary_type_of(precision)
+        self._half: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
+        self.weights = {(layer[0], name): p for layer in layers for name, p in named(layer).items()}
 
     @property
     def held(self) -> dict[Key, Tensor]:
         """Returns weights and buffers."""
-        return {**self.parameters, **named_buffers(self.layers)}
+        buffers = {(layer[0], name): b for layer in self._layers for name, b in named_buffers(layer).items()}
+        return {**self.weights, **buffers}
 
-    def begin_step(self, step: int, steps: int) -> None:
-        for module in (module for _, _, layer in self.layers for module in layer.modules()):
-            begin_step: Any = getattr(module, "begin_step", None)
-            if begin_step is not None:
-                begin_step(step, steps)
-
-    def fingerprint_weights(self, step: PlainStep, half: torch.dtype | None) -> None:
-        """Takes the fingerprints of the weights, and of their casts where autocast casts to ``half``."""
-        for index, _, module in self.layers:
-            for number, weight in enumerate(module.parameters()):
-                marks = [fingerprint(weight.to(dtype)) for dtype in (weight.dtype, half) if dtype is not None]
-                step.used[index, number] = {mark.dtype: mark for mark in marks}
-
-    def take_gradients(self) -> dict[Key, Tensor]:
-        """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
-        gradients = {}
-        for key, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for parameter in self.parameters.values():
-            parameter.grad = None
-        return gradients
-
-
-@dataclass
-class _CellRun:
-    """Runs one cell for all micro-batches of one mini-batch."""
-
-    model: PlainModel
-    built: _Built
-    mini_batch: MiniBatch
-    step: PlainStep
-    given: dict[Place, Tensors]  # the inputs of the cell
-    recorder: Recorder | None = None
-
-    def __post_init__(self) -> None:
-        self.built.begin_step(self.mini_batch.step, self.model.steps)
-
-    def forward_and_back(self, back: Mapping[Place, Tensors]) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
-        """Runs forward and backward.
+    def forward_and_back(
+        self,
+        mini_batch: MiniBatch,
+        given: Mapping[Place, Tensors],
+        back: Mapping[Place, Sequence[Tensor]],
+        step: PlainStep,
+    ) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
+        """Runs forward and backward of all micro-batches.
 
         Args:
+            given: the inputs of the cell.
             back: the gradients of the outputs; empty behind the last cell.
+            step: gets what is no gradient.
 
         Returns:
             The gradients of the parameters, and of the inputs.
         """
-        self.built.fingerprint_weights(self.step, self.model.half)
-        scale = self.mini_batch.loss_scale / self.step.weight if self.step.weight else 0.0
-        totals: list[dict[Key, Tensor]] = []
-        for places in self.mini_batch.places:
+        self._look_at_layers(step)
+        scale = mini_batch.loss_scale / step.weight if step.weight else 0.0
+        gradients: dict[Key, Tensor] = {}
+        for _, places in groupby(given, key=lambda place: place[0]):  # each replica adds up its own
             for place in places:
-                outputs, losses = self.forward(place)
+                outputs, losses = self.forward(mini_batch, place, given[place], step)
+                step.losses[place] = step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
                 roots = [*zip(_trained(outputs), back[place], strict=True)] if back else []
                 roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
                 if roots:
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-            totals.append(self.built.take_gradients())
-        gradients = totals[0]
-        for other in totals[1:]:
-            gradients = {key: gradients[key] + gradient for key, gradient in other.items()}
-        gradients = {key: gradient / self.mini_batch.loss_scale for key, gradient in gradients.items()}
+            own = self._take_gradients()
+            gradients = {key: gradients[key] + g for key, g in own.items()} if gradients else own
+        gradients = {key: gradient / mini_batch.loss_scale for key, gradient in gradients.items()}
         return gradients, {
             place: tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in _trained(tensors))
-            for place, tensors in self.given.items()
+            for place, tensors in given.items()
         }
 
-    def forward(self, place: Place) -> tuple[Tensors, list[Tensor]]:
-        """Returns outputs and unscaled losses of one micro-batch."""
-        replica, number = place
-        targets = tuple(tensor.to(self.model.device) for tensor in self.mini_batch.micro_batches[replica][number][1])
-        values, losses = self.given[place], []
-        with torch.enable_grad(), self.model.autocast():
-            for index, _, module in self.built.layers:
-                torch.manual_seed(noise_seed(self.model.seed, self.mini_batch.step, replica, number, index))
-                before = generator_states(self.model.device)
-                call = replica, number, index
-                if self.recorder:
-                    self.recorder.note(MODE, call, mode_of(module, self.model.device))
+    def _look_at_layers(self, step: PlainStep) -> None:
+        """Notes BatchNorms, and fingerprints of the weights and of their casts where autocast casts them."""
+        for index, _, module in self._layers:
+            if any(isinstance(part, _BatchNorm) for part in module.modules()):
+                step.batchnorms.add(index)
+            for number, weight in enumerate(module.parameters()):
+                marks = [fingerprint(weight.to(dtype)) for dtype in (weight.dtype, self._half) if dtype is not None]
+                step.used[index, number] = {mark.dtype: mark for mark in marks}
+
+    def _take_gradients(self) -> dict[Key, Tensor]:
+        """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
+        gradients = {}
+        for key, parameter in self.weights.items():
+            if parameter.requires_grad:
+                gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = None
+        return gradients
+
+    def forward(
+        self, mini_batch: MiniBatch, place: Place, values: Tensors, step: PlainStep | None = None
+    ) -> tuple[Tensors, list[Tensor]]:
+        """Returns outputs and, in training, unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
+        model, losses = self._model, []
+        targets = mini_batch.micro_batches[place][1]
+        with self._autocast():
+            for index, _, module in self._layers:
+                torch.manual_seed(noise_seed(model.settings.seed, mini_batch.step, *place, index))
                 returned = module(as_argument(values))
-                outputs = _as_passed_on(as_tensors(returned), values, self.model.type_behind(index))
-                if self.recorder:
-                    self.recorder.outputs(OUTPUT, call, as_tensors(returned), values)
+                if step:
+                    marks = enumerate(map(fingerprint, as_tensors(returned)))
+                    step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
                 auxiliary = getattr(module, "auxiliary_loss", None)
-                if auxiliary is not None:
+                if auxiliary is not None and self.training:
                     losses.append(auxiliary(returned, targets))
-                if not all(map(torch.equal, before, generator_states(self.model.device))):
-                    self.step.draws_noise.add(index)
-                values = outputs
-            if index == self.model.last:
-                loss, statistics = self.model.task.loss(values, targets)
-                losses.append(loss)
-        if self.recorder:
-            if index == self.model.last:
-                seen = self.step.statistics
-                self.step.statistics = statistics.double().cpu() + (0.0 if seen is None else seen)
-            self.step.losses[place] = self.step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
+                is_last = index == model._last
+                values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
+            if is_last and step and self.training:
+                losses.append(model.task.loss(values, targets)[0])
         return values, losses
 
 
@@ -387,3 +334,68 @@ def _plainly_laid_out(tensor: Tensor) -> Tensor:
         lay_out = partial(Tensor.contiguous, memory_format=order)
         made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
     return made
+
+
+# -- seeds, learning rate, update, average -----------------------------------------------------------------------------
+
+
+def _digest(numbers: tuple[int, ...], size: int) -> bytes:
+    return blake2b(b"".join(number.to_bytes(8, "little", signed=True) for number in numbers), digest_size=size).digest()
+
+
+def noise_seed(seed: int, step: int, replica: int, micro_batch: int, layer: int) -> int:
+    """Returns the seed of a layer's dropout: 63 bits that depend on all five numbers (docs/design.md)."""
+    block, place = divmod(layer, 8)
+    eight = _digest((2, seed, step, replica, micro_batch, block), 64)
+    return int.from_bytes(eight[8 * place : 8 * place + 8], "little") // 2
+
+
+def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
+    """Seeds the generators of torch's CPU, numpy and Python for a layer's initial weights; restores them afterwards."""
+    return seeded(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
+
+
+def learning_rate(optimizer: Section, lr_schedule: Section, n: int) -> float | None:
+    """Returns the learning rate of update n = 1, 2, …; None where the optimizer has none."""
+    made = build_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))])
+    if "lr" not in made.param_groups[0]:
+        return None
+    schedule = build_lr_schedule(lr_schedule, made)
+    for _ in range(n - 1):
+        made.step()
+        schedule.step()
+    return float(made.param_groups[0]["lr"])
+
+
+def update(
+    section: Section, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
+) -> tuple[Tensor, Any]:
+    """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
+
+    Args:
+        rate: the learning rate.
+        state: of the optimizer before, by name; empty before the first update.
+        gradient: clipped.
+    """
+    keys = {key: value for key, value in section.items() if key != "decay_only"}
+    keys |= {} if rate is None else {"lr": rate}
+    if section.get("decay_only") == "matrices" and weight.dim() < 2:
+        keys["weight_decay"] = 0.0
+    parameter = nn.Parameter(weight.clone())
+    alone = build_optimizer(keys, [parameter])
+    if state:
+        alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    parameter.grad = gradient.clone()
+    alone.step()
+    return parameter.detach(), dict(alone.state[parameter])
+
+
+def average(decay: float, updates: int, before: Tensor, weight: Tensor) -> Tensor:
+    """Returns the moving average after an update, of the average before it and the weight after it.
+
+    Args:
+        decay: `trainer.average`.
+        updates: before this one.
+    """
+    share = max(1 - decay, 9 / (10 + updates))
+    return torch.lerp(before, weight.to(before), share)

@@ -1,36 +1,44 @@
-"""Records one training step so that two ways to run it can be compared.
+"""Records training steps so that two ways to run them can be compared.
 
 What passes through the layers is kept as fingerprints, one for each micro-batch, and numbers as they are. Tensors of
-the model's size (weights, gradients, optimizer state) are not kept here but in files (`spill.py`).
+the model's size (weights, gradients, optimizer state) lie in files, one for each layer, so that gpipe-verify needs
+memory for a cell only.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from torch.utils._mode_utils import no_dispatch
 
-from ..difference import Gap, Key
-from ..micro_batch import Tensors
+from ..checkpoint.layer_state import LayerState, named_tensors
+from ..difference import Gap
+from ..metrics.step_report import StepReport
+from ..pipeline.messages.grouping import as_tensors
+from ..position import Position
+from ..trainer.assembly import Assembly
+from ..trainer.loop import Trainer
 
-M = TypeVar("M", bound=nn.Module)
 Place = tuple[int, int]  # (replica, micro-batch)
 Call = tuple[int, int, int]  # (replica, micro-batch, layer)
-Layers = Iterable[tuple[int, str, nn.Module]]  # index, name, module
+Layer = tuple[int, str, nn.Module]  # index, name, module
 
-# What is seen of a step. By point: a layer's output, the gradient of its output, the weights that it used, what the
-# first layer of a cell was given. By call: the seed of its random numbers, and its mode. With `AGAIN` behind it: the
-# same in recompute.
-OUTPUT, GRADIENT, WEIGHTS, INPUT, SEED, MODE = "output", "gradient", "weights", "input", "seed", "mode"
+# What is seen of a step. By point: a layer's output, the weights that it used. With `AGAIN` behind it: the same in
+# recompute.
+OUTPUT, WEIGHTS = "output", "weights"
 AGAIN = " in recompute"
 # By key: the learning rate and the norm of the gradient that the optimizer was given for each parameter. By replica and
 # key: all that is held after the step.
@@ -50,16 +58,13 @@ class Fingerprint(NamedTuple):
     size: int
     dtype: str
 
-    def distance(self, other: Fingerprint) -> float:
-        """Returns the larger difference of the two numbers (see `number_gap`); infinite where sizes or types differ."""
-        if (self.size, self.dtype) != (other.size, other.dtype):
-            return math.inf
-        return max(number_gap(self.norm, other.norm), number_gap(self.projection, other.projection))
-
     def gap(self, right: Fingerprint) -> Gap:
-        """Returns how far this fingerprint is from the one that it should equal."""
+        """Returns how far this fingerprint is from the one that it should equal; infinite for another size or type."""
+        absolute = number_gap(self.norm, right.norm)
+        same = (self.size, self.dtype) == (right.size, right.dtype)
+        distance = max(absolute, number_gap(self.projection, right.projection)) if same else math.inf
         ours, plain = (norm if math.isfinite(norm) else 0.0 for norm in (self.norm, right.norm))
-        return Gap(number_gap(self.norm, right.norm), self.distance(right), ours, plain, plain, 0.0)
+        return Gap(absolute, distance, ours, plain, plain, 0.0)
 
 
 class Point(NamedTuple):
@@ -78,7 +83,6 @@ class RecordedStep:
     Attributes:
         loss: of the mini-batch, per unit of weight.
         losses: unscaled sums by (replica, micro-batch).
-        statistics: sums of the task's statistics.
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
         seen: of the layers and the update.
@@ -86,7 +90,6 @@ class RecordedStep:
 
     loss: float = math.nan
     losses: dict[Place, float] = field(default_factory=dict)
-    statistics: Sequence[float] = ()
     gradient_norm: float = math.nan
     loss_scale: float = 1.0
     seen: Seen = field(default_factory=dict)
@@ -95,16 +98,15 @@ class RecordedStep:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
-    def write(self, path: Path) -> None:
-        """Writes what is seen to a file, for `add`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(self.seen, path)
+    def rows(self) -> list[tuple[str, tuple[Any, ...], Any]]:
+        """Returns what is seen as plain values: kind, place, value."""
+        return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
 
-    def add(self, path: Path) -> None:
-        """Adds what another worker has seen."""
-        with torch.serialization.safe_globals([Point, Fingerprint]):
-            for kind, found in torch.load(path, weights_only=True).items():
-                self.seen.setdefault(kind, {}).update(found)
+    def add(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Adds the rows of another worker, of which JSON has made lists."""
+        for kind, at, value in rows:
+            point = Point(*at) if len(at) == len(Point._fields) else tuple(at)
+            self.seen.setdefault(kind, {})[point] = Fingerprint(*value) if isinstance(value, list) else value
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -134,80 +136,192 @@ def number_gap(a: float, b: float) -> float:
     return abs(a - b)
 
 
-class Recorder:
-    """Collects what is seen of one step, on either side."""
+# -- tensors of the model's size ---------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
+
+class Spill:
+    """Keeps tensors in files of a folder that all workers share.
+
+    Tensors belong to a moment, such as "after step 2", and a layer.
+
+    Args:
+        folder: made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, moment: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the tensors of one layer."""
+        path = self._path(moment, layer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = {  # copies, because a file holds neither shared memory nor unusual strides
+            name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
+            for name, tensor in tensors.items()
+        }
+        save_file(own, path)
+
+    def get(self, moment: str, layer: int, *kinds: str) -> dict[str, Tensor]:
+        """Returns the tensors of one layer; none where nothing was written.
+
+        Args:
+            kinds: with these only ``kind/name`` of them, by the name alone; of equal names that of the last kind.
+        """
+        path = self._path(moment, layer)
+        tensors = load_file(path) if path.exists() else {}
+        return (
+            {
+                name.removeprefix(f"{kind}/"): tensor
+                for kind in kinds
+                for name, tensor in tensors.items()
+                if name.startswith(f"{kind}/")
+            }
+            if kinds
+            else tensors
+        )
+
+    def drop(self, moment: str) -> None:
+        """Deletes the files of a moment, if there are any; those of all for an empty name."""
+        shutil.rmtree(self._folder / moment, ignore_errors=True)
+
+    def _path(self, moment: str, layer: int) -> Path:
+        return self._folder / moment / f"{layer}.safetensors"
+
+
+def named(layer: Layer) -> dict[str, nn.Parameter]:
+    """Returns a layer's parameters by full name."""
+    return {f"{layer[1]}.{name}": parameter for name, parameter in layer[2].named_parameters()}
+
+
+def named_buffers(layer: Layer) -> dict[str, Tensor]:
+    """Returns a layer's buffers by full name."""
+    return {f"{layer[1]}.{name}": buffer for name, buffer in layer[2].named_buffers()}
+
+
+# -- the pipelined side ------------------------------------------------------------------------------------------------
+
+
+class RunWatch:
+    """Records steps of this worker, by hooks on its layers and its optimizer, and what it holds between them.
+
+    Args:
+        assembly: of the worker.
+        where: the micro-batch that runs and its instruction, kept up to date by the engine.
+        spill: where tensors of the model's size are written; replica 0 writes them.
+
+    Attributes:
+        active: whether anything is recorded.
+        record: of the last step, as long as it was active.
+    """
+
+    def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
+        self._replica, self._where, self._spill = assembly.world.replica, where, spill
         self._seen: Seen = defaultdict(dict)
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
+        self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
+        self._trainer: Trainer | None = None
+        self.active = False
+        self.record = RecordedStep()
+        for index, _, module in self._layers:
+            # Functions, because a copy of the module then calls the same watch.
+            module.register_forward_pre_hook(self._before(index))
+            module.register_forward_hook(self._after(index))
 
-    def note(self, kind: str, at: Any, value: Any) -> None:
-        """Records one value."""
-        self._seen[kind][at] = value
+    def follow(self, trainer: Trainer) -> None:
+        """Watches the steps of a trainer from now on."""
+        self._trainer = trainer
+        trainer.around_update = self._around_update
+        trainer.updater.optimizer.register_step_pre_hook(self._before_update)
 
     def take(self) -> Seen:
-        """Returns the record since the last call."""
+        """Returns what was seen since the last call."""
         seen, self._seen, self._known = dict(self._seen), defaultdict(dict), {}
         return seen
 
-    def weights(self, kind: str, call: Call, weights: Iterable[Tensor]) -> None:
-        """Records the weights of a layer, before it runs."""
-        for number, parameter in enumerate(weights):
-            address, version, mark = self._known.get(id(parameter), (0, -1, None))
-            if mark is None or (address, version) != (parameter.data_ptr(), parameter._version):
-                with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
-                    mark = fingerprint(parameter)
-                self._known[id(parameter)] = parameter.data_ptr(), parameter._version, mark
-            self.note(kind, Point(*call, number), mark)
+    def hold(self, moment: str) -> None:
+        """Writes what this worker holds, layer by layer, and records its fingerprints."""
+        assert self._trainer is not None
+        states = self._trainer.updater.layer_states()
+        for layer in self._layers:
+            tensors = _held_by(layer, states[layer[1]])
+            for key, tensor in tensors.items():
+                self._seen[HELD][self._replica, layer[0], key] = fingerprint(tensor)
+            if self._replica == 0:
+                self._spill.put(moment, layer[0], tensors)
 
-    def outputs(self, kind: str, call: Call, outputs: Tensors, inputs: Tensors) -> None:
-        """Records what a layer returned and, during backward, the gradient of each new tensor."""
-        for number, tensor in enumerate(outputs):
-            point = Point(*call, number)
-            self.note(kind, point, fingerprint(tensor))
-            if tensor.requires_grad and not any(tensor is one for one in inputs):
-                tensor.register_hook(partial(self._gradient, point))  # type: ignore[no-untyped-call]  # torch's own
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Overwrites what a checkpoint holds of this worker's weights and buffers: a resume has to restore it."""
+        for _, _, module in self._layers:
+            for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
-    def _gradient(self, point: Point, gradient: Tensor) -> None:
-        """Records the first gradient only: a schedule that divides backward may call the hook twice."""
-        if point not in self._seen[GRADIENT]:
-            self.note(GRADIENT, point, fingerprint(gradient))
+    def _call(self, layer: int) -> tuple[Call, str]:
+        again = AGAIN if self._where.instruction == "recompute" else ""
+        return (self._replica, cast(int, self._where.micro_batch), layer), again
+
+    def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if self.active:
+                call, again = self._call(layer)
+                for number, weight in enumerate(module.parameters()):  # or what stands in their place: the casts
+                    self._seen[WEIGHTS + again][Point(*call, number)] = self._mark(weight)
+
+        return hook
+
+    def _mark(self, weight: Tensor) -> Fingerprint:
+        """Returns the fingerprint of a weight, computed once for each of its values."""
+        address, version, mark = self._known.get(id(weight), (0, -1, None))
+        if mark is None or (address, version) != (weight.data_ptr(), weight._version):
+            with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
+                mark = fingerprint(weight)
+            self._known[id(weight)] = weight.data_ptr(), weight._version, mark
+        return mark
+
+    def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
+        def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
+            if self.active:
+                call, again = self._call(layer)
+                for number, tensor in enumerate(as_tensors(outputs)):
+                    self._seen[OUTPUT + again][Point(*call, number)] = fingerprint(tensor)
+
+        return hook
+
+    def _before_update(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        """Records the gradients and the learning rates that the optimizer is given."""
+        if not self.active:
+            return
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"] if "lr" in group}
+        for layer in self._layers:
+            for name, parameter in named(layer).items():
+                if parameter in rates:
+                    self._seen[RATE][layer[0], name] = float(rates[parameter])
+                if parameter.grad is not None:
+                    used = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
+                    self._seen[USED][layer[0], name] = float(used)
+
+    @contextmanager
+    def _around_update(self, report: StepReport) -> Iterator[None]:
+        """Writes the gradients before the update, whole and not yet clipped, and what is held after it."""
+        assert self._trainer is not None
+        number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
+        if not self.active:
+            yield
+            return
+        for layer in self._layers if self._replica == 0 else []:
+            own = {name: p.grad for name, p in named(layer).items() if p.grad is not None}
+            self._spill.put(f"gradients {number}", layer[0], own)
+        yield
+        self.hold(f"held {number}")
+        losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}
+        self.record = RecordedStep(report.loss, losses, report.gradient_norm, scale, self.take())
 
 
-def mode_of(module: nn.Module, device: torch.device) -> str:
-    """Returns how a layer runs: in training or evaluation mode, and with which autocast."""
-    still = [name or "itself" for name, part in module.named_modules() if not part.training]
-    cast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else "no"
-    mode = f"in evaluation mode ({still[0]})" if still else "in training mode"
-    return f"{mode} with {cast.removeprefix('torch.')} autocast"
-
-
-# -- tensors by name ---------------------------------------------------------------------------------------------------
-
-
-def named(layers: Layers) -> Iterator[tuple[Key, nn.Parameter]]:
-    """Yields every parameter of (index, name, module) layers with its key."""
-    for index, layer, module in layers:
-        for name, parameter in module.named_parameters():
-            yield (index, f"{layer}.{name}"), parameter
-
-
-def modules_of(kind: type[M], layers: Layers) -> dict[Key, M]:
-    """Returns every module of a kind in (index, name, module) layers, the layers themselves among them."""
-    return {
-        (index, f"{layer}.{name}".rstrip(".")): module
-        for index, layer, whole in layers
-        for name, module in whole.named_modules()
-        if isinstance(module, kind)
-    }
-
-
-def named_buffers(layers: Layers) -> dict[Key, Tensor]:
-    return {
-        (index, f"{layer}.{name}"): buffer for index, layer, module in layers for name, buffer in module.named_buffers()
-    }
-
-
-def of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors whose name is ``kind/name``, by the name alone."""
-    return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{kind}/")}
+def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:
+    """Returns weights, buffers, optimizer state and averages of a layer, by ``kind/full name``."""
+    held: dict[str, Tensor] = {f"weight/{name}": parameter for name, parameter in named(layer).items()}
+    held |= {f"buffer/{name}": buffer for name, buffer in named_buffers(layer).items()}
+    for parameter, values in state.optimizer.items():
+        numbers = {key: value for key, value in values.items() if isinstance(value, (Tensor, int, float))}
+        held |= {f"state/{layer[1]}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
+    return held | {f"average/{layer[1]}.{key}": average for key, average in state.averages.items()}

@@ -10,21 +10,25 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch._dynamo  # every optimizer made imports it; here it is imported once, before workers are forked
 from torch import Tensor
 
-from ..checkpoint.choose import latest
-from ..checkpoint.files import checkpoints_directory
+from ..checkpoint.files import checkpoints_directory, latest
 from ..config import Settings
-from ..data.source import Source
+from ..data.source import Source, no_report
 from ..difference import Quantity
 from ..distributed.world import World
 from ..errors import ConfigurationError
-from ..factory.build import build_task
+from ..factory.build import build_model, build_source, build_task
+from ..factory.example import asks_for_example, with_example
+from ..factory.module_itself import ModuleReport, compare_with_module, is_traced
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..metrics.step_report import peak_memory
@@ -32,24 +36,17 @@ from ..micro_batch import MicroBatch
 from ..pipeline.engine import Engine
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
-from ..trainer.batches import training_batches
-from ..trainer.data_source import wait_for_all
+from ..trainer.batches import evaluation_batches, training_batches, wait_for_all
 from ..trainer.loop import Trainer
 from ..trainer.training_assembly import assemble_training
 from . import compare as c
-from .check import Checker, by_name
-from .compare import Found, VerifiedRun
-from .evaluation import check_evaluation, evaluate
-from .findings import findings
-from .module import compare_module
+from .check import Checker
+from .compare import VerifyReport, findings
 from .plain import MiniBatch, PlainModel
-from .record import RecordedStep
-from .report import VerifyReport
-from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of, with_full_rate
-from .spill import Spill
-from .watch import RunWatch
+from .record import RecordedStep, RunWatch, Spill
+from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of
 
-T = TypeVar("T")
+MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -75,7 +72,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     wide = settings.verify.dtype == "float64"
     report = Verification(context, config, in_float64(settings) if wide else settings, world).run()
     if not wide and world.broadcast(lambda: report is not None and report.may_be_rounding):
-        decided = Verification(context, config, in_float64(settings), world, once_more=True).run()
+        decided = Verification(context, config, in_float64(settings), world).run()
         report = None if report is None or decided is None else report.decided_by(decided)
     itself = compare_module(settings) if report is not None else None
     wait_for_all(world)
@@ -86,35 +83,43 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     return report.as_json()
 
 
-# -- which steps -------------------------------------------------------------------------------------------------------
+def compare_module(settings: Settings) -> ModuleReport | None:
+    """Compares the layers of a traced module with the module itself, in their precision; None for other models.
 
-
-class Steps(NamedTuple):
-    """Lists the steps of a verification, by number from 1.
-
-    Attributes:
-        checked: compared with the plain loop; the one after the skipped step among them.
-        skipped: the step whose loss is made not finite; None: there is none.
-        resumed: the step before which the run is saved and resumed; None: there is none.
+    Args:
+        settings: as configured, whatever `verify.dtype`.
     """
-
-    checked: Sequence[int]
-    skipped: int | None
-    resumed: int | None
-
-    @classmethod
-    def of(cls, settings: Settings) -> Steps:
-        """Returns as many of these steps as the run has."""
-        there = settings.trainer.steps or settings.verify.later
-        first = min(settings.verify.steps, there)
-        checked = list(range(1, first + 1))
-        last = min(max(settings.verify.later, first + 2), there)
-        if last < first + 2:
-            return cls(checked, None, None)
-        return cls(sorted({*checked, first + 2, last}), first + 1, last)
+    if not asks_for_example(settings.model):
+        return None
+    source = build_source(settings.data, settings.seed, settings.task)
+    source.prepare(no_report)  # done already, by the run
+    pipeline = settings.pipeline
+    batches = islice(training_batches(source, None, pipeline.M, 0, pipeline.replicas), MICRO_BATCHES)
+    micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches][:MICRO_BATCHES]
+    if not micro_batches:  # the run has said so
+        return None
+    builders = build_model(with_example(settings.model, micro_batches[0][0]), settings.seed)
+    if not is_traced(builders):
+        return None
+    return compare_with_module(builders, micro_batches, build_task(settings.task, settings.seed))
 
 
 # -- one verification --------------------------------------------------------------------------------------------------
+
+
+def steps_of(settings: Settings) -> tuple[list[int], int | None, int | None]:
+    """Returns numbers of steps, from 1, as many as the run has.
+
+    Those that are compared with the plain loop; the one whose loss is made not finite; the one before which the run is
+    saved and resumed.
+    """
+    there = settings.trainer.steps or settings.verify.later
+    first = min(settings.verify.steps, there)
+    checked = list(range(1, first + 1))
+    last = min(max(settings.verify.later, first + 2), there)
+    if last < first + 2:
+        return checked, None, None
+    return sorted({*checked, first + 2, last}), first + 1, last
 
 
 class Verification:
@@ -124,87 +129,68 @@ class Verification:
         context, config: of the worker.
         settings: of the run, perhaps in float64.
         world: of the worker.
-        once_more: the console has shown the cells of this run already.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        config: Mapping[str, Any],
-        settings: Settings,
-        world: World,
-        once_more: bool = False,
-    ) -> None:
+    def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:
         self._context, self._config, self._world = context, config, world
-        self._steps = Steps.of(settings)
+        self._checked, self._skipped, self._resumed = steps_of(settings)
         trainer = dataclasses.replace(settings.trainer, nonfinite_limit=max(2, settings.trainer.nonfinite_limit))
-        settings, raised = with_full_rate(settings, self._steps.checked[-1])
         self._settings = dataclasses.replace(settings, trainer=trainer)
-        self._muted = once_more
-        self._journal = Notices(self._emit, world.rank == 0)
+        self._quiet = Notices(context.emit, active=False)  # most of what a trainer would say, gpipe-verify has caused
         self._spill = Spill(context.run_dir / "verify")
-        task = build_task(settings.task, settings.seed)
-        self._assembly = assemble_model(context, self._settings, world, task, self._journal)
+        task, notices = build_task(settings.task, settings.seed), Notices(context.emit, world.rank == 0)
+        self._assembly = assemble_model(context, self._settings, world, task, notices)
         self._watch = RunWatch(self._assembly, context.where, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
-        self._compared: dict[int, Found] = {}
+        self._compared: dict[int, dict[str, Quantity]] = {}
         self._loss = math.nan  # of the last step
-        self._notes = [
-            f"the learning rate was raised {raised:.4g} times, to its peak: in the first steps of a warm-up updates "
-            "are too small to show what they do"
-        ] * (raised != 1.0)
+        self._notes: list[str] = []
 
     def run(self) -> VerifyReport | None:
         """Runs all steps; returns the report on rank 0."""
-        self._muted = False
         try:
             self._run_steps()
             wait_for_all(self._world)  # not after an error: the others may never arrive
         finally:
             if self._world.rank == 0:
-                self._spill.close()
+                self._spill.drop("")
                 shutil.rmtree(checkpoints_directory(self._context.run_dir), ignore_errors=True)
         checker, memory = self._checker, peak_memory(self._world.device)
         if checker is None:
             return None
-        found = findings(self._compared, checker.run, checker.batchnorms)
+        found = findings(self._compared, checker.places, checker.batchnorms)
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
-    def _emit(self, event: dict[str, Any]) -> None:
-        """Passes an event to the console, unless gpipe-verify itself is its cause."""
-        if not self._muted:
-            self._context.emit(event)
-
     def _run_steps(self) -> None:
-        trainer, (checked, skipped, resumed) = self._trainer(None), self._steps
+        trainer, checked, skipped = self._trainer(None), self._checked, self._skipped
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = trainer.steps()
         for number in range(1, checked[-1] + 1):
             before, recorded = f"held {number - 1}", number in (*checked, skipped)
-            first: Quantity | None = None
             if recorded:
                 self._watch.hold(before)
             if number == 1:
-                first = self._on_rank_0(Checker.beginning, before)
-            if number == resumed:
+                self._add(number, Checker.beginning, before)
+            if number == self._resumed:
                 trainer = self._resume(trainer)
                 self._watch.hold("resumed")
-                first = self._on_rank_0(Checker.unchanged, c.RESUMED, before, "resumed")
+                self._add(number, Checker.unchanged, c.RESUMED, before, "resumed")
                 taken = trainer.steps()
             self._watch.take()
             self._watch.active = recorded
             updates = trainer.progress.step - trainer.progress.skipped
-            with self._poisoned(number == skipped):
+            with self._poisoned() if number == skipped else nullcontext():
                 next(taken, None)
-            if trainer.progress.step < number:
-                return  # the data has ended
+            if trainer.progress.step < number:  # the data has ended
+                self._compared.pop(number, None)
+                return
             batch = next(batches, None)
-            if recorded and not self._check(number, batch, before, updates, first):
+            if recorded and not self._check(number, batch, before, updates):
                 return
         self._evaluate(trainer)
 
     def _trainer(self, resumed: Any) -> Trainer:
-        trainer = assemble_training(self._context, self._config, self._assembly, self._journal, resumed)
+        trainer = assemble_training(self._context, self._config, self._assembly, self._quiet, resumed)
         self._watch.follow(trainer)
         return trainer
 
@@ -215,15 +201,10 @@ class Verification:
         trainer.saver.finish(trainer.exchange)
         self._watch.forget()
         wait_for_all(self._world)
-        self._muted = True
-        try:
-            return self._trainer(latest(self._context.run_dir).checkpoint)
-        finally:
-            self._muted = False
+        return self._trainer(latest(self._context.run_dir)[0])
 
-    @contextmanager
-    def _poisoned(self, active: bool) -> Iterator[None]:
-        """Makes the loss of one step not finite, if ``active``."""
+    def _poisoned(self) -> AbstractContextManager[object]:
+        """Makes losses not finite within the context."""
         engine: Engine = self._assembly.pipeline.engine
         loss = engine.loss
 
@@ -231,31 +212,23 @@ class Verification:
             value, statistics = loss(outputs, targets)
             return value * math.nan, statistics
 
-        if active:
-            engine.loss, self._muted = not_finite, True
-        try:
-            yield
-        finally:
-            engine.loss, self._muted = loss, False
+        return patch.object(engine, "loss", not_finite)
 
     # -- on rank 0, while the others wait ------------------------------------------------------------------------------
 
-    def _on_rank_0(self, check: Callable[..., T], *arguments: object) -> T | None:
-        """Calls ``check(checker, *arguments)`` on rank 0 while the others wait."""
+    def _add(self, number: int, check: Callable[..., list[Quantity]], *arguments: object) -> None:
+        """Calls ``check(checker, *arguments)`` on rank 0 while the others wait; adds what was compared to a step."""
         wait_for_all(self._world)
-        found = None if self._checker is None else check(self._checker, *arguments)
+        if self._checker is not None:
+            found = {quantity.name: quantity for quantity in check(self._checker, *arguments) if quantity.compared}
+            self._compared.setdefault(number, {}).update(found)
         wait_for_all(self._world)
-        return found
 
-    def _check(
-        self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int, first: Quantity | None
-    ) -> bool:
+    def _check(self, number: int, batch: list[list[MicroBatch]] | None, before: str, updates: int) -> bool:
         """Checks a recorded step; returns on every worker whether it agrees."""
-        record = self._gathered(number, self._watch.record)
-        found = self._on_rank_0(self._compare, number, record, batch, before, updates)
-        if found is not None:
-            self._compared[number] = by_name([*([first] if first else []), *found.values()])
-            self._loss = record.loss
+        record = self._gathered(self._watch.record)
+        self._loss = record.loss
+        self._add(number, self._compare, number, record, batch, before, updates)
         agrees = bool(self._world.broadcast(lambda: c.agrees(self._compared[number])))
         if agrees and self._checker is not None:
             for moment in (before, f"gradients {number}"):
@@ -270,46 +243,54 @@ class Verification:
         batch: list[list[MicroBatch]] | None,
         before: str,
         updates: int,
-    ) -> Found:
-        if number == self._steps.skipped:
-            return by_name([checker.unchanged(c.SKIPPED, before, f"held {number}")])
+    ) -> list[Quantity]:
+        if number == self._skipped:
+            return checker.unchanged(c.SKIPPED, before, f"held {number}")
         if batch is None:
             raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
-        mini_batch = MiniBatch(number - 1, batch, backward_order(self._assembly, len(batch[0])), record.loss_scale)
+        order = _backward_order(self._assembly, len(batch[0]))
+        ordered = {(r, m): replica[m] for r, replica in enumerate(batch) for m in order}
+        mini_batch = MiniBatch(number - 1, ordered, record.loss_scale)
         found = checker.step(number, record, mini_batch, before, updates)
-        sizes = [len(inputs[0]) for replica in batch for inputs, _ in replica]
+        sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
         if number == 1 and checker.batchnorms and len(sizes) > 1:
             self._notes.append(
-                f"{len(checker.batchnorms)} BatchNorm layers normalise over at most {max(sizes)} examples, with M=1 "
-                f"over all {sum(sizes)}: another M gives another loss (paper, section 2.2), and that is no error"
+                f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}: another M "
+                "gives another loss (paper, section 2.2), and that is no error"
             )
         return found
 
-    def _gathered(self, number: int, own: RecordedStep) -> RecordedStep:
+    def _gathered(self, own: RecordedStep) -> RecordedStep:
         """Returns the record of a step: on rank 0 that of all workers."""
-        paths = [self._context.run_dir / "verify" / f"record {number} of rank {r}" for r in range(self._world.size)]
-        if self._world.rank:
-            own.write(paths[self._world.rank])
         wait_for_all(self._world)
-        if self._world.rank == 0:
-            for path in paths[1:]:
-                own.add(path)
+        for rows in self._world.gather(own.rows())[1:]:
+            own.add(rows)
         return own
 
     def _evaluate(self, trainer: Trainer) -> None:
-        """Evaluates after the last step, and adds what is found to its comparison."""
-        last = self._steps.checked[-1]
+        """Evaluates one mini-batch as between two steps, without generation, and adds what is found to the last."""
+        last, evaluator = self._checked[-1], trainer.evaluator
         self._watch.take()
         self._watch.active = True
-        numbers = evaluate(trainer)
-        record = self._gathered(0, RecordedStep(seen=self._watch.take()))
+        source: Any = None
+        if evaluator.source is not None:
+            share, names = evaluator.source.evaluation_share, evaluator.source.class_names
+            source = SimpleNamespace(evaluation_share=lambda *which: islice(share(*which), 1), class_names=names)
+        evaluator = dataclasses.replace(evaluator, source=source, generator=None)
+        with trainer.updater.averaged_weights():
+            numbers = evaluator.evaluate(final=False).numbers
+        record = self._gathered(RecordedStep(seen=self._watch.take()))
         self._watch.active = False
         self._watch.hold("evaluated")
 
-        source = cast(Source, self._assembly.source)
-        found = self._on_rank_0(check_evaluation, numbers, record.seen, last, source)
-        if found is not None:
-            self._compared[last] = {**self._compared[last], **found}
+        def check(checker: Checker) -> list[Quantity]:
+            M, replicas = self._settings.pipeline.M, range(self._world.replicas)
+            reads = [evaluation_batches(cast(Source, self._assembly.source), M, r, len(replicas)) for r in replicas]
+            batches = [[*islice(read, 1)] for read in reads]
+            given = {(r, m): pair for r in replicas for b in batches[r] for m, pair in enumerate(b.micro_batches)}
+            return checker.evaluation(numbers, record.seen, last, MiniBatch(last - 1, given))
+
+        self._add(last, check)
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
@@ -319,10 +300,10 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
         for index, tied in enumerate(cut.ties)
         for own, owner in tied.items()
     }
-    run = VerifiedRun(names, [cell for cell, layers in enumerate(cut.layers) for _ in layers])
+    places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
     model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers], owners)
     repeated = 0.0 if assembly.world.device.type == "cpu" else 1e-6
-    return Checker(settings, run, model, spill, tolerance_of(settings), repeated)
+    return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
@@ -335,7 +316,7 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
         yield [list(batch.micro_batches) for batch in batches]
 
 
-def backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
+def _backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
     last = len(assembly.pipeline.cut.placement) - 1
     instructions = assembly.pipeline.training_lists(micro_batches)[assembly.pipeline.cut.placement[last]]

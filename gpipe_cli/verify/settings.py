@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,7 @@ from ..config import PrecisionConfig, Settings
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
-from ..layers import LayerBuilder
-from .reference import learning_rate, peak_rate
+from ..layers import LayerBuilder, announce
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
@@ -22,14 +21,13 @@ TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, 
 # and float64 runs without their code, so little is excused. In float32 rounding may grow until nothing is left of a
 # result but its size.
 CEILING, CEILING_IN_HALF = 10.0, 0.02
-LONGEST_WARM_UP = 100_000  # steps
 
 
 def refuse_what_cannot_be_verified(settings: Settings) -> None:
     """Refuses settings that have no plain counterpart, before anything is built.
 
     Raises:
-        ConfigurationError: the run resumes, or float64 is asked for beside autocast.
+        ConfigurationError: the run resumes, or its replicas share the statistics of BatchNorm.
     """
     if settings.checkpoint.resume is not None:
         raise ConfigurationError(
@@ -40,13 +38,6 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
         raise ConfigurationError(
             "gpipe-verify has no plain counterpart of pipeline.sync_batchnorm=true with several replicas: leave it out "
             "to verify everything else"
-        )
-    precision = settings.precision
-    rounding = [key for key in ("autocast", "boundaries") if getattr(precision, key) is not None]
-    if settings.verify.dtype == "float64" and rounding:
-        raise ConfigurationError(
-            f"verify.dtype=float64 tells rounding from error, precision.{rounding[0]}="
-            f"{getattr(precision, rounding[0])} rounds: use precision=fp32, or leave out verify.dtype"
         )
 
 
@@ -80,19 +71,6 @@ def in_float64(settings: Settings) -> Settings:
     )
 
 
-def with_full_rate(settings: Settings, step: int) -> tuple[Settings, float]:
-    """Returns settings whose learning rate has its peak at ``step``, and the factor by which it is raised.
-
-    In a long warm-up the first updates are too small to show what they do.
-    """
-    peak = peak_rate(settings.optimizer, settings.lr_schedule, LONGEST_WARM_UP)
-    then = learning_rate(settings.optimizer, settings.lr_schedule, step)
-    if not peak or not then or peak < 2 * then:
-        return settings, 1.0
-    optimizer = {**settings.optimizer, "lr": settings.optimizer["lr"] * peak / then}
-    return dataclasses.replace(settings, optimizer=optimizer), peak / then
-
-
 def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:
     """Returns a model's layers with float64 parameters and buffers; weights are drawn in float32, then converted.
 
@@ -101,11 +79,18 @@ def float64_layers(layers: Mapping[str, Any], seed: int) -> list[LayerBuilder]:
     """
     if "float_type" in parameters_of(layers):  # of layers whose code holds types: traced modules
         layers = {**layers, "float_type": "float64"}
-    return [dataclasses.replace(layer, build=partial(_build, layer.build)) for layer in build_model(layers, seed)]
+    return [dataclasses.replace(layer, build=_Widened(_build, layer)) for layer in build_model(layers, seed)]
 
 
-def _build(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().double()
+class _Widened(partial[nn.Module]):
+    """Builds a layer in float64."""
+
+    def announce(self) -> None:
+        announce(self.args)
+
+
+def _build(layer: LayerBuilder) -> nn.Module:
+    return layer.build().double()
 
 
 @Source.register  # its other methods are those of the source inside

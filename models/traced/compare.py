@@ -8,29 +8,22 @@ that draws random numbers draws those of its name and shapes, so that both sides
 from __future__ import annotations
 
 import math
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass, replace
-from io import StringIO
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
-from ...errors import place_in_users_code
+from ...difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
 from ...layers import LayerBuilder, announce
 from ...micro_batch import MicroBatch, Tensors
-from .layer import LayerMaker
-from .layers import traced_layers
+from .layers import LayerMaker, traced_layers
 from .module import Called, TracedFrom
-from .recording import seeded
+from .recording import quiet, seeded
 from .trace import Example
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
@@ -45,6 +38,7 @@ Named = Callable[[], Mapping[str, Tensor]]
 Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
 Values = dict[Place, Tensor]
 Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind
+Compared = tuple[Quantity, str]  # see `decide`
 
 OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
 AFTER_UPDATE = " after an update"
@@ -53,42 +47,7 @@ KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
 CEILINGS = {GRADIENT: CEILING_OF_GRADIENTS, GRADIENT + AFTER_UPDATE: CEILING_OF_GRADIENTS}
 
 
-class ModuleFailed(Exception):
-    """Raised where the module itself fails; says where and how."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Holds the comparison of the layers with the module itself.
-
-    Attributes:
-        found: what was compared, in the order of `KINDS`.
-        decided: what float32 found, where float64 has decided that it is rounding.
-    """
-
-    found: Sequence[Quantity]
-    decided: str = ""
-
-    @property
-    def compared(self) -> int:
-        return sum(quantity.compared for quantity in self.found)
-
-    @property
-    def worst(self) -> Difference | None:
-        """Returns the largest difference; None where nothing was compared."""
-        return max(self.found, key=lambda quantity: quantity.relative).worst if self.found else None
-
-    @property
-    def differing(self) -> list[Difference]:
-        """Returns what differs by more than rounding."""
-        return [difference for quantity in self.found for difference in quantity.beyond]
-
-    @property
-    def agrees(self) -> bool:
-        return not self.differing
-
-
-def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Comparison:
+def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
     Args:
@@ -97,8 +56,7 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         loss: whose gradients are compared.
 
     Raises:
-        ModuleFailed: the module fails where its layers do not.
-        Exception: what the layers raise.
+        Exception: what the layers or the module itself raise.
     """
     traced_from = maker_of(builders[0]).traced_from
 
@@ -106,17 +64,14 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         given = [(widened(inputs, float_type), widened(targets, float_type)) for inputs, targets in micro_batches]
         is_wide = float_type is not torch.float32
         traced = traced_layers(traced_from, example_of(given[0][0]), float_type) if is_wide else builders
-        ours = run_layers(traced, given, loss, float_type)
-        try:
-            return ours, run_module(traced_from, given, loss, float_type)
-        except Exception as error:
-            place = place_in_users_code(error)
-            raise ModuleFailed(f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}") from error
+        layers = _InOrder(traced)
+        ours = _run(_widen(layers, float_type), layers.tensors, given, loss)
+        return ours, run_module(traced_from, given, loss, float_type)
 
     return decide(run)
 
 
-def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
+def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Compared:
     """Compares two sides.
 
     Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
@@ -124,25 +79,23 @@ def decide(run: Callable[[torch.dtype], tuple[Values, Values]]) -> Comparison:
     Args:
         run: returns `values_of` the layers, and of the module itself, whose float32 is the type that it is given. Where
             it fails in float64, as the code of some modules holds types, float32 decides.
+
+    Returns:
+        All that was compared, and where float64 has decided, what float32 had found.
     """
     gaps = differences(*run(torch.float32))
-    found = Comparison(judge(gaps, ROUNDING))
-    if found.agrees or not may_be_rounding(judge(gaps, ROUNDING, SMALL), CEILINGS, CEILING):
-        return found
-    with suppress(Exception):
-        decided = Comparison(judge(differences(*run(torch.float64)), ROUNDING**2, NOTHING), str(found.worst))
-        return decided if decided.agrees else found
-    return found
+    found = _together(judge(gaps, ROUNDING))
+    if found.beyond and may_be_rounding(judge(gaps, ROUNDING, SMALL), CEILINGS, CEILING):
+        with suppress(Exception):
+            wide = _together(judge(differences(*run(torch.float64)), ROUNDING**2, NOTHING))
+            if not wide.beyond:
+                return wide, str(found.worst)
+    return found, ""
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
-    """Returns what makes a traced layer.
-
-    Raises:
-        TypeError: the layer is not of a traced module.
-    """
-    if not isinstance(builder.build, LayerMaker):
-        raise TypeError(f"layer {builder.name} is not of a traced module")
+    """Returns what makes a layer of a traced module."""
+    assert isinstance(builder.build, LayerMaker), builder.name
     return builder.build
 
 
@@ -150,35 +103,20 @@ def maker_of(builder: LayerBuilder) -> LayerMaker:
 
 
 def run_module(
-    traced_from: TracedFrom,
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    float_type: torch.dtype = torch.float32,
+    traced_from: TracedFrom, micro_batches: Sequence[MicroBatch], loss: Loss, float_type: torch.dtype
 ) -> Values:
     """Returns what the module itself computes.
 
     Args:
         float_type: in which parameters and buffers are that are float32.
     """
-    with _quiet(), seeded(traced_from.seed):
+    with quiet(), seeded(traced_from.seed):
         called = Called(traced_from.constructor(), traced_from.call)
     module = called.module
     _widen(called, float_type)
     return _run(
         called, lambda: {**dict(module.named_parameters()), **dict(module.named_buffers())}, micro_batches, loss
     )
-
-
-def run_layers(
-    builders: Sequence[LayerBuilder],
-    micro_batches: Sequence[MicroBatch],
-    loss: Loss,
-    float_type: torch.dtype = torch.float32,
-) -> Values:
-    """Returns what all layers in order compute, without an engine, under the names of the module."""
-    announce(builders)
-    layers = _InOrder([(_widen(builder.build(), float_type), maker_of(builder).held) for builder in builders])
-    return _run(layers, layers.tensors, micro_batches, loss)
 
 
 def _run(model: nn.Module, tensors: Named, micro_batches: Sequence[MicroBatch], loss: Loss) -> Values:
@@ -214,7 +152,7 @@ def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
         All that `KINDS` lists.
     """
     values: Values = {}
-    with _quiet(), seeded(0), _SameNoise():
+    with quiet(), seeded(0), _SameNoise():
         for again in ("", AFTER_UPDATE):
             for number, output in enumerate(train()):
                 values[OUTPUT + again, f"micro-batch {number}"] = output
@@ -236,15 +174,16 @@ def values_of(train: Run, evaluate: Run, tensors: Named) -> Values:
 
 
 class _InOrder(nn.Module):
-    """Runs layers one after the other; a parameter of several layers is one."""
+    """Runs all layers one after the other, under the names of the module; a parameter of several layers is one."""
 
-    def __init__(self, layers: Sequence[tuple[nn.Module, Mapping[str, str]]]) -> None:
+    def __init__(self, builders: Sequence[LayerBuilder]) -> None:
         super().__init__()
-        self._layers = nn.ModuleList(layer for layer, _ in layers)
+        announce(builders)
+        self._layers = nn.ModuleList(builder.build() for builder in builders)
         self._held: list[tuple[nn.Module, str, str]] = []  # holder, name there, name in the module
         owners: dict[str, nn.Parameter | None] = {}
-        for layer, held in layers:
-            for path, first in held.items():
+        for layer, builder in zip(self._layers, builders, strict=True):
+            for path, first in maker_of(builder).held.items():
                 way, _, name = path.rpartition(".")
                 holder = layer.get_submodule(way)
                 self._held.append((holder, name, first))
@@ -290,15 +229,6 @@ def _move(name: str, parameter: Tensor) -> None:
     parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01 * (size + 1e-3))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppresses what the module prints and warns of."""
-    prints = StringIO()
-    with warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
-        warnings.simplefilter("ignore")
-        yield
-
-
 class _SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Seeds every operation that draws random numbers by its name and shapes."""
 
@@ -318,34 +248,27 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
 
     The context counts as one batch.
     """
-    batch_norm = F.batch_norm
-    counters = [m.num_batches_tracked for m in model.modules() if isinstance(m, _BatchNorm)]
-    counts = [(counter, counter.clone()) for counter in counters if counter is not None]
-    seen: dict[int, tuple[Tensor, Tensor, float, list[Tensor]]] = {}  # averages, momentum; count, sums, sums of squares
+    seen: dict[_BatchNorm, list[Tensor]] = {}  # count, sums and sums of squares of each call
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
 
-    def gathering(
-        x: Tensor,
-        mean: Tensor | None,
-        variance: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training or mean is None or variance is None:
-            return batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
-        values = x.detach().double().transpose(0, 1).flatten(1)
-        sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
-        seen.setdefault(id(mean), (mean, variance, momentum, []))[-1].append(sums)
-        return batch_norm(x, None, None, weight, bias, True, momentum, eps)
+    def gather(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if norm.training:
+            values = inputs[0].detach().double().transpose(0, 1).flatten(1)
+            sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+            seen.setdefault(norm, []).append(sums)  # type: ignore[arg-type]
 
-    with patch.object(F, "batch_norm", gathering):
+    with ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(gather))
         yield
     with torch.no_grad():
-        for counter, count in counts:
-            counter.copy_(torch.minimum(counter, count + 1))
-        for mean, variance, momentum, parts in seen.values():
+        for norm, parts in seen.items():
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(before[norm][name])
+            counter, mean, variance = map(norm.get_buffer, ("num_batches_tracked", "running_mean", "running_var"))
+            counter += 1
+            momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
             values, total, squares = torch.stack(parts).sum(0)
             mean.lerp_((total / values).to(mean), momentum)
             variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
@@ -359,6 +282,12 @@ def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
     return [judge_tensors(kind, gaps[kind], tolerance, small) for kind in KINDS if kind in gaps]
 
 
+def _together(found: Sequence[Quantity]) -> Quantity:
+    worst = max((quantity.worst for quantity in found if quantity.worst), key=lambda d: d.relative, default=None)
+    beyond = [difference for quantity in found for difference in quantity.beyond]
+    return Quantity("all", sum(quantity.compared for quantity in found), worst, beyond)
+
+
 def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor]) -> Gaps:
     """Measures what `values_of` has returned for both sides; a buffer that no layer holds has not changed there."""
     gaps: Gaps = {}
@@ -370,19 +299,10 @@ def differences(layers: Mapping[Place, Tensor], own: Mapping[Place, Tensor]) -> 
 
 
 def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
-    """Returns how far two values are apart, in words where that is no number; None where they are not compared."""
+    """Returns how far two values are apart; None where they are not compared."""
     if ours is None or own is None:
         present = own if ours is None else ours
         if present is None or kind in (TRAINED, BUFFER):  # constants of a layer, tables made at first use
             return None
-        where = "traced layers" if ours is None else "module itself"
-        return replace(MISSING, said=f"none in the {where}") if bool(present.any()) else measure(present, present)
-    if kind == TRAINED and bool(ours != own):
-        said = f"{bool(ours)} in the traced layers, {bool(own)} in the module itself"
-    elif ours.shape != own.shape or ours.dtype != own.dtype:
-        shown = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (ours, own)]
-        said = f"{shown[0]} in the traced layers, {shown[1]} in the module itself"
-    else:
-        gap = measure(ours, own)
-        return replace(gap, said="not finite on one side only") if math.isinf(gap.distance) else gap
-    return replace(MISSING, said=said)
+        return MISSING if bool(present.any()) else measure(present, present)
+    return measure(ours, own) if ours.dtype == own.dtype and (kind != TRAINED or bool(ours == own)) else MISSING

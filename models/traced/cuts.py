@@ -1,18 +1,116 @@
-"""Chooses where a traced module is cut into layers: places with few live bytes, the same in both graphs."""
+"""Chooses where a traced module is cut into layers: between calls of modules, where few bytes pass, in both graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from math import ceil, prod
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .flatten import Flat
-from .positions import CutPoint, bytes_of, cuts_of, is_size
+from .flatten import ROOT, Flat
 
-FEWEST, MOST = 6, 96  # layers, where the module has so many places
+FEWEST, MOST = 6, 96  # layers, where the module has so many places; of more, some are left out
 NEAR = 4  # weights to either side among which a place must not be a bad one
+WRAPPER = "module"  # of the names in nn_module_stack
+Place = tuple[str, str]  # ("before" or "after", a call of a module)
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """Describes one place where a graph may be cut.
+
+    Attributes:
+        position: of the first node behind it.
+        places: between which calls of modules it lies.
+        alive: the tensors that pass it, in order.
+        bytes: of them, for the example.
+    """
+
+    position: int
+    places: frozenset[Place]
+    alive: tuple[fx.Node, ...]
+    bytes: int
+
+
+def calls_of(node: fx.Node) -> list[str]:
+    """Returns the calls of modules around a node, the outermost first, such as ``layer1``, ``layer1.0@1``."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    names = [key.removeprefix(ROOT).removeprefix(WRAPPER).removeprefix(".") for key in stack if key.startswith(ROOT)]
+    return [name for name in names if name]
+
+
+def is_size(node: fx.Node) -> bool:
+    """Returns whether the node is a number that follows from shapes, and no tensor."""
+    return not isinstance(node.meta.get("val"), (Tensor, tuple, list))
+
+
+def cuts_of(flat: Flat) -> dict[int, CutPoint]:
+    """Returns every place where the graph may be cut, by position."""
+    nodes = flat.nodes
+    position = {node: number for number, node in enumerate(nodes)}
+    closed = {
+        inside
+        for first, last in flat.forbidden
+        for inside in range(position.get(first, -1) + 1, position.get(last, len(nodes) - 1) + 1)
+    }
+    last_use = {
+        node: max((position.get(user, len(nodes)) for user in node.users), default=-1)
+        for node in (*flat.inputs, *nodes)
+    }
+    cuts = {}
+    for number, places in _places(nodes):
+        if number in closed:
+            continue
+        alive = [
+            *(n for n in flat.inputs if last_use[n] >= number),
+            *(n for n in nodes[:number] if last_use[n] >= number),
+        ]
+        tensors = [node for node in alive if not is_size(node)]
+        if all(map(_can_travel, tensors)) and all(map(_follows_from_shapes, set(alive) - set(tensors))):
+            cuts[number] = CutPoint(number, places, tuple(tensors), sum(map(_bytes_of, tensors)))
+    return cuts
+
+
+def _places(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, frozenset[Place]]]:
+    """Yields the positions between two calls of modules, but for the very first and last."""
+    stacks = [calls_of(node) for node in nodes]
+    known: list[str] = []
+    for number, stack in enumerate(stacks):
+        if not stack and nodes[number].meta.get("nn_module_stack") is None:
+            stacks[number] = known  # torch.export's own helpers stand where they are needed
+        known = stacks[number]
+    for number in range(1, len(nodes)):
+        before, after = stacks[number - 1], stacks[number]
+        places = {("after", call) for call in before if call not in after}
+        places |= {("before", call) for call in after if call not in before}
+        if places:
+            yield number, frozenset(places)
+
+
+def _can_travel(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
+        return False
+    return not any(free_unbacked_symbols(size) for size in value.shape)
+
+
+def _follows_from_shapes(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (bool, int, float)) or (value is not None and not free_unbacked_symbols(value))
+
+
+def _bytes_of(node: fx.Node) -> int:
+    """Returns the bytes of a node's value for the example; a size that depends on values counts 1."""
+    value = node.meta["val"]
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+    return prod(1 if size is None else int(size) for size in sizes) * int(value.dtype.itemsize)
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,7 +132,7 @@ def choose_cuts(training: Flat, evaluation: Flat) -> list[Boundary]:
     good = [number for number in range(len(candidates)) if not _is_bump(candidates, number)]
     others = sorted(set(range(len(candidates))) - set(good), key=lambda number: candidates[number].training.bytes)
     chosen = sorted([*good, *others[: max(0, FEWEST - 1 - len(good))]])
-    return _merged(training, [candidates[number] for number in chosen])
+    return [candidates[number] for number in chosen[:: ceil((len(chosen) + 1) / MOST)]]
 
 
 def _matched(training: dict[int, CutPoint], evaluation: dict[int, CutPoint]) -> list[Boundary]:
@@ -72,27 +170,3 @@ def _is_bump(candidates: Sequence[Boundary], number: int) -> bool:
     after = [near.training.bytes for near in candidates[number + 1 : number + 1 + NEAR]]
     here = candidates[number].training.bytes
     return bool(before and after) and here > max(min(before), min(after))
-
-
-def _merged(flat: Flat, boundaries: list[Boundary]) -> list[Boundary]:
-    """Leaves out boundaries until there are few enough, each time where the two layers beside it cost least."""
-    nodes = flat.nodes
-    ends = [0, *(boundary.training.position for boundary in boundaries), len(nodes)]
-    costs = [sum(map(_cost, nodes[first:last])) for first, last in pairwise(ends)]
-    boundaries = list(boundaries)
-    while len(costs) > MOST:
-        at = min(range(len(boundaries)), key=lambda number: costs[number] + costs[number + 1])
-        costs[at : at + 2] = [costs[at] + costs[at + 1]]
-        del boundaries[at]
-    return boundaries
-
-
-def _cost(node: fx.Node) -> float:
-    """Returns the FLOPs of matrix products and convolutions, and one for each byte that comes out."""
-    if is_size(node):
-        return 0.0
-    value = node.meta["val"]
-    made = 0 if isinstance(value, (tuple, list)) else bytes_of(node)
-    weights = [argument.meta["val"] for argument in node.all_input_nodes if argument.op == "placeholder"]
-    sizes = [weight.numel() for weight in weights if hasattr(weight, "dim") and weight.dim() > 1]
-    return float(made + (made * max(map(int, sizes)) ** 0.5 if sizes else 0))

@@ -21,21 +21,15 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from .module import Untraceable
-from .operations import (
-    ATTENTION,
-    BATCH_NORM,
-    LSTM,
-    attention_with_trained_mask,
-    enter_autocast,
-    leave_autocast,
-    lstm_with_graph,
-)
 from .own_backward import functions
 
 ROOT = "L__self__"  # of nn_module_stack's keys
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
-IN_PLACE = "in_place"  # key of a node's meta: the operation that the module has there
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+BATCH_NORM = torch.ops.aten.batch_norm.default
+CUMULATIVE = -1.0  # stands for a BatchNorm's momentum of None, which its code would turn into a value of a tensor
+LSTM = torch.ops.aten.lstm.input
 
 
 @dataclass
@@ -259,7 +253,7 @@ class _Flattener:
             self.forbidden.append((base, env[node]))
             return True
         copy = self._flat.graph.node_copy(node, lambda old: env[old])
-        copy.target, copy.meta = functional, {**node.meta, IN_PLACE: target}
+        copy.target, copy.meta = functional, dict(node.meta)
         for held, _ in self._open:
             held |= {old: copy for old, new in held.items() if new is changed}
         env[node] = copy
@@ -358,3 +352,39 @@ def _has_effect(node: fx.Node) -> bool:
     if node.op in ("placeholder", "output") or target in (enter_autocast, leave_autocast):
         return True
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+# -- operations of these graphs beside torch's own ---------------------------------------------------------------------
+
+
+def enter_autocast(*arguments: Any) -> Any:
+    """Enters the autocast that a module's code asks for; returns it for `leave_autocast`."""
+    context = torch.autocast(*arguments)
+    context.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+    return context
+
+
+def leave_autocast(context: Any) -> None:
+    """Leaves the autocast that `enter_autocast` entered."""
+    context.__exit__(None, None, None)
+
+
+def attention_with_trained_mask(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *rest: Any, **more: Any
+) -> Any:
+    """Returns attention whose mask has a gradient, by the same kernel whether gradients are wanted or not.
+
+    torch chooses the kernel by whether the mask requires a gradient, and re-materialization runs forward without.
+    """
+    if torch.is_grad_enabled():
+        return ATTENTION(query, key, value, mask, *rest, **more)
+    with torch.enable_grad():
+        return ATTENTION(query, key, value, mask.detach().requires_grad_(), *rest, **more).detach()
+
+
+def lstm_with_graph(*arguments: Any) -> tuple[Tensor, ...]:
+    """Returns an LSTM's outputs, by the same kernel whether gradients are wanted or not; oneDNN has two."""
+    if torch.is_grad_enabled():
+        return tuple(LSTM(*arguments))
+    with torch.enable_grad():
+        return tuple(output.detach() for output in LSTM(*arguments))

@@ -1,24 +1,33 @@
-"""Makes a list of layers of any `nn.Module`: `model=module model.module._target_=torchvision.models.resnet50`."""
+"""Makes a list of layers of any `nn.Module`: `model=module model.module._target_=torchvision.models.resnet50`.
+
+Each layer has the module's own weights under the module's own names, and its code in both modes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from pydantic import SkipValidation
-from torch import nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
-from .layer import LayerMaker, Weights
 from .module import Call, Constructor, TracedFrom
-from .segments import segments_of
-from .trace import Example, traced
+from .recording import NotRecordable, seeded
+from .segments import Segment, segments_of
+from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
+
+Forward = Callable[..., Any]
 
 
 def layers(
@@ -48,7 +57,12 @@ def layers(
     Raises:
         TraceError: the module cannot be traced; the message says where and what to do.
     """
-    _refuse_kinds(module, {"arguments": arguments or {}, "masks": masks or {}})
+    if not callable(module) or isinstance(module, nn.Module):
+        shown = module if isinstance(module, str) else f"a {type(module).__name__}"
+        raise ConfigurationError(
+            f"model.module={shown}: name what makes the module, as model.module._target_=torchvision.models.resnet18, "
+            "and leave model.module._partial_ as it is: it is called under the run's seed"
+        )
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
@@ -58,27 +72,146 @@ def layers(
     return _known[key][1]
 
 
-def _refuse_kinds(module: object, mappings: Mapping[str, object]) -> None:
-    if not callable(module) or isinstance(module, nn.Module):
-        shown = module if isinstance(module, str) else f"a {type(module).__name__}"
-        raise ConfigurationError(
-            f"model.module={shown}: name what makes the module, as model.module._target_=torchvision.models.resnet18, "
-            "and leave model.module._partial_ as it is: it is called under the run's seed"
-        )
-    for key, value in mappings.items():
-        if not isinstance(value, Mapping):
-            raise ConfigurationError(f"model.{key}={value}: use names with values, as {{attention_mask: input_ids}}")
-
-
 _known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
 
 
 def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
     """Returns the layers of a traced module; the arguments are those of `layers`."""
-    module, seed = traced_from.constructor, traced_from.seed
-    trace = traced(module, traced_from.call, example, seed, float_type)
+    trace = traced(traced_from, example, float_type)
     segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    holders = Counter(first for segment in segments for first in set(segment.held.values()))
-    weights = Weights(trace, module, seed, [first for first, count in holders.items() if count > 1])
+    weights = Weights(trace, traced_from)
     makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
     return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]
+
+
+# -- one layer ---------------------------------------------------------------------------------------------------------
+
+
+class TracedLayer(nn.Module):
+    """Runs a segment of a traced module: its training graph in training, else that for evaluation.
+
+    Args:
+        training, evaluation: the compiled graphs.
+        conditions: that the sizes of the inputs must fulfil.
+    """
+
+    def __init__(self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition]) -> None:
+        super().__init__()
+        self._forwards, self._conditions = (evaluation, training), conditions
+
+    def forward(self, argument: Tensor | tuple[Tensor, ...]) -> Any:
+        tensors = (argument,) if isinstance(argument, Tensor) else argument
+        for condition in self._conditions:
+            if not condition.holds(tensors):
+                sizes = " and ".join(" × ".join(map(str, tensor.shape)) for tensor in tensors)
+                raise SizeError(f"the module was traced for inputs where {condition}, and gets {sizes}")
+        return self._forwards[self.training](self, *tensors)
+
+
+class Weights:
+    """Makes the module's tensors and hands each to the layers that hold it.
+
+    A process makes those of all layers that it has announced at once, and keeps what no layer has taken yet; of a layer
+    that it has not announced, its own alone.
+
+    Args:
+        trace, traced_from: of the module.
+    """
+
+    def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
+        self._trace, self._traced_from = trace, traced_from
+        self._announced: dict[str, set[str]] = {}  # by layer
+        self._made: dict[str, Tensor] = {}
+        self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
+
+    def announce(self, layer: str, names: Iterable[str]) -> None:
+        """Notes that a layer will take these tensors."""
+        self._announced[layer] = {*names}
+
+    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns new tensors by name."""
+        names, trace = {*names}, self._trace
+        here = torch.empty(0)
+        if here.is_meta or isinstance(here, FakeTensor):
+            return {name: without_values((trace.held | trace.constants)[name]) for name in names}
+        if not names <= self._made.keys():
+            announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
+            self._waiting = announced if names <= announced.keys() else Counter(names)
+            self._made, self._announced = self._construct({*self._waiting}), {}
+        self._waiting.subtract(names)
+        tensors = {name: self._made[name] if self._waiting[name] > 0 else self._made.pop(name) for name in names}
+        return {name: _own(tensor, trace.held.get(name), name in self._made) for name, tensor in tensors.items()}
+
+    def _construct(self, names: set[str]) -> dict[str, Tensor]:
+        """Returns these tensors of a module that the constructor makes under the seed."""
+        trace = self._trace
+        constants = {name: trace.constants[name] for name in names & trace.constants.keys()}
+        tensors = {name: value.clone() for name, value in constants.items() if not isinstance(value, FakeTensor)}
+        rest = names - tensors.keys()
+        if trace.recording is not None:
+            with suppress(NotRecordable):
+                return tensors | trace.recording.made(rest)
+        with seeded(self._traced_from.seed):
+            module = self._traced_from.constructor()
+        return tensors | {name: attrgetter(name)(module).detach() for name in rest}
+
+
+def _own(tensor: Tensor, form: Tensor | None, shared: bool) -> Tensor:
+    """Returns a tensor for one layer: a copy of a ``shared`` one, a parameter where ``form`` is one."""
+    own = tensor.clone() if shared else tensor
+    return nn.Parameter(own, form.requires_grad) if isinstance(form, nn.Parameter) else own
+
+
+class LayerMaker:
+    """Builds one layer; the `build` of its LayerBuilder.
+
+    Attributes:
+        traced_from: of all layers of the module.
+        held: names of the layer's tensors in the module: name within the layer -> first name.
+    """
+
+    def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
+        self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
+        self.held: Mapping[str, str] = segment.held
+        self._forwards: tuple[Forward, Forward] | None = None
+
+    def announce(self) -> None:
+        """Notes that this process will build the layer."""
+        self._weights.announce(self._segment.name, self._segment.held.values())
+
+    def __call__(self) -> TracedLayer:
+        segment = self._segment
+        if self._forwards is None:
+            self._forwards = _compiled(segment.training, segment.name), _compiled(segment.evaluation, segment.name)
+        tensors = self._weights.take(segment.held.values())
+        layer = TracedLayer(*self._forwards, segment.conditions)
+        for path, batch_norm in segment.batchnorms.items():
+            holder, name = _holder(layer, path)
+            setattr(holder, name, deepcopy(batch_norm))
+        for path, first in segment.held.items():
+            (holder, name), tensor = _holder(layer, path), tensors[first]
+            if isinstance(tensor, nn.Parameter):
+                holder.register_parameter(name, tensor)
+            else:
+                holder.register_buffer(name, tensor, persistent=first in self._trace.persistent)
+        return layer
+
+
+def _compiled(graph: fx.Graph, name: str) -> Forward:
+    code = graph.python_code(root_module="self")
+    namespace = dict(code.globals)
+    exec(compile(code.src, f"<layer {name}>", "exec"), namespace)
+    forward: Forward = namespace["forward"]
+    return forward
+
+
+def _holder(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """Returns the module in which the last part of a dotted name stands; modules on the way are made."""
+    *way, name = path.split(".")
+    for part in way:
+        child = layer._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            layer.add_module(part, child)
+        layer = child
+    return layer, name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -136,12 +136,9 @@ def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(answer, Tensor):
         yield name, answer
         return
-    parts: Mapping[Any, Any] = {}
-    if isinstance(answer, Mapping):
-        parts = answer
-    elif is_dataclass(answer):
-        parts = {part.name: getattr(answer, part.name) for part in fields(answer)}
-    elif isinstance(answer, (tuple, list)):
-        parts = dict(enumerate(answer))
-    for key, part in parts.items():
+    if isinstance(answer, (tuple, list)):
+        answer = dict(enumerate(answer))
+    elif is_dataclass(answer) and not isinstance(answer, Mapping):
+        answer = vars(answer)
+    for key, part in answer.items() if isinstance(answer, Mapping) else ():
         yield from _named_tensors(part, f"{name}.{key}" if name else str(key))

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +61,15 @@ def without_logs() -> Iterator[None]:
         yield
     finally:
         logging.disable(disabled)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses what a module prints and warns of within the context, and torch's logs."""
+    prints = StringIO()
+    with without_logs(), warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _View:

@@ -1,48 +1,28 @@
-"""Divides the two graphs of a traced module at the chosen boundaries: one segment for each layer."""
+"""Divides the two graphs of a traced module at the chosen boundaries: one segment for each layer.
+
+Layers are named after the calls in them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from .cuts import Boundary
-from .flatten import IN_PLACE, Flat
-from .names import Names
-from .operations import BATCH_NORM, CUMULATIVE
-from .positions import CutPoint, is_size
-from .sizes import SizeCondition
-from .trace import Trace
+from ...layers import AGAIN, SPAN
+from .cuts import Boundary, CutPoint, calls_of, is_size
+from .flatten import BATCH_NORM, CUMULATIVE, Flat
+from .trace import SizeCondition, Trace
 
-# Operations with a result of its own that no backward reads, and activations that may overwrite it: their backward
-# reads what they return. Both save memory and time.
-OVERWRITABLE = (
-    BATCH_NORM,
-    torch.ops.aten.conv1d.default,
-    torch.ops.aten.conv2d.default,
-    torch.ops.aten.conv3d.default,
-    torch.ops.aten.linear.default,
-    torch.ops.aten.add.Tensor,
-)
-OVERWRITING = (torch.ops.aten.relu_.default, torch.ops.aten.relu6_.default, torch.ops.aten.hardtanh_.default)
+Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
 
 
 @dataclass(frozen=True)
-class BatchNorm:
-    """Holds the settings of a BatchNorm that normalises by the micro-batch's statistics."""
-
-    dimensions: int
-    features: int
-    eps: float
-    momentum: float | None
-    affine: bool
-
-
-@dataclass
 class Segment:
     """Describes one layer.
 
@@ -50,33 +30,39 @@ class Segment:
         name: of the layer.
         held: parameters, buffers and constants: name within the layer -> first name in the module.
         tied: parameters that an earlier layer holds too: name within the layer -> (layer, name there).
-        batchnorms: by the name of their module within the layer.
+        batchnorms: by their name within the layer, without values.
         training, evaluation: the graphs.
         conditions: that the sizes of the inputs must fulfil; only the first layer has any.
     """
 
     name: str
-    held: dict[str, str] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    batchnorms: dict[str, BatchNorm] = field(default_factory=dict)
-    training: fx.Graph = field(default_factory=fx.Graph)
-    evaluation: fx.Graph = field(default_factory=fx.Graph)
-    conditions: list[SizeCondition] = field(default_factory=list)
+    held: dict[str, str]
+    tied: dict[str, str]
+    batchnorms: dict[str, nn.Module]
+    training: fx.Graph
+    evaluation: fx.Graph
+    conditions: Sequence[SizeCondition]
 
 
 def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
     """Returns the layers of a traced module, in order."""
     training = _Parts(trace.training, [boundary.training for boundary in boundaries])
     evaluation = _Parts(trace.evaluation, [boundary.evaluation for boundary in boundaries])
-    names = Names(trace, [*zip(training.nodes, evaluation.nodes, strict=True)])
-    segments = []
-    for number, name in enumerate(names.layers):
-        segment = Segment(name, names.held[number], names.tied[number])
-        local = names.local[number]
-        segment.training = training.graph(number, local, segment.batchnorms)
-        segment.evaluation = evaluation.graph(number, local, {})
-        segments.append(segment)
-    segments[0].conditions = trace.conditions
+    parts = [*zip(training.nodes, evaluation.nodes, strict=True)]
+    whole = _assigned(trace, parts)
+    owners: dict[str, tuple[str, str]] = {}  # of parameters, by first name: the first layer, and the name there
+    segments: list[Segment] = []
+    for number, (name, names) in enumerate(zip(_layer_names(parts, whole), whole, strict=True)):
+        prefix = "" if SPAN in name else f"{name}."
+        held = {of.removeprefix(prefix): first for of, first in names.items()}
+        tied, batchnorms = {}, dict[str, nn.Module]()
+        for own, first in held.items():
+            owner, its_name = owners.setdefault(first, (name, own))
+            if owner != name and trace.is_parameter(first):
+                tied[own] = f"{owner}.{its_name}"
+        local = {first: own for own, first in reversed(held.items())}
+        graphs = training.graph(number, local, batchnorms), evaluation.graph(number, local, {})
+        segments.append(Segment(name, held, tied, batchnorms, *graphs, () if segments else trace.conditions))
     return segments
 
 
@@ -105,7 +91,7 @@ class _Parts:
                     wanted |= set(_leaves(argument))
         return sorted(wanted - _sizes(self._passing[boundary]).keys())
 
-    def graph(self, number: int, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> fx.Graph:
+    def graph(self, number: int, local: Mapping[str, str], batchnorms: dict[str, nn.Module]) -> fx.Graph:
         """Returns the graph of a part; its placeholders are the tensors that pass the boundary in front of it.
 
         Args:
@@ -137,13 +123,12 @@ def _sizes(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
 class _PartGraph:
     """Makes the graph of one part."""
 
-    def __init__(self, flat: Flat, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> None:
+    def __init__(self, flat: Flat, local: Mapping[str, str], batchnorms: dict[str, nn.Module]) -> None:
         self._flat, self._local, self._batchnorms = flat, local, batchnorms
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[str, tuple[fx.Node, int]] = {}  # expression -> (node of the new graph, dimension)
         self._device: fx.Node | None = None
-        self._made: set[fx.Node] = set()
 
     def made(
         self, nodes: Sequence[fx.Node], passing: Sequence[Sequence[fx.Node]], missing: Sequence[Sequence[str]]
@@ -157,7 +142,6 @@ class _PartGraph:
         if missing[0]:
             carrier = graph.placeholder("sizes")
             self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(missing[0], start=1)}
-        self._made = set(nodes)
         for node in nodes:
             self._put(node)
         outputs = [self._value(node) for node in passing[1]]
@@ -176,19 +160,10 @@ class _PartGraph:
         copy.args = fx.node.map_aggregate(copy.args, self._on_this_device)
         copy.kwargs = fx.node.map_aggregate(copy.kwargs, self._on_this_device)
         copy.meta = {}
-        if self._may_overwrite(node):
-            copy.target = node.meta[IN_PLACE]
         self._env[node] = copy
         if node.target is torch.ops.aten.sym_size.int and isinstance(node.meta["val"], torch.SymInt):
             tensor, dimension = copy.args
             self._sizes.setdefault(str(node.meta["val"]), (tensor, dimension))  # type: ignore[arg-type]
-
-    def _may_overwrite(self, node: fx.Node) -> bool:
-        """Returns whether an activation that works in place in the module may do so here, and is cheaper then."""
-        if node.meta.get(IN_PLACE) not in OVERWRITING:
-            return False
-        given: Any = node.args[0]
-        return given in self._made and given.target in OVERWRITABLE and list(given.users) == [node]
 
     def _value(self, node: fx.Node) -> fx.Node:
         """Returns the node of this part that stands for ``node``: made here, passed in, held, or worked out again."""
@@ -226,7 +201,96 @@ class _PartGraph:
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
         factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
         momentum = None if factor == CUMULATIVE else factor
-        features = int(value.shape[1])
-        self._batchnorms[path] = BatchNorm(value.dim(), features, eps, momentum, weight is not None)
+        kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[value.dim()]
+        with torch.device("meta"):
+            self._batchnorms[path] = kind(int(value.shape[1]), eps, momentum, weight is not None)
         self._env[node] = self._graph.call_module(path, (self._value(given),))  # type: ignore[arg-type]
         return True
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _assigned(trace: Trace, parts: Sequence[Part]) -> list[dict[str, str]]:
+    """Returns for each part the whole names that it holds, in the module's order, each with its first name."""
+    uses = [_used(trace, part) for part in parts]
+    called = [{_without_number(call) for node in (*a, *b) for call in calls_of(node)} for a, b in parts]
+    names_of: dict[str, list[str]] = defaultdict(list)
+    for name in (*trace.held, *trace.aliases, *trace.constants):
+        names_of[trace.aliases.get(name, name)].append(name)
+    assigned: list[dict[str, str]] = [{} for _ in parts]
+    for first, names in names_of.items():
+        users = [number for number, used in enumerate(uses) if first in used]
+        if not trace.is_parameter(first):
+            for number in users or [_nearest(first, called)]:
+                assigned[number][first] = first
+            continue
+        without = list(users)
+        for name in names:
+            near = [number for number in users if name.rpartition(".")[0] in called[number]]
+            free = [number for number in near if number in without] or near
+            number = (free or users or [_nearest(name, called)])[0]
+            assigned[number][name] = first
+            without = [user for user in without if user != number]
+        if users and users[0] in without:  # it owns the parameter, so it has the name
+            holder = next(number for number in users if first in assigned[number])
+            del assigned[holder][first]
+            assigned[users[0]][first] = first
+            without[without.index(users[0])] = holder
+        for again, number in enumerate(without, start=1):
+            assigned[number][f"{first}{AGAIN}{again}"] = first
+    order = {name: place for place, name in enumerate((*trace.held, *trace.aliases, *trace.constants))}
+    return [dict(sorted(names.items(), key=lambda item: order.get(item[0], len(order)))) for names in assigned]
+
+
+def _used(trace: Trace, part: Part) -> set[str]:
+    """Returns the first names of the tensors that the code of a part uses."""
+    return {
+        flat.held[argument]
+        for flat, nodes in zip((trace.training, trace.evaluation), part, strict=True)
+        for node in nodes
+        for argument in node.all_input_nodes
+        if argument in flat.held
+    }
+
+
+def _without_number(call: str) -> str:
+    return ".".join(part.partition(AGAIN)[0] for part in call.split("."))
+
+
+def _nearest(name: str, called: Sequence[set[str]]) -> int:
+    """Returns the part whose calls are nearest to a name that nothing uses; the last of equal ones."""
+    path = name.split(".")
+
+    def common(calls: set[str]) -> int:
+        return max((_common(path, call.split(".")) for call in calls), default=0)
+
+    return max(range(len(called)), key=lambda number: (common(called[number]), number))
+
+
+def _common(left: Sequence[str], right: Sequence[str]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def _layer_names(parts: Sequence[Part], held: Sequence[dict[str, str]]) -> list[str]:
+    total = Counter(call for training, _ in parts for node in training for call in calls_of(node))
+    names: list[str] = []
+    for (training, _), names_held in zip(parts, held, strict=True):
+        here = Counter(call for node in training for call in calls_of(node))
+        whole = [call for call in here if here[call] == total[call]]
+        outer = [call for call in whole if not any(call.startswith(f"{other}.") for other in whole)]
+        with_weights = [call for call in outer if any(name.startswith(f"{call}.") for name in names_held)]
+        chosen = with_weights or outer or list(here)[-1:] or ["module"]
+        single = len(chosen) == 1 and all(name.startswith(f"{chosen[0]}.") for name in names_held)
+        name = chosen[0] if single else _span(chosen[0], chosen[-1])
+        again = sum(other.partition("~")[0] == name for other in names)
+        names.append(f"{name}~{again + 1}" if again else name)
+    return names
+
+
+def _span(first: str, last: str) -> str:
+    """Returns both ends; the last one without what it has in common with the first."""
+    if first == last:
+        return f"{first}{SPAN}"
+    shared = _common(first.split("."), last.split(".")[:-1])
+    return f"{first}{SPAN}{'.'.join(last.split('.')[shared:])}"

@@ -1,56 +1,69 @@
-"""Traces a module with torch.export, once as it trains and once as it is evaluated."""
+"""Traces a module with torch.export, once as it trains and once as it is evaluated.
+
+Code that branches on a size of its inputs was traced for one branch: the trace holds for sizes that take the same.
+"""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from io import StringIO
+from functools import cached_property
+from pathlib import Path
+from traceback import FrameSummary
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
-from .flatten import Flat, flatten, memory_of, place_of
-from .kept_state import KeptState
-from .module import Call, Called, CallError, Constructor, Untraceable
-from .operations import CUMULATIVE
+from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
+from .module import Called, CallError, TracedFrom, Untraceable
 from .own_backward import own_backward_kept
-from .recording import ConstructorRecord, NotRecordable, recorded, seeded, without_logs
-from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
-from .sizes import SizeCondition, conditions_of
+from .recording import ConstructorRecord, NotRecordable, quiet, recorded, seeded
+from .refusals import WAY_OUT, KeptState, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 INSIDE = "module."  # what the names in an exported program begin with
 
 
+class SizeError(ValueError):
+    """Raised for inputs of a size for which a module was not traced; names the size and the line that asks for it."""
+
+
 @dataclass(frozen=True)
-class Form:
-    """Describes a parameter or buffer without its values.
+class SizeCondition:
+    """Describes what the sizes of the inputs must fulfil.
 
     Attributes:
-        shape, dtype: of the tensor.
-        parameter: True for a parameter.
-        trained: whether the parameter has a gradient.
-        persistent: False for a buffer that stands in no state_dict.
+        code: a Python expression of `tensors`, as ``tensors[0].size()[1] <= 64``.
+        place: file and line of the code that asks for it; None where it is a library's.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parameter: bool
-    trained: bool = False
-    persistent: bool = True
+    code: str
+    place: str | None = None
 
-    def empty(self) -> Tensor:
-        """Returns a new tensor of this form."""
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        return nn.Parameter(tensor, requires_grad=self.trained) if self.parameter else tensor
+    @cached_property
+    def holds(self) -> Callable[[Sequence[Tensor]], bool]:
+        """Returns a function that says whether inputs fulfil it."""
+        names = {"math": math, "torch": torch}  # which torch.export's conditions use
+        function: Callable[[Sequence[Tensor]], bool] = eval(f"lambda tensors: {self.code}", names)
+        return function
+
+    def __str__(self) -> str:
+        shown = re.sub(r"tensors\[(\d+)\]\.size\(\)\[(\d+)\]", _shown, self.code)
+        return f"{shown} ({self.place})" if self.place else shown
+
+
+def _shown(size: re.Match[str]) -> str:
+    number, dimension = size.groups()
+    return f"(size {dimension} of input {number})" if int(dimension) else "(number of examples)"
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,8 @@ class Trace:
 
     Attributes:
         training, evaluation: the two graphs.
-        forms: of all parameters and buffers, each under its first name.
+        held: all parameters and buffers, on meta, each under its first name.
+        persistent: names of those that stand in the state_dict.
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
         constants: tensors that are neither: made by the code, or attributes of a module, these without values.
         recording: of the constructor; None where it must run for real.
@@ -68,28 +82,41 @@ class Trace:
 
     training: Flat
     evaluation: Flat
-    forms: dict[str, Form]
+    held: dict[str, Tensor]
+    persistent: set[str]
     aliases: dict[str, str]
     constants: dict[str, Tensor]
     recording: ConstructorRecord | None
     conditions: list[SizeCondition]
 
+    def is_parameter(self, name: str) -> bool:
+        """Returns whether a first name is that of a parameter."""
+        return isinstance(self.held.get(name), nn.Parameter)
 
-def traced(
-    constructor: Constructor, call: Call, example: Example, seed: int = 0, float_type: torch.dtype = torch.float32
-) -> Trace:
-    """Traces the module that ``constructor`` makes.
+
+def without_values(tensor: Tensor) -> Tensor:
+    """Returns a new tensor or parameter of the same form, where torch makes tensors now."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
+    """Traces a module.
 
     Args:
-        seed: of torch, numpy and Python when it is made.
         float_type: in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.
     """
+    constructor = of.constructor
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        module, recording = _without_memory(constructor, seed, fake)
+        try:
+            module, recording = recorded(constructor, of.seed, fake)
+        except NotRecordable:
+            with seeded(of.seed):
+                module, recording = constructor(), None
     except Exception as error:
         place, said = place_in_users_code(error), f"{type(error).__name__}: {error}"
         raise TraceError(
@@ -100,30 +127,60 @@ def traced(
         for part in module.modules():
             if isinstance(part, _BatchNorm) and part.momentum is None:
                 part.momentum = CUMULATIVE
-        if float_type is not torch.float32:
-            _widen(module, float_type)
-        forms, aliases = _forms(module.train())
-        programs = _programs(Called(module, call), example, fake)
+        _widen(module, float_type)
+        return _traced(Called(module, of.call), recording, example, fake)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
-    try:
-        return _trace(programs, module, forms, aliases, recording)
-    except Untraceable as error:
-        raise TraceError(explained(error, constructor)) from error
+
+
+def _traced(called: Called, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode) -> Trace:
+    module = called.module.train()
+    first: dict[int, str] = {}
+    named: list[tuple[str, Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in named:
+        first.setdefault(id(tensor), name)
+    with torch.device("meta"):
+        held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
+    aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
+    persistent = {*module.state_dict().keys()}
+    programs = _programs(called, example, fake)
+    constants: dict[str, Tensor] = {}
+    parameters = {memory_of(parameter): (name, parameter) for name, parameter in module.named_parameters()}
+    graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
+    for name, constant in constants.items():
+        if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
+            users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
+            place = place_of(users[0]) if users else None
+            raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)
+    conditions = [
+        c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
+    ]
+    assumed = list(dict.fromkeys(conditions))
+    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed)
+
+
+def _widen(module: nn.Module, float_type: torch.dtype) -> None:
+    """Replaces what is float32, one tensor by one; `nn.Module.to` refuses fake parameters."""
+    wide: dict[int, Tensor] = {}
+    for part in module.modules() if float_type is not torch.float32 else ():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.dtype is torch.float32:
+                    value = tensor.detach().to(float_type)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                    held[name] = wide.setdefault(id(tensor), made)  # type: ignore[assignment]
 
 
 def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
     """Exports a module for training and for evaluation; what its code prints is suppressed."""
-    prints, inputs, kept = StringIO(), _inputs(example, fake), KeptState(called)
-    with (
-        without_logs(),
-        warnings.catch_warnings(),
-        redirect_stdout(prints),
-        redirect_stderr(prints),
-        own_backward_kept(),
-        refusing_what_gets_lost(),
-    ):
-        warnings.filterwarnings("ignore", message=r"(?s).*_flat_weights")  # nn.LSTM assigns them in every call
+    kept = KeptState(called)
+    with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
+        inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
+    with quiet(), own_backward_kept(), refusing_what_gets_lost():
         with kept.noted():
             programs = [_export(called.train(), inputs, kept)]
             with torch.no_grad():  # as evaluation runs, which code may ask
@@ -133,108 +190,57 @@ def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[Ex
         return programs
 
 
-def _trace(
-    programs: Sequence[ExportedProgram],
-    module: nn.Module,
-    forms: dict[str, Form],
-    aliases: dict[str, str],
-    recording: ConstructorRecord | None,
-) -> Trace:
-    constants: dict[str, Tensor] = {}
-    parameters = {memory_of(parameter): (name, parameter) for name, parameter in module.named_parameters()}
-    graphs = [flatten(program, INSIDE, aliases, parameters, constants) for program in programs]
-    for name, constant in constants.items():
-        if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
-            users = [user for flat in graphs for node, held in flat.held.items() if held == name for user in node.users]
-            place = place_of(users[0]) if users else None
-            raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)
-    conditions = [
-        c for program, flat in zip(programs, graphs, strict=True) for c in conditions_of(program, flat.inputs)
-    ]
-    return Trace(graphs[0], graphs[1], forms, aliases, constants, recording, list(dict.fromkeys(conditions)))
-
-
-def _without_memory(
-    constructor: Constructor, seed: int, fake: FakeTensorMode
-) -> tuple[nn.Module, ConstructorRecord | None]:
-    """Constructs the module on fake tensors; for real where its constructor looks at values."""
-    try:
-        return recorded(constructor, seed, fake)
-    except NotRecordable:
-        with seeded(seed):
-            return constructor(), None
-
-
-def _widen(module: nn.Module, float_type: torch.dtype) -> None:
-    """Replaces the parameters and buffers in float32; those that are one tensor stay one.
-
-    `nn.Module.to` refuses fake parameters.
-    """
-    wide: dict[int, Tensor] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None or tensor.dtype is not torch.float32:
-                    continue
-                if id(tensor) not in wide:
-                    value = tensor.detach().to(float_type)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    wide[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                held[name] = wide[id(tensor)]  # type: ignore[assignment]
-
-
-def _inputs(example: Example, fake: FakeTensorMode) -> tuple[Tensor, ...]:
-    """Returns inputs without values; two examples, because torch.export takes a size of 1 for a constant."""
-    with fake:
-        return tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
-
-
-def _forms(module: nn.Module) -> tuple[dict[str, Form], dict[str, str]]:
-    forms: dict[str, Form] = {}
-    aliases: dict[str, str] = {}
-    first: dict[int, str] = {}
-    persistent = module.state_dict().keys()
-    named: list[tuple[str, Tensor]] = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in named:
-        if id(tensor) in first:
-            aliases[name] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        is_parameter = isinstance(tensor, nn.Parameter)
-        shape = tuple(tensor.shape)
-        forms[name] = Form(shape, tensor.dtype, is_parameter, tensor.requires_grad, name in persistent)
-    return forms, aliases
-
-
 def _export(called: Called, inputs: tuple[Tensor, ...], kept: KeptState) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
-    texts = [not tensor.is_floating_point() and tensor.dim() == 2 for tensor in inputs]
-    whole: list[tuple[int, ...]] = [(0, 1) if text else (0,) for text in texts]
     batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
-    tries = [whole, batch] if any(texts) else [batch]
-    failure: Exception | None = None
-    for dynamic in tries:
-        kept.restore()
-        try:
-            return _export_with(called, inputs, dynamic)
-        except Exception as error:
-            failure = error
-    assert failure is not None
-    raise failure
+    whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
+    if whole != batch:
+        with suppress(Exception):
+            kept.restore()
+            return _export_with(called, inputs, whole)
+    kept.restore()
+    return _export_with(called, inputs, batch)
 
 
-def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: list[tuple[int, ...]]) -> ExportedProgram:
+def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
     shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
     program = torch.export.export(called, inputs, dynamic_shapes=shapes, strict=False)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
-        if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT:
-            value = node.meta.get("val")
-            size = value.shape[0] if isinstance(value, Tensor) else None
-            fixed = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+        value = node.meta.get("val")
+        if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT and isinstance(value, Tensor):
+            fixed = _fixed(value.shape[0])
             if fixed is not None:
                 raise CallError(f"its code holds only for mini-batches of {fixed} examples: {WAY_OUT}")
     return program
+
+
+def _fixed(size: Any) -> int | None:
+    """Returns a size of an input that the trace takes for a constant; None for one that varies."""
+    found: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
+    return found
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
+    """Returns what torch.export has assumed of the sizes of the inputs, and the sizes that it took for constants."""
+    place = _place_of_guards(inputs)
+    assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
+    codes = [code.replace("L['tensors']", "tensors") for code in assumed]
+    for number, node in enumerate(inputs):
+        for dimension, size in enumerate(node.meta["val"].shape):
+            fixed = _fixed(size)
+            if fixed is not None:
+                codes.append(f"tensors[{number}].size()[{dimension}] == {fixed}")
+    return [SizeCondition(code, place) for code in dict.fromkeys(codes)]
+
+
+def _place_of_guards(inputs: Sequence[fx.Node]) -> str | None:
+    sizes = [size for node in inputs for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
+    environment: Any = sizes[0].node.shape_env if sizes else None
+    guards = environment.guards if environment is not None else []
+    frames = [guard.sloc.framework_loc for guard in guards]
+    own = [f for f in frames if isinstance(f, FrameSummary) and "torch" not in Path(f.filename).parts]
+    return f"{own[0].filename}, line {own[0].lineno}" if own else None

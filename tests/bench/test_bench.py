@@ -18,7 +18,7 @@ from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import LayerFailed
-from gpipe_cli.terminal.run_table import ideal_throughput
+from gpipe_cli.terminal.runs import ideal_throughput
 
 CPU = torch.device("cpu")
 WORLD = World(0, 1, 1, CPU, CPU, None, None, None)

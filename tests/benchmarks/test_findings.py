@@ -16,7 +16,7 @@ from benchmarks.findings import runs
 from benchmarks.findings.__main__ import main
 from benchmarks.findings.bootstrap import bleu_difference, seed_difference, sentence_counts
 from benchmarks.findings.pieces import Log, read_experiments
-from gpipe_cli.tasks.bleu import corpus_bleu
+from gpipe_cli.tasks.translation import corpus_bleu
 
 EXPERIMENTS = Path(runs.__file__).with_name("experiments.yaml")
 TINY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import pickle
@@ -23,10 +22,9 @@ from own_model import WORDS
 from run_files import bytes_of, rows
 from torch import nn
 
-from gpipe_cli.checkpoint import choose
-from gpipe_cli.checkpoint import commit as checkpoint_commit
 from gpipe_cli.checkpoint import files as checkpoint_files
 from gpipe_cli.checkpoint import layer_state as layer_states
+from gpipe_cli.checkpoint import writer as checkpoint_writer
 from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
@@ -78,7 +76,7 @@ def test_a_worker_reads_only_the_files_of_its_own_layers(tmp_path: Path, monkeyp
         writer.wait()
     assert opened == [*cells[0], *cells[1]]
     info = writers[0].commit(1, RunState(), workers=2)
-    assert choose.latest(tmp_path).checkpoint == info
+    assert checkpoint_files.latest(tmp_path)[0] == info
     assert opened == [*cells[0], *cells[1]]
     load_layer(info, "head")
     assert opened[4:] == ["head", "head"]  # its checksum, then its tensors
@@ -100,7 +98,7 @@ def test_a_full_disk_in_the_background_surfaces_on_the_main_thread(
         for _ in range(1000):
             assert writer.finished_step == -1
             time.sleep(0.01)
-    found = choose.latest(tmp_path).checkpoint
+    found = checkpoint_files.latest(tmp_path)[0]
     assert found is not None and found.step == 1
 
 
@@ -108,7 +106,7 @@ KILLED_RUNS = """
 import os, signal, sys
 from pathlib import Path
 from torch import nn
-from gpipe_cli.checkpoint import commit as checkpoint_commit, files as checkpoint_files
+from gpipe_cli.checkpoint import writer as checkpoint_writer, files as checkpoint_files
 from gpipe_cli.checkpoint.files import RunState
 from gpipe_cli.checkpoint.layer_state import layer_state
 from gpipe_cli.checkpoint.writer import CheckpointWriter
@@ -128,16 +126,16 @@ def arm(point):
     if point == "layer file":
         checkpoint_files.sha256_of = die_at(2, checkpoint_files.sha256_of)
     elif point == "part":
-        checkpoint_commit.write_part = die
+        checkpoint_writer.part_path = die
     elif point == "manifest":
-        checkpoint_commit._manifest = die
+        checkpoint_writer.write_manifest = die
     elif point == "rename":
         Path.rename = die
     elif point == "pruning":
         def half(directory, **_):
             next(Path(directory).rglob("*.safetensors")).unlink()
             die()
-        checkpoint_commit.shutil.rmtree = half
+        checkpoint_writer.shutil.rmtree = half
 
 def run(run_dir, point):
     run_dir.mkdir()
@@ -177,13 +175,13 @@ def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
     point: str, survivor: int, killed_runs: Path
 ) -> None:
     run_dir = killed_runs / point
-    choice = choose.latest(run_dir)
-    assert choice.checkpoint is not None and not choice.warnings
-    assert choice.checkpoint.step == survivor
+    found, warnings = checkpoint_files.latest(run_dir)
+    assert found is not None and not warnings
+    assert found.step == survivor
     layers: Layers = {f"layer{i}": nn.Linear(8, 8) for i in range(4)}
-    restore(choice.checkpoint, layers, None)
+    restore(found, layers, None)
 
-    checkpoint_commit.prepare_directory(run_dir, choice.checkpoint)
+    checkpoint_writer.prepare_directory(run_dir, found)
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{survivor:08d}"]
     assert save(run_dir, 3, layers).step == 3
 
@@ -208,7 +206,7 @@ def test_everything_is_on_disk_before_a_checkpoint_gets_its_name(
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", checked)
     (tmp_path / "run").mkdir()
-    checkpoint_commit.prepare_directory(tmp_path / "run", None)
+    checkpoint_writer.prepare_directory(tmp_path / "run", None)
     assert {folder.stat().st_ino for folder in (tmp_path, tmp_path / "run")} <= flushed
     save(tmp_path / "run", 1, make_layers())
     assert unflushed == [] and (tmp_path / "run" / "checkpoints").stat().st_ino in flushed
@@ -236,9 +234,8 @@ def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
 ) -> None:
     two_checkpoints(tmp_path)
     damage(tmp_path / "checkpoints" / "step_00000002" / path)
-    choice = choose.resolve("auto", tmp_path)
-    assert choice.checkpoint is not None and choice.checkpoint.step == 1
-    (warning,) = choice.warnings
+    found, (warning,) = checkpoint_files.resolve("auto", tmp_path)
+    assert found is not None and found.step == 1
     assert re.search(message, warning) and "using step_00000001" in warning
 
 
@@ -251,7 +248,7 @@ def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> N
     two_checkpoints(run)
     cut_short(layer_file(run, 2, "head"))
     with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
-        choose.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
+        checkpoint_files.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
 
 
 def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
@@ -259,22 +256,21 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp
     for step in (1, 2):
         layer_file(tmp_path, step, "embed").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*embed\.safetensors is missing"):
-        choose.resolve("auto", tmp_path)
+        checkpoint_files.resolve("auto", tmp_path)
 
 
-def test_one_flipped_bit_is_found_by_the_worker_that_loads_it_and_the_checkpoint_before_is_used(
+def test_one_flipped_bit_is_found_by_the_worker_that_loads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     words = [*WORDS, "pipeline.K=1", "checkpoint.every=2", "launch.inline=true", f"hydra.run.dir={run}"]
     assert train.main([*words, "trainer.steps=4"]) == 0
     flip_last_bit(layer_file(run, 4, "last"))
-    named = checkpoint_files.step_directory(run, 4)
-    assert train.main([*words, "trainer.steps=6", f"checkpoint.resume={named}"]) == 2
+    assert train.main([*words, "trainer.steps=6", "checkpoint.resume=auto"]) == 2
     said = r"last\.safetensors is damaged: its SHA-256 is not the manifest's"
     assert re.search(rf"{said}\. Use .*step_00000002 instead", capsys.readouterr().err)
-    assert train.main([*words, "trainer.steps=6", "checkpoint.resume=auto"]) == 0
-    assert re.search(rf"{said}; using step_00000002", capsys.readouterr().out)
+    named = checkpoint_files.step_directory(run, 2)
+    assert train.main([*words, "trainer.steps=6", f"checkpoint.resume={named}"]) == 0
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -282,23 +278,23 @@ def test_a_manifest_of_another_step_than_its_directory_is_noticed(tmp_path: Path
     two_checkpoints(tmp_path)
     home = tmp_path / "checkpoints"
     (home / "step_00000002").rename(home / "step_00001000")
-    choice = choose.latest(tmp_path)
-    assert choice.checkpoint is not None and choice.checkpoint.step == 1
-    assert "it says step 2, its directory step 1000" in choice.warnings[0]
+    found, warnings = checkpoint_files.latest(tmp_path)
+    assert found is not None and found.step == 1
+    assert "it says step 2, its directory step 1000" in warnings[0]
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_with_its_versions_and_not_touched(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused_and_not_touched(tmp_path: Path) -> None:
     newer = checkpoint_files.FORMAT + 1
     two_checkpoints(tmp_path)
     manifest = checkpoint_files.step_directory(tmp_path, 2) / "manifest.json"
-    manifest.write_text(json.dumps({"format": newer, "versions": {"gpipe-cli": "9.8"}}))
+    manifest.write_text(json.dumps({"format": newer}))
     before = bytes_of(tmp_path)
-    step_1 = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
-    said = rf"step_00000002/manifest\.json has format {newer}.*gpipe-cli 9\.8"
+    step_1 = checkpoint_files.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
+    said = rf"step_00000002/manifest\.json has format {newer}"
     with pytest.raises(NewerFormat, match=said):
-        choose.resolve("auto", tmp_path)
+        checkpoint_files.resolve("auto", tmp_path)
     with pytest.raises(NewerFormat, match=said):  # not even where the run would go on from an older one
-        checkpoint_commit.refuse_another_run(tmp_path, step_1)
+        checkpoint_files.refuse_another_run(tmp_path, step_1)
     assert bytes_of(tmp_path) == before
 
 
@@ -318,7 +314,7 @@ def test_a_pickle_in_place_of_a_layer_is_refused_and_not_executed(
     path = layer_file(tmp_path, 1, "head")
     dump({"weight": Payload(tmp_path / "executed")}, path)
     adjust_sums(path.parent.parent)
-    info = choose.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
+    info = checkpoint_files.open_checkpoint(tmp_path / "checkpoints" / "step_00000001")
     with pytest.raises(CheckpointError, match=r"head\.safetensors is not the layer file"):
         load_layer(info, "head")
     assert not (tmp_path / "executed").exists()
@@ -331,7 +327,7 @@ def kept_steps(run_dir: Path) -> list[int]:
 def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     layers = make_layers()
     for step in range(1, 6):
-        save(tmp_path, step, layers, best=("loss", 1.0 / step) if step <= 2 else None)
+        save(tmp_path, step, layers, best=1.0 / step if step <= 2 else None)
     assert kept_steps(tmp_path) == [2, 4, 5]
     assert checkpoint_files.best_step(tmp_path) == 2
 
@@ -346,15 +342,15 @@ def test_pruning_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_another_runs(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     with pytest.raises(CheckpointError, match=r"the newest of step 2, .*type checkpoint\.resume="):
-        checkpoint_commit.prepare_directory(tmp_path, None)
+        checkpoint_writer.prepare_directory(tmp_path, None)
 
 
 def test_going_back_sets_later_checkpoints_aside_until_the_next_save(tmp_path: Path) -> None:
     layers = make_layers()
     for step in (10, 20, 30):
-        save(tmp_path, step, layers, keep=3, best=("loss", 0.5))
-    info = choose.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path).checkpoint
-    checkpoint_commit.prepare_directory(tmp_path, info)
+        save(tmp_path, step, layers, keep=3, best=0.5)
+    info = checkpoint_files.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path)[0]
+    checkpoint_writer.prepare_directory(tmp_path, info)
     assert kept_steps(tmp_path) == [10]
     assert checkpoint_files.best_step(tmp_path) is None
     assert (tmp_path / "checkpoints" / "step_00000030.discarded").is_dir()
@@ -363,60 +359,49 @@ def test_going_back_sets_later_checkpoints_aside_until_the_next_save(tmp_path: P
 
 
 def test_auto_begins_anew_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert choose.resolve("auto", tmp_path / "run", tmp_path) == choose.Choice(None)
+    assert checkpoint_files.resolve("auto", tmp_path / "run", tmp_path) == (None, [])
 
 
 def test_auto_takes_the_run_that_saved_last(tmp_path: Path) -> None:
     for step, name in enumerate(("2026-01-01/10-00-00", "other", "2026-01-02/09-00-00"), start=1):
         info = save(tmp_path / name, step, make_layers())
         os.utime(info.path / "manifest.json", (1000 + step, 1000 + step))
-    found = choose.resolve("auto", tmp_path / "new", tmp_path).checkpoint
+    found = checkpoint_files.resolve("auto", tmp_path / "new", tmp_path)[0]
     assert found is not None and found.step == 3
 
 
 @pytest.mark.parametrize("suffix", ["", "checkpoints", "checkpoints/step_00000002"])
 def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
-    found = choose.resolve(str(tmp_path / suffix), tmp_path / "new").checkpoint
+    found = checkpoint_files.resolve(str(tmp_path / suffix), tmp_path / "new")[0]
     assert found is not None and found.step == 2
 
 
 def test_a_checkpoint_that_a_command_reads_is_deleted_only_when_it_has_ended(tmp_path: Path) -> None:
     layers = make_layers()
     save(tmp_path, 1, layers, keep=1)
-    info, _ = choose.choose(tmp_path)
+    info, _ = checkpoint_files.choose(tmp_path)
     for step in (2, 3):
         save(tmp_path, step, layers, keep=1)
     restore(info, layers, None)
     assert kept_steps(tmp_path) == [1, 3]
-    os.close(choose.held.pop())
+    os.close(checkpoint_files.held.pop())
     save(tmp_path, 4, layers, keep=1)
     assert kept_steps(tmp_path) == [4]
-
-
-def test_a_checkpoint_that_cannot_be_deleted_is_not_locked_against_readers(tmp_path: Path) -> None:
-    layers = make_layers()
-    save(tmp_path, 1, layers, keep=1)
-    (tmp_path / "checkpoints" / "step_00000001.discarded").touch()  # a file, where its folder is to be renamed to
-    save(tmp_path, 2, layers, keep=1)
-    assert kept_steps(tmp_path) == [1, 2]
-    reader = os.open(tmp_path / "checkpoints" / "step_00000001", os.O_RDONLY)
-    assert checkpoint_files.locked(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    os.close(reader)
 
 
 def test_where_the_newest_checkpoint_is_deleted_while_it_is_chosen_the_next_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, steps, find = make_layers(), [2, 3], choose.find
+    layers, steps, find = make_layers(), [2, 3], checkpoint_files.find
     save(tmp_path, 1, layers, keep=1)
 
-    def find_too_early(path: Path) -> tuple[checkpoint_files.CheckpointInfo, tuple[str, ...]]:
+    def find_too_early(path: Path) -> tuple[checkpoint_files.CheckpointInfo, list[str]]:
         found = find(path)
         if steps:
             save(tmp_path, steps.pop(0), layers, keep=1)
         return found
 
-    monkeypatch.setattr(choose, "find", find_too_early)
-    assert choose.choose(tmp_path)[0].step == 3
-    os.close(choose.held.pop())
+    monkeypatch.setattr(checkpoint_files, "find", find_too_early)
+    assert checkpoint_files.choose(tmp_path)[0].step == 3
+    os.close(checkpoint_files.held.pop())

@@ -12,11 +12,8 @@ import pytest
 import tiny_images
 from inline_run import train_inline
 
-from gpipe_cli.checkpoint.choose import find
-from gpipe_cli.checkpoint.compatibility import (
-    require_same_data,
-)
-from gpipe_cli.checkpoint.files import CheckpointInfo, RunState
+from gpipe_cli.checkpoint.compatibility import require_same_data, vocabularies
+from gpipe_cli.checkpoint.files import CheckpointInfo, RunState, find
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import Batch, Source, no_report
@@ -44,10 +41,9 @@ class Known(Source):
 
 @pytest.fixture
 def saved(tmp_path: Path) -> CheckpointInfo:
-    """Makes the checkpoint of a run with `Known("one")`, without digests of vocabularies."""
-    (tmp_path / "vocabulary").mkdir()
-    Known("one").keep_vocabularies(tmp_path / "vocabulary")
-    return CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, RunState(data_fingerprint="one"), {}, {})
+    """Makes the checkpoint of a run with `Known("one")`."""
+    state = RunState(data_fingerprint="one", vocabularies=vocabularies(Known("one")))
+    return CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, state, {}, {})
 
 
 def refusal(info: CheckpointInfo, source: Any, allow_changes: list[str]) -> str:

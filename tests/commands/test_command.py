@@ -88,7 +88,7 @@ def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
-SLOW_TO_IMPORT = {"torch", "numpy", "matplotlib", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}
+SLOW_TO_IMPORT = {"torch", "numpy", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}
 ANSWERS = """
 import contextlib, io, json, sys
 from importlib import import_module

@@ -127,7 +127,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
 
 
 MAIN = {"model._target_": "gpipe_cli.models.transformer.transformer", "pipeline.K": 4, "trainer.average": 0.98}
-SCHEDULES, TEXT = "gpipe_cli.optim.lr_schedules", "gpipe_cli.data.cldr.text.TextSource"
+SCHEDULES, TEXT = "gpipe_cli.optim.lr_schedules", "gpipe_cli.data.cldr.source.TextSource"
 OWN = {"trainer.average": None, "name": "my_module.layers", "lr_schedule._target_": f"{SCHEDULES}.constant"}
 
 

@@ -48,7 +48,7 @@ def test_the_report_and_its_picture_stand_in_the_run(run: tuple[Path, dict[str, 
     folder, _ = run
     assert main([f"checkpoint={folder}", *INLINE, "split=test", "task.generation.per_language_at_end=1"]) == 0
     made = folder / "evaluations" / "step_00000002_test"
-    assert {"evaluation.json", "languages.png"} <= {path.name for path in made.iterdir()}
+    assert {"evaluation.json", "translations"} <= {path.name for path in made.iterdir()}
 
 
 def test_the_translations_that_were_scored_stand_beside_the_scores(run: tuple[Path, dict[str, float]]) -> None:
@@ -68,7 +68,7 @@ def test_nothing_is_left_of_a_language_that_is_evaluated_no_more(run: tuple[Path
     (folder / "translations").mkdir(parents=True, exist_ok=True)
     (folder / "translations" / "tlh.txt").write_text("of an earlier evaluation")
     evaluated(run[0])
-    assert (folder / "languages.png").exists() and not (folder / "translations" / "tlh.txt").exists()
+    assert not (folder / "translations" / "tlh.txt").exists()
 
 
 def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:
@@ -121,10 +121,9 @@ SIZES = {"de": 1000, "ru": 200, "sw": 10}
 def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **changes: Any) -> str:
     """Makes an evaluated run; returns its directory."""
     levels = dict(zip(("bleu_high", "bleu_middle", "bleu_low"), bleu.values(), strict=False)) if len(bleu) > 1 else {}
-    scripts = {"bleu_high/Latin": bleu["de"], "bleu_middle/other": bleu["ru"]} if len(bleu) > 1 else {}
-    numbers = {"bleu": 1.0, **levels, **scripts, **{f"bleu/{code}": value for code, value in bleu.items()}}
+    numbers = {"bleu": 1.0, **levels, **{f"bleu/{code}": value for code, value in bleu.items()}}
     values = {"name": run, "parameters": parameters, "numbers": numbers, "split": "test", "beam": 8, "signature": "s"}
-    more = {"sizes": {code: SIZES[code] for code in bleu}, "scripts": {"de": "Latin", "ru": "Cyrillic", "sw": "Latin"}}
+    more = {"sizes": {code: SIZES[code] for code in bleu}}
     place = folder / run / "evaluations" / "step_00000001_test"
     place.mkdir(parents=True)
     (place / "evaluation.json").write_text(json.dumps({**values, **more, **changes}))
@@ -142,9 +141,9 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
     words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "figure narrow deep" in said and "bleu_low 10 18" in said
+    assert "figure narrow deep parameters 100 300" in said and "bleu_low 10 18" in said
     assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"languages.png", "capacity.png", "differences.png"}
+    assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 2
 
 
 def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

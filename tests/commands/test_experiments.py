@@ -12,7 +12,7 @@ import tiny_images
 from composed import composed
 from inline_run import train_inline
 
-from gpipe_cli.checkpoint.choose import resolve
+from gpipe_cli.checkpoint.files import resolve
 from gpipe_cli.config import Settings
 
 CONF = Path(__file__).parents[2] / "conf" / "experiment"

@@ -88,7 +88,9 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
         "        bad = float('nan') if (targets[0][0] == 0) else 1.0\n"
         '        return bad * F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
     )
-    with pytest.raises(PlainError, match=r"step \d+: the loss is nan.*3 updates in a row"):
+    with pytest.raises(
+        PlainError, match=r"step \d+: the loss is nan.*the task's loss \(cell \d\), micro-batch \d; 3 updates in a row"
+    ):
         train(broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["skipped_updates"] >= 3
 

@@ -6,22 +6,20 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_images
 import torch
 from torch.utils.data import Dataset
 
-from gpipe_cli.data.cldr.source import TranslationSource
-from gpipe_cli.data.cldr.text import TextSource
+from gpipe_cli.data.cldr.source import TextSource, TranslationSource
+from gpipe_cli.data.images.digits import DigitsSource
+from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.sampling import temperature_shares
-from gpipe_cli.data.source import (
-    Batch,
-    no_report,
-    permutation,
-    read_ahead,
-)
+from gpipe_cli.data.source import Batch, no_report, permutation, read_ahead
 from gpipe_cli.data.torch_datasets import DatasetSource
 from gpipe_cli.errors import ConfigurationError
 
@@ -46,24 +44,39 @@ class Numbers(Dataset[Any]):
         return torch.tensor([index + random.random() + float(np.random.rand()) + float(torch.rand(()))]), index
 
 
-def translation(cache: str, **changes: Any) -> TranslationSource:
-    source = TranslationSource(**{**SMALL, "batch_size": 10, "cache_dir": cache, **changes})
+def prepared(source: Any) -> Any:
     source.prepare(no_report)
     return source
+
+
+def translation(cache: str, **changes: Any) -> TranslationSource:
+    return prepared(TranslationSource(**{**SMALL, "batch_size": 10, "cache_dir": cache, **changes}))
 
 
 def text(cache: str, **changes: Any) -> TextSource:
-    source = TextSource(**{**SMALL, "sequence_length": 32, "batch_size": 10, "cache_dir": cache, **changes})
-    source.prepare(no_report)
-    return source
+    return prepared(TextSource(**{**SMALL, "sequence_length": 32, "batch_size": 10, "cache_dir": cache, **changes}))
 
 
 def examples(cache: str, **changes: Any) -> DatasetSource:
     return DatasetSource(**{"train": Numbers(47), "evaluation": Numbers(23), "batch_size": 10, **changes})
 
 
-SOURCES = [translation, text, examples]
-every_source = pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+def images(cache: str, **changes: Any) -> ImageSource:
+    root = Path(cache) / "images"
+    if not root.exists():
+        tiny_images.image_folder(root)
+    settings = {"classes": 3, "root": str(root), "image_size": 16, "batch_size": 10, "workers": 0}
+    settings |= {"crop_area": (0.3, 1.0), "brightness": 0.1, "chroma": 0.1, "cutout": 0.25}
+    return prepared(ImageSource("image_folder", **{**settings, **changes}))
+
+
+def digits(cache: str) -> DigitsSource:
+    return prepared(DigitsSource(batch_size=10, image_size=8))
+
+
+every_source = pytest.mark.parametrize(
+    "make", [translation, text, examples, images, digits], ids=lambda make: make.__name__
+)
 
 
 def first(batches: Iterator[Batch], count: int) -> list[Batch]:
@@ -80,7 +93,7 @@ def rows(batch: Batch, column: int = 0) -> list[list[float]]:
 
 
 @every_source
-@pytest.mark.parametrize("stop", [1, 64, 65])
+@pytest.mark.parametrize("stop", [1, 17, 64, 65])
 def test_resuming_goes_on_as_if_never_stopped(make: Any, cache: str, stop: int) -> None:
     whole = first(make(cache).train(None, 2, 0, 1), stop + 3)
     rest = first(make(cache).train(whole[stop - 1].position, 2, 0, 1), 3)
@@ -159,13 +172,26 @@ def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message:
 # --- examples
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_order_and_augmentation_do_not_depend_on_loader_processes(cache: str, workers: int) -> None:
-    here, there = (
-        [rows(batch) for batch in first(examples(cache, workers=count).train(None, 3, 0, 1), 9)]
-        for count in (0, workers)
-    )
-    assert here == there
+@pytest.mark.parametrize(("make", "workers"), [(examples, 1), (examples, 2), (images, 2)])
+def test_order_and_augmentation_do_not_depend_on_loader_processes(make: Any, cache: str, workers: int) -> None:
+    here, there = (first(make(cache, workers=count).train(None, 3, 0, 1), 9) for count in (0, workers))
+    assert [rows(batch) for batch in here] == [rows(batch) for batch in there]
+    assert [batch.position for batch in here] == [batch.position for batch in there]
+
+
+@pytest.mark.parametrize("make", [examples, images])
+def test_replicas_may_share_an_evaluation_without_reading_an_example_twice(make: Any, cache: str) -> None:
+    source = make(cache, batch_size=2)
+    every = [rows(batch) for batch in source.evaluation(1)]
+    for replica in (0, 1):
+        assert [rows(batch) for batch in source.evaluation_share(1, replica, 2)] == every[replica::2]
+
+
+@pytest.mark.parametrize(("make", "count"), [(images, 6), (digits, 360)])
+def test_a_micro_batch_of_images_is_bytes_of_three_channels_and_int64_labels(make: Any, count: int, cache: str) -> None:
+    (inputs,), (labels,) = next(make(cache).train(None, 2, 0, 1)).micro_batches[0]
+    assert (inputs.dtype, inputs.shape[:2], labels.dtype, len(labels)) == (torch.uint8, (5, 3), torch.int64, 5)
+    assert sum(len(rows(batch)) for batch in make(cache).evaluation(2)) == count
 
 
 def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str) -> None:

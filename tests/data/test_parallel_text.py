@@ -1,8 +1,10 @@
-"""Tests folders of parallel text: every layout is found, and every defect is named with its file and line."""
+"""Tests parallel text: under any name, in every layout; every defect is named with its file and line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,17 @@ import numpy as np
 import parallel_folder
 import pytest
 from inline_run import train_inline
-from run_files import rows
+from preparation_jobs import prepare
+from run_files import bytes_of, rows
 from text_sources import defects, places, prepared, refusal_of
 
 from gpipe_cli.data.defects import KINDS, check_policy
-from gpipe_cli.data.parallel.folders import find_pairs
 from gpipe_cli.data.parallel.source import ParallelTextSource
+from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
+Pairs = Sequence[tuple[str, str]]
 
 
 def source(root: Path, **changes: Any) -> ParallelTextSource:
@@ -29,51 +33,126 @@ def refusal(root: Path, **changes: Any) -> str:
     return refusal_of(ParallelTextSource, root, {**SMALL, **changes})
 
 
-def sources_read(made: ParallelTextSource) -> set[str]:
-    """Returns the training sentences of a store, decoded."""
-    store = made._store
-    texts: set[str] = set()
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return parallel_folder.plain(tmp_path / "text", dev="dev")
+
+
+@pytest.fixture
+def opus(tmp_path: Path) -> Path:
+    return parallel_folder.opus(tmp_path / "text")
+
+
+def sides_read(made: ParallelTextSource, side: int = 0) -> list[str]:
+    """Returns the training sentences of one side of a store, decoded and sorted."""
+    store, texts = made._store, []
     for number, size in enumerate(store.sizes.values()):
-        ids, lengths = store.gather(store.locate(np.full(size, number), np.arange(size)))[0]
-        texts |= {store.source_vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])}
-    return texts
+        ids, lengths = store.gather(store.locate(np.full(size, number), np.arange(size)))[side]
+        vocabulary = (store.source_vocabulary, store.target_vocabulary)[side]
+        texts += [vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])]
+    return sorted(texts)
+
+
+def corpus(stem: Path, first: int, last: int, sides: tuple[str, str] = ("de", "en")) -> None:
+    """Writes STEM.de beside STEM.en: German training pairs from one number to another."""
+    pairs = parallel_folder.pairs_of("de", last)[first:]
+    for column, side in enumerate(sides):
+        parallel_folder.write(stem.with_name(f"{stem.name}.{side}"), [pair[column] for pair in pairs])
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    """Writes what two of OPUS' archives in Moses' format hold, unpacked into one folder."""
+    root = tmp_path / "downloads"
+    corpus(root / "Europarl.de-en", 0, 180)
+    corpus(root / "WMT-News.de-en", 180, 300)
+    for name in ("README", "LICENSE", "Europarl.de-en.xml", "Europarl.de-en.ids", "WMT-News.de-en.xml"):
+        parallel_folder.write(root / name, ["<not a sentence/>"] * 180)
+    return root
 
 
 # --- layouts
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "ending"),
-    [(parallel_folder.opus, ""), (parallel_folder.folders, ".gz"), (parallel_folder.tables, ".zst")],
-    ids=["opus", "folders", "tables"],
-)
-def test_every_layout_gives_the_same_languages_and_sentences(
-    layout: Callable[..., Path], ending: str, tmp_path: Path
-) -> None:
-    made = source(layout(tmp_path / "text", ending))
+def sides_of(pairs: Pairs) -> list[list[str]]:
+    return [[pair[side] for pair in pairs] for side in (0, 1)]
+
+
+def records(keys: tuple[str, str], below: bool = False) -> Callable[[Pairs], list[list[str]]]:
+    def lines(pairs: Pairs) -> list[list[str]]:
+        found = [dict(zip(keys, pair, strict=True)) for pair in pairs]
+        return [[json.dumps({"id": 1, "translation": of} if below else of, ensure_ascii=False) for of in found]]
+
+    return lines
+
+
+CODES, NAMES = ("de", "en"), ("german", "english")
+LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Pairs], list[list[str]]], dict[str, Any]]] = {
+    "OPUS-100": (("de-en/opus.de-en-train.de", "de-en/opus.de-en-train.en"), sides_of, {}),
+    "OPUS, Moses": (("Europarl.de-en.de", "Europarl.de-en.en"), sides_of, {}),
+    "a pair of files, .bz2": (("train.de.bz2", "train.en.bz2"), sides_of, {}),
+    "a folder of a language, .gz": (("de/train.de.gz", "de/train.en.gz"), sides_of, {}),
+    "any name": (("a.german", "a.english"), sides_of, {"train": {"de": [["a.german", "a.english"]]}}),
+    "a table, .zst": (("de-en/train.tsv.zst",), lambda pairs: [["\t".join(pair) for pair in pairs]], {}),
+    "a table of OPUS": (("Europarl.de-en.tsv",), lambda pairs: [["\t".join(pair) for pair in pairs]], {}),
+    "a plain table": (("train.tsv",), lambda pairs: [["\t".join(pair) for pair in pairs]], {"pair": "de"}),
+    "JSON lines, .xz": (("de-en/train.jsonl.xz",), records(CODES, below=True), {}),
+    "JSON lines of two columns": (("de-en/train.json.gz",), records(CODES), {}),
+    "JSON lines of named columns": (("de-en/train.ndjson",), records(NAMES), {"columns": NAMES}),
+    "Parquet": (("de-en/train-00000-of-00001.parquet",), records(CODES, below=True), {}),
+    "Parquet of named columns": (("de-en/train-00000-of-00001.parquet",), records(NAMES), {"columns": NAMES}),
+}  # fmt: skip
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    if path.suffix != ".parquet":
+        parallel_folder.write(path, lines)
+        return
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True)
+    rows = [{**json.loads(line), "vector": [0.5]} for line in lines]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_sentences_and_names_a_defect_with_its_line(layout: str, tmp_path: Path) -> None:
+    pairs: list[tuple[str, str]] = [(pair.source, pair.target) for pair in parallel_folder.pairs_of("de", 300)]
+    pairs[40] = ("", pairs[40][1])
+    files, lines_of, named = LAYOUTS[layout]
+    for file, lines in zip(files, lines_of(pairs), strict=True):
+        write_lines(tmp_path / "text" / file, lines)
+    made = source(tmp_path / "text", **named)
+    assert ("empty", Path(files[0]).name, 41) in places(made) and made.sizes == {"de": 299}
+    said = refusal(tmp_path / "text", **named, on_defect={"empty": "refuse"})
+    assert f"{Path(files[0]).name}, line 41: source is empty" in said
+    corpus(tmp_path / "plain" / "train", 0, 300)
+    plain = tmp_path / "plain" / "train.de"
+    plain.write_text("".join(f"{source}\n" for source, _ in pairs))
+    assert sides_read(made, 1) == sides_read(source(plain.parent), 1)
+
+
+def test_languages_are_found_or_listed_and_a_missing_one_names_those_that_are_there(opus: Path) -> None:
+    made = source(opus)
     assert made.sizes == parallel_folder.SIZES
     found = {(sample.language, sample.source, sample.reference) for sample in made.held_out("dev")}
     assert found == {(code, *pair) for code in made.sizes for pair in parallel_folder.pairs_of(code, 20, "dev")}
+    assert source(opus, languages=["sw", "de"]).sizes == {"sw": 120, "de": 300}
+    assert source(opus, pair="sw", source_vocabulary=150, target_vocabulary=150).sizes == {"sw": 120}
+    assert "no training text from 'fr' into 'en', only from de, fi, sw" in refusal(opus, languages=["fr"])
 
 
-def test_a_plain_table_needs_its_language_told(tmp_path: Path) -> None:
-    pairs = parallel_folder.pairs_of("de", 300)
-    parallel_folder.write(tmp_path / "text" / "train.tsv", ["\t".join(pair) for pair in pairs])
-    assert "train.tsv has no language in its name" in refusal(tmp_path / "text")
-    assert source(tmp_path / "text", pair="de").sizes == {"de": 300}
-
-
-def test_languages_can_be_listed(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    assert source(root, languages=["sw", "de"]).sizes == {"sw": 120, "de": 300}
-    assert source(root, pair="sw", source_vocabulary=150, target_vocabulary=150).sizes == {"sw": 120}
-
-
-def test_another_target_language_reverses_the_pairs(tmp_path: Path) -> None:
-    made = source(parallel_folder.plain(tmp_path / "text"), target="de")
+def test_another_target_language_reverses_the_pairs(root: Path) -> None:
+    made = source(root, target="de")
     assert [*made.sizes] == ["en"]
     assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
+
+
+@pytest.mark.parametrize("place", [None, "absent", "empty", "unknown"])
+def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    parallel_folder.write(tmp_path / "unknown" / "corpus.txt", ["a line"])
+    with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz, \.zst"):
+        ParallelTextSource(None if place is None else str(tmp_path / place)).prepare(no_report)
 
 
 def packed_too(root: Path) -> str:
@@ -83,7 +162,7 @@ def packed_too(root: Path) -> str:
 
 def in_utf_16(root: Path) -> str:
     (root / "train.de").write_bytes((root / "train.de").read_text().encode("utf-16-be"))
-    return f"{root}/train.de is UTF-16 text, not UTF-8: iconv"
+    return f"no pair of lines has text on both sides; {root}/train.de, line 1: has a NUL byte"
 
 
 def blank_lines(root: Path) -> str:
@@ -91,37 +170,106 @@ def blank_lines(root: Path) -> str:
     return "no pair of lines has text on both sides"
 
 
-@pytest.mark.parametrize("spoilt", [packed_too, in_utf_16, blank_lines])
+def nothing(root: Path) -> str:
+    (root / "train.de").write_text("")
+    return f"{root}/train.de is empty"
+
+
+def without_language(root: Path) -> str:
+    parallel_folder.write(root / "train.tsv", ["a\tb"])
+    return "train.tsv has no language in its name"
+
+
+@pytest.mark.parametrize("spoilt", [packed_too, in_utf_16, blank_lines, nothing, without_language])
 def test_text_that_cannot_be_used_is_refused_by_its_name(spoilt: Callable[[Path], str], root: Path) -> None:
     said = spoilt(root)
     assert said in refusal(root)
 
 
-def test_a_language_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    assert "no training text from 'fr' into 'en', only from de, fi, sw" in refusal(root, languages=["fr"])
+def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    parallel_folder.write(tmp_path / "text" / "de-en" / "train.parquet", ["PAR1"])
+    said = refusal(tmp_path / "text")
+    assert "train.parquet is read by the pyarrow library: pip install 'gpipe-cli[parquet]'" in said
 
 
-@pytest.mark.parametrize("root", [None, "absent", "empty", "unknown"])
-def test_a_root_without_text_says_what_was_expected(root: str | None, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    parallel_folder.write(tmp_path / "unknown" / "corpus.txt", ["a line"])
-    with pytest.raises(ConfigurationError, match=r"data\.root.*xx-en/opus\.xx-en-train\.xx.*train\.tsv.*\.gz, \.zst"):
-        find_pairs(None if root is None else str(tmp_path / root), None, "en")
+# --- several corpora, files that are named
+
+
+def test_corpora_of_opus_are_one_training_set_and_each_is_counted(downloads: Path, tmp_path: Path) -> None:
+    made = source(downloads)
+    assert made.sizes == {"de": 300} and places(made) == [("no_dev", "downloads", 0)]
+    names = [f"{downloads}/{name}.de-en.de" for name in ("Europarl", "WMT-News")]
+    assert defects(made)["corpora"] == {"de": {names[0]: [180, 180], names[1]: [120, 120]}}
+    corpus(tmp_path / "whole" / "Both.de-en", 0, 300)
+    assert sides_read(made, 1) == sides_read(source(tmp_path / "whole"), 1)
+    spoil(Path(names[1]), 7, b"")
+    for side in ("de", "en"):
+        parallel_folder.write(downloads / f"News-Test.de-en.{side}", ["never trained on"])
+    made = source(downloads)
+    assert made.sizes == {"de": 299} and ("empty", "WMT-News.de-en.de", 7) in places(made)
+    assert defects(made)["corpora"]["de"][names[1]] == [119, 120]
+
+
+def test_the_number_of_processes_changes_no_byte_of_several_corpora(downloads: Path, tmp_path: Path) -> None:
+    one, two = (prepare(downloads, tmp_path / f"{workers}", workers, no_report).folder for workers in (1, 2))
+    assert bytes_of(one) == bytes_of(two) and len(list((one / "train").glob("de-*.tokens.npy"))) == 5
+
+
+def test_files_of_any_name_are_one_key_and_other_splits_are_found(tmp_path: Path, opus: Path) -> None:
+    root = tmp_path / "named"
+    corpus(root / "Europarl.de-en", 0, 100)
+    corpus(root / "extra" / "a", 100, 150)
+    corpus(root / "extra" / "b", 150, 200)
+    corpus(root / "aligned", 200, 250, ("german", "english"))
+    corpus(root / "corpora" / "de" / "news", 250, 300, ("txt", "txt.en"))
+    (root / "corpora" / "en").mkdir()
+    (root / "corpora" / "de" / "news.txt.en").rename(root / "corpora" / "en" / "news.txt")
+    corpus(root / "newstest2019.de-en", 300, 320)
+    files = ["Europarl.de-en.de", "extra/*.de", ["aligned.german", "aligned.english"], f"{root}/corpora/de/news.txt"]
+    made = source(root, train={"de": [*files, "extra/a.de"]}, dev={"de": "newstest2019.de-en.de"})
+    assert made.sizes == {"de": 300} and len(made.held_out("dev")) == 20 and made.prepared_defects == {}
+    assert [used for used, _ in defects(made)["corpora"]["de"].values()] == [100] + [50] * 4
+    made = source(opus, train={"de": str(root / "Europarl.de-en.de")})
+    assert made.sizes == {"de": 100} and len(made.held_out("dev")) == 20
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"de": ["Europarl.de"]}, "data.train.de=Europarl.de: there is no file"),
+        ({"de": "*.fr"}, "data.train.de=*.fr: there is no file"),
+        ({"de": "README"}, "has no 'de' in its name, by which the file in 'en' is found"),
+        ({"de": "Europarl.de-en.en"}, "Europarl.en-en.en beside it"),
+        ({"en": "Europarl.de-en.en"}, "'en' is data.target"),
+        ({"de": "*.de*"}, "are one text twice"),
+    ],
+)
+def test_what_is_named_and_not_there_is_refused(train: dict[str, Any], said: str, downloads: Path) -> None:
+    if "twice" in said:
+        for side in ("de", "en"):
+            parallel_folder.write(downloads / f"Europarl.de-en.{side}.gz", ["a"])
+    assert said in refusal(downloads, train=train)
+
+
+def test_dev_text_of_a_language_without_training_text_is_refused(downloads: Path) -> None:
+    corpus(downloads / "dev.fr-en", 0, 5, ("fr", "en"))
+    said = refusal(downloads, train={"de": "Europarl.de-en.de"}, dev={"fr": "dev.fr-en.fr"})
+    assert "data.dev: data.train has no training text from 'fr' into 'en', only from de" in said
 
 
 # --- defects
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return parallel_folder.plain(tmp_path / "text", dev="dev")
 
 
 def spoil(path: Path, line: int, by: bytes) -> None:
     lines = path.read_bytes().split(b"\n")
     lines[line - 1] = by
     path.write_bytes(b"\n".join(lines))
+
+
+def spoil_both(root: Path, line: int, de: bytes, en: bytes) -> None:
+    spoil(root / "train.de", line, de)
+    spoil(root / "train.en", line, en)
 
 
 LINES = {  # kind: what spoils line 7 of the sources, and what is said
@@ -134,47 +282,49 @@ LINES = {  # kind: what spoils line 7 of the sources, and what is said
 
 @pytest.mark.parametrize("kind", LINES)
 def test_a_bad_line_is_dropped_counted_and_named(kind: str, root: Path) -> None:
-    whole = sources_read(source(root))
+    whole = sides_read(source(root))
     spoil(root / "train.de", 7, LINES[kind][0])
     made = source(root)
     assert places(made) == [(kind, "train.de", 7)] and defects(made)["counts"] == {"de": {kind: 1}}
-    assert made.sizes == {"de": 299}
-    assert len(whole - sources_read(made)) == 1 and not sources_read(made) - whole
+    assert made.sizes == {"de": 299} and set(sides_read(made)) < set(whole)
     said = refusal(root, on_defect={kind: "refuse"})  # by a store that is there, too
     assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and f"data.on_defect.{kind}=drop" in said
     assert refusal(root, strict=True) == said
 
 
-def test_files_of_different_lengths_are_refused_with_both_numbers(root: Path) -> None:
-    (root / "train.en").write_text("".join((root / "train.en").read_text().splitlines(keepends=True)[:290]))
-    said = refusal(root)
-    assert f"{root}/train.de, line 291" in said and "300 lines, but 290 in" in said
-    assert "data.on_defect.misaligned=drop" in said
+def test_a_line_that_is_no_record_or_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    lines = records(CODES)(parallel_folder.pairs_of("de", 300))[0]
+    lines[6], lines[9], lines[12] = '{"de": "torn', '{"de": "ja"}', '{"de": "a\\u0000b", "en": "c"}'
+    parallel_folder.write(tmp_path / "text" / "de.jsonl", lines)
+    named = {"train": {"de": "de.jsonl"}}
+    made = source(tmp_path / "text", **named)
+    assert places(made)[1:] == [("malformed", "de.jsonl", 7), ("malformed", "de.jsonl", 10), ("nul", "de.jsonl", 13)]
+    said = [one["found"] for one in defects(made)["defects"]]
+    assert said[1].startswith("is no JSON (") and said[2] == "has no text under 'en' (data.columns), only under: de"
+    wrong = refusal(tmp_path / "text", **named, columns=["src", "tgt"], on_defect={"malformed": "refuse"})
+    assert "de.jsonl, line 1: has no text under 'src' (data.columns), only under: de, en" in wrong
+    table = ["\t".join(pair) for pair in parallel_folder.pairs_of("de", 300)]
+    parallel_folder.write(tmp_path / "tables" / "de-en" / "train.tsv", [*table[:4], "a\tb\tc", *table[5:]])
+    assert ("malformed", "train.tsv", 5) in places(source(tmp_path / "tables"))
 
 
-def test_files_of_different_lengths_can_be_dropped_as_a_whole(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    with (root / "sw-en" / "opus.sw-en-train.en").open("a") as file:
+def test_files_of_different_lengths_are_refused_with_both_numbers_or_dropped(opus: Path) -> None:
+    with (opus / "sw-en" / "opus.sw-en-train.en").open("a") as file:
         file.write("one line more\n")
-    made = source(root, on_defect={"misaligned": "drop"})
-    assert [*made.sizes] == ["de", "fi"]
-    assert places(made) == [("misaligned", "opus.sw-en-train.en", 121)]
+    said = refusal(opus)
+    assert "opus.sw-en-train.en, line 121" in said and "120 lines, but 121 in" in said
+    assert "data.on_defect.misaligned=drop" in said
+    made = source(opus, on_defect={"misaligned": "drop"})
+    assert [*made.sizes] == ["de", "fi"] and places(made) == [("misaligned", "opus.sw-en-train.en", 121)]
 
 
-def test_a_row_of_a_table_with_another_number_of_tabs_is_named(tmp_path: Path) -> None:
-    root = parallel_folder.tables(tmp_path / "text", sizes={"de": 300})
-    spoil(root / "de-en" / "train.tsv", 5, b"a\tb\tc")
-    assert places(source(root)) == [("malformed", "train.tsv", 5)]
-
-
-def test_a_language_without_a_dev_set_is_trained_on_and_named(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    for path in root.rglob("opus.sw-en-dev.*"):
+def test_a_language_without_a_dev_set_is_trained_on_and_named(opus: Path) -> None:
+    for path in opus.rglob("opus.sw-en-dev.*"):
         path.unlink()
-    made = source(root)
+    made = source(opus)
     assert places(made) == [("no_dev", "text", 0)] and made.sizes["sw"] == 120
     assert {sample.language for sample in made.held_out("dev")} == {"de", "fi"}
-    assert "language 'sw' has no dev set" in refusal(root, on_defect={"no_dev": "refuse"})
+    assert "language 'sw' has no dev set" in refusal(opus, on_defect={"no_dev": "refuse"})
 
 
 def test_a_policy_names_its_kinds_and_words() -> None:
@@ -186,33 +336,25 @@ def test_a_policy_names_its_kinds_and_words() -> None:
 
 
 def test_a_byte_order_mark_is_removed_and_counted(root: Path) -> None:
-    whole = sources_read(source(root))
+    whole = sides_read(source(root))
     (root / "train.de").write_bytes(b"\xef\xbb\xbf" + (root / "train.de").read_bytes())
     made = source(root)
-    assert places(made) == [("byte_order_mark", "train.de", 1)] and sources_read(made) == whole
+    assert places(made) == [("byte_order_mark", "train.de", 1)] and sides_read(made) == whole
 
 
-def spoil_both(root: Path, line: int, de: bytes, en: bytes) -> None:
-    spoil(root / "train.de", line, de)
-    spoil(root / "train.en", line, en)
-
-
-def test_training_pairs_that_are_held_out_are_dropped_or_kept_and_counted(root: Path) -> None:
+def test_pairs_that_are_held_out_or_copied_are_dropped_or_kept_and_counted(root: Path) -> None:
     for line, split in ((7, "dev"), (8, "test")):
         spoil_both(root, line, *((root / f"{split}.{side}").read_bytes().split(b"\n")[3] for side in ("de", "en")))
     spoil(root / "train.de", 9, (root / "dev.de").read_bytes().split(b"\n")[3])  # translated otherwise: another pair
+    spoil_both(root, 10, b"one line", b"one line")
     made = source(root)
-    assert places(made) == [("held_out", "train.de", 7), ("held_out", "train.de", 8)] and made.sizes == {"de": 298}
+    assert sorted(places(made)) == [
+        *(("copied", "train.de", 10), ("held_out", "train.de", 7), ("held_out", "train.de", 8))
+    ]
+    assert made.sizes == {"de": 298} and source(root, on_defect={"copied": "drop"}).sizes == {"de": 297}
     kept = source(root, on_defect={"held_out": "keep"})
-    assert kept.prepared_defects == {"held_out": 2} and kept.sizes == {"de": 300}
-
-
-def test_pairs_whose_source_is_its_translation_are_kept_or_dropped_and_counted(root: Path) -> None:
-    spoil_both(root, 7, b"one line", b"one line")
-    made = source(root)
-    assert places(made) == [("copied", "train.de", 7)] and made.sizes == {"de": 300}
-    assert source(root, on_defect={"copied": "drop"}).sizes == {"de": 299}
-    assert "line 7: has a source that equals its target" in refusal(root, on_defect={"copied": "refuse"})
+    assert kept.prepared_defects == {"held_out": 2, "copied": 1} and kept.sizes == {"de": 300}
+    assert "line 10: has a source that equals its target" in refusal(root, on_defect={"copied": "refuse"})
 
 
 # --- vocabularies
@@ -240,12 +382,16 @@ def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
 # --- a run
 
 
+def words(root: Path, cache: Path, *more: str) -> list[str]:
+    return ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={cache}", *more]
+
+
 def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp_path: Path) -> None:
     spoil(root / "train.de", 7, b"")
     spoil_both(root, 8, b"one line", b"one line")
-    words = ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1"]
     for run in ("first", "from the cache"):
-        summary, events = train_inline(tmp_path / run, *words, "task.generation=null")
+        command = words(root, tmp_path, "trainer.steps=1", "task.generation=null")
+        summary, events = train_inline(tmp_path / run, *command)
         assert summary["data_defects"] == {"empty": 1, "copied": 1}
         said = [event["text"] for event in events if event["kind"] == "warning"]
         counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; such as "
@@ -254,19 +400,21 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
 
 
-def test_a_run_logs_how_often_each_language_was_read(tmp_path: Path) -> None:
-    root = parallel_folder.opus(tmp_path / "text")
-    words = ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=2"]
-    train_inline(tmp_path / "run", *words, "task.generation=null", "trainer.evaluate_every=null")
+def test_a_run_names_its_files_on_the_command_line_and_reports_each(downloads: Path, tmp_path: Path) -> None:
+    files = f'data.train={{de: [{downloads}/Europarl.de-en.de, "{downloads}/WMT*.de"]}}'
+    command = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
+    summary, events = train_inline(tmp_path / "run", *command)  # without any dev set
+    said = [event["text"] for event in events if event["kind"] == "preparation" and "corpora" in event["text"]]
+    assert said == [
+        f"parallel text: 'de' is trained on {downloads}/Europarl.de-en.de (180 of 180 pairs), "
+        f"{downloads}/WMT-News.de-en.de (120 of 120 pairs); corpora"
+    ]
+    assert summary["steps"] == 1
+
+
+def test_a_run_logs_how_often_each_language_was_read(opus: Path, tmp_path: Path) -> None:
+    more = ("trainer.steps=2", "task.generation=null", "trainer.evaluate_every=null")
+    train_inline(tmp_path / "run", *words(opus, tmp_path, *more))
     read = [row["epochs"] for row in rows(tmp_path / "run" / "evaluations.jsonl")]
     assert read[0] == {"de": 0, "fi": 0, "sw": 0}
     assert sum(read[-1][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
-
-
-def test_a_corpus_without_any_dev_set_is_trained_on(tmp_path: Path) -> None:
-    root = parallel_folder.plain(tmp_path / "text")
-    for path in root.glob("valid.*"):
-        path.unlink()
-    words = ("debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}", "trainer.steps=1")
-    summary, events = train_inline(tmp_path / "run", *words)
-    assert summary["steps"] == 1 and not [event for event in events if event["kind"] == "end"]

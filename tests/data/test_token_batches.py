@@ -76,10 +76,10 @@ def pairs_of_text(store: Store, code: str) -> list[Pair]:
     return list(zip(*sides, strict=True))
 
 
-def read_until(source: PairSource, pairs: int, position: Any = None) -> list[Pair]:
-    """Returns at least so many pairs, from a position on."""
+def read_until(source: PairSource, pairs: int) -> list[Pair]:
+    """Returns at least so many pairs."""
     found: list[Pair] = []
-    for batch in source.train(position, 1, 0, 1):
+    for batch in source.train(None, 1, 0, 1):
         found += pairs_in(batch)
         if len(found) >= pairs:
             break
@@ -100,14 +100,6 @@ def test_every_pair_comes_once_per_epoch_as_in_a_plain_loop(size: dict[str, Any]
     assert set(counts) == set(wanted)  # shards of 64 and blocks of 16: none is lost at an end
     # Several sentences may have the same ids. In the epoch under way each has come once or not at all.
     assert all(epochs * n <= counts[pair] <= (epochs + 1) * n for pair, n in wanted.items())
-
-
-@pytest.mark.parametrize("stop", [1, 17, 63, 64, 90])
-def test_a_resume_in_the_middle_loses_nothing(stop: int, folder: Path) -> None:
-    whole = first(opened(folder).train(None, 2, 0, 1), stop + 40)
-    rest = first(opened(folder).train(whole[stop - 1].position, 2, 0, 1), 40)
-    assert [pairs_in(batch) for batch in rest] == [pairs_in(batch) for batch in whole[stop:]]
-    assert [batch.position for batch in rest] == [batch.position for batch in whole[stop:]]
 
 
 # --- temperature

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.distributed.tree import family
+from gpipe_cli.distributed.exchange import family
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 9, 64, 100])

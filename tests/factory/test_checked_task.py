@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.checked_task import CheckedTask
+from gpipe_cli.factory.wrappers import CheckedTask
 from gpipe_cli.tasks.base import Task
 from gpipe_cli.tasks.classification import ClassificationTask
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], 
     settings = checked(*common, *words).settings
     said: list[str] = []
     ids = (torch.ones(batch, 5, dtype=torch.int64),)
-    costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append, str(cache))
+    with mock.patch.dict(os.environ, GPIPE_CACHE=str(cache)):
+        costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append)
     return costs, said[0]
 
 

@@ -1,4 +1,4 @@
-"""Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run first starts."""
+"""Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.reliability.planted_faults.run import verified
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory import module_itself
 from gpipe_cli.factory.build import build_model, build_task
-from gpipe_cli.factory.module_itself import compare_with_module, look_at_first_start
+from gpipe_cli.factory.module_itself import compare_with_module, quick_look
 from gpipe_cli.micro_batch import MicroBatch
 
 SECTION: dict[str, Any] = {
@@ -30,32 +30,21 @@ def micro_batch() -> MicroBatch:
     return (torch.randn(4, 3, 8, 8),), (torch.arange(4),)
 
 
-def looked(section: dict[str, Any]) -> list[str]:
+def looked() -> str:
     """Returns what the quick look says."""
     said: list[str] = []
-    look_at_first_start(build_model(section), section, TASK, micro_batch, said.append)
-    return said
+    quick_look(build_model(SECTION), TASK, micro_batch(), said.append)
+    (line,) = said
+    return line
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
+def test_a_start_compares_a_module_with_itself() -> None:
+    assert looked().startswith("the module itself: the same bits (40 outputs")
 
 
-def test_the_first_start_compares_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = looked(SECTION)
-    assert line.startswith("the module itself: the same bits (40 outputs")
-    assert looked({**SECTION, "example": [["float32", [9, 3, 8, 8]]]}) == []
-    assert len(looked({**SECTION, "mean": None})) == 1
-    monkeypatch.setattr(module_itself, "_code", lambda: {"own_module": "changed"})
-    assert len(looked(SECTION)) == 1
-
-
-def test_a_first_start_of_a_large_module_says_how_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_of_a_large_module_says_how_to_compare_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_itself, "LONGEST", 0.0)
-    (line,) = looked(SECTION)
-    assert "too large for a quick look" in line and "gpipe-verify" in line
-    assert looked(SECTION) == []
+    assert "too large for a quick look" in (line := looked()) and "gpipe-verify" in line
 
 
 def test_a_difference_refuses_the_run_before_it_trains(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def save(
     layers: Layers,
     optimizer: Optimizer | None = None,
     keep: int = 2,
-    best: tuple[str, float] | None = None,
+    best: float | None = None,
 ) -> CheckpointInfo:
     """Saves everything as the only worker."""
     run_dir.mkdir(parents=True, exist_ok=True)

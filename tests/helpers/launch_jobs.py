@@ -151,7 +151,7 @@ def prepare_data(context: Context, config: dict[str, Any]) -> list[float]:
         When each rank began to prepare; 0 for one that reads no data.
     """
     from gpipe_cli.distributed.world import join_world
-    from gpipe_cli.trainer.data_source import prepare_in_turn
+    from gpipe_cli.trainer.batches import prepare_in_turn
 
     began = 0.0
 
@@ -175,7 +175,7 @@ def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
     from gpipe_cli.distributed.exchange import Exchange
     from gpipe_cli.distributed.pipeline import make_transport
     from gpipe_cli.distributed.world import join_world
-    from gpipe_cli.pipeline.replicas import sum_over_replicas
+    from gpipe_cli.pipeline.gradients import sum_over_replicas
 
     world = join_world(context, 2, context.world_size // 2, "cpu", "auto")
     make_transport(world, (0, 1))
@@ -193,7 +193,7 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
     """Sends a pickle that runs code from the culprit, where the other rank expects a value."""
     import pickle
 
-    from gpipe_cli.distributed import values
+    from gpipe_cli.distributed import exchange
     from gpipe_cli.distributed.world import join_world
 
     class Evil:
@@ -201,8 +201,8 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
             return Path.touch, (context.run_dir / "code has run",)
 
     if context.rank == CULPRIT:
-        values._to_bytes = lambda value: pickle.dumps(Evil())
-        values._list_of = lambda content: []
+        exchange._to_bytes = lambda value: pickle.dumps(Evil())
+        exchange._list_of = lambda content: []
     join_world(context, 2, 1, "cpu", "auto").all_gather("a value")
     time.sleep(120)
 

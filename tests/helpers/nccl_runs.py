@@ -10,7 +10,7 @@ from functools import cache
 from nccl_rules import Call, Rules
 from schedule_rules import scheduled
 
-from gpipe_cli.distributed.tree import family
+from gpipe_cli.distributed.exchange import family
 from gpipe_cli.pipeline.messages.process_group import routes
 from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN

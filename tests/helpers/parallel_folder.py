@@ -29,38 +29,22 @@ def write(path: Path, lines: Sequence[str]) -> None:
     path.write_bytes(PACKERS.get(path.suffix, bytes)(data))
 
 
-def opus(root: Path, ending: str = "", sizes: dict[str, int] = SIZES, held_out: int = 20) -> Path:
+def opus(root: Path, sizes: dict[str, int] = SIZES) -> Path:
     """Writes xx-en/opus.xx-en-train.xx beside .en; Finnish in en-fi."""
     for code, size in sizes.items():
         name = f"en-{code}" if code == "fi" else f"{code}-en"
-        for split in ("train", "dev", "test"):
-            pairs = pairs_of(code, size if split == "train" else held_out, split)
-            stem = f"opus.{name}-{split}"
-            write(root / name / f"{stem}.{code}{ending}", [pair.source for pair in pairs])
-            write(root / name / f"{stem}.en{ending}", [pair.target for pair in pairs])
+        _write_splits(root / name, f"opus.{name}-", code, size)
     return root
 
 
-def plain(root: Path, ending: str = "", code: str = "de", size: int = 300, dev: str = "valid") -> Path:
+def plain(root: Path, code: str = "de", size: int = 300, dev: str = "valid") -> Path:
     """Writes train.xx beside train.en."""
+    _write_splits(root, "", code, size, dev)
+    return root
+
+
+def _write_splits(folder: Path, prefix: str, code: str, size: int, dev: str = "dev") -> None:
     for split, name in (("train", "train"), ("dev", dev), ("test", "test")):
         pairs = pairs_of(code, size if split == "train" else 20, split)
-        write(root / f"{name}.{code}{ending}", [pair.source for pair in pairs])
-        write(root / f"{name}.en{ending}", [pair.target for pair in pairs])
-    return root
-
-
-def folders(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
-    """Writes xx/train.xx beside xx/train.en."""
-    for code, size in sizes.items():
-        plain(root / code, ending, code, size, dev="dev")
-    return root
-
-
-def tables(root: Path, ending: str = "", sizes: dict[str, int] = SIZES) -> Path:
-    """Writes xx-en/train.tsv."""
-    for code, size in sizes.items():
-        for split in ("train", "dev", "test"):
-            pairs = pairs_of(code, size if split == "train" else 20, split)
-            write(root / f"{code}-en" / f"{split}.tsv{ending}", ["\t".join(pair) for pair in pairs])
-    return root
+        write(folder / f"{prefix}{name}.{code}", [pair.source for pair in pairs])
+        write(folder / f"{prefix}{name}.en", [pair.target for pair in pairs])

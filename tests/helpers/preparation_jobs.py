@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from gpipe_cli.data.defects import check_policy
-from gpipe_cli.data.parallel.folders import find_pairs
-from gpipe_cli.data.parallel.pieces import ParallelText, Vocabularies
-from gpipe_cli.data.parallel.source import open_parallel_store
+from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import Report
 from gpipe_cli.data.store import Sizes, Store
 
 
 def prepare(root: Path, cache: Path, workers: int, report: Report) -> Store:
     """Prepares with pieces, blocks and shards so small that there are many."""
-    text = ParallelText(str(root), None, "en", Vocabularies(300, 300), 96, 0, piece=20, sizes=Sizes(block=16, shard=64))
-    pairs = find_pairs(str(root), None, "en")
-    return open_parallel_store(text, pairs, check_policy({}), str(cache), workers, report)
+    keys = {"source_vocabulary": 300, "target_vocabulary": 300, "preparation_workers": workers}
+    source = ParallelTextSource(str(root), cache_dir=str(cache), **keys)
+    source.text = replace(source.text, piece=20, sizes=Sizes(block=16, shard=64))
+    source.prepare(report)
+    return source._store
 
 
 def main(root: str, cache: str, workers: str, stop_text: str, stop_at: str) -> None:

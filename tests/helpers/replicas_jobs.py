@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.pipeline.replicas import sum_over_replicas
+from gpipe_cli.pipeline.gradients import sum_over_replicas
 
 SIZES = (1, 2, 3, 7, 4096, 4099)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpipe_cli.distributed.values import all_gather_json
+from gpipe_cli.distributed.exchange import all_gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.optim.sharding import OptimizerShards
 from gpipe_cli.pipeline.gradients import begin_reduction, reduce_over_replicas

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.exchange import Exchange
-from gpipe_cli.distributed.values import all_gather_json, broadcast_json, gather_json
+from gpipe_cli.distributed.exchange import Exchange, all_gather_json, broadcast_json, gather_json
 from gpipe_cli.launch.context import Context
 
 

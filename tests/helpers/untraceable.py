@@ -22,13 +22,6 @@ class Prints(Base):
         return self.head(images.mean((2, 3)))
 
 
-class Numpy(Base):
-    """Computes with numpy."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(torch.from_numpy(images.mean((2, 3)).numpy() * 2))
-
-
 class OneSize(Base):
     """Holds for two examples only."""
 

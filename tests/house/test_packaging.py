@@ -56,9 +56,7 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),
         *("tasks", "trainer"),
     },
-    "planner": {
-        *("conf", "data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule", "tasks"),
-    },
+    "planner": {"factory", "launch", "optim", "partition", "pipeline", "schedule"},
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
     "commands": {

@@ -23,7 +23,7 @@ from gpipe_cli.checkpoint.files import step_directories
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.launch.context import Context
-from gpipe_cli.launch.srun import adopt_step, first_host
+from gpipe_cli.launch.join import adopt_step, first_host
 
 WORDS = ["debug=tiny", "pipeline.K=4", "trainer.steps=6", "trainer.samples=0", "logging.tensorboard=false"]
 WORDS += ["trainer.evaluate_first=false", "trainer.evaluate_every=null", "checkpoint.every=2", "task.generation=null"]

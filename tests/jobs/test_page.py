@@ -12,6 +12,7 @@ import yaml
 from inline_run import train_inline
 
 from gpipe_cli.commands.plan import main as plan
+from gpipe_cli.jobs import page
 from gpipe_cli.jobs.page import PAGE, PLAN, run_page, write_page
 
 ORDER = ["Did it work", "Where did the time go", "What would make it faster", "What it was"]
@@ -65,20 +66,19 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 def test_the_questions_are_answered_in_order_by_one_file_that_loads_nothing(run: Path) -> None:
     text = run_page(run).html()
-    page = Page(text)
-    assert page.sections == ORDER
-    assert not page.addresses and "script" not in page.tags and "://" not in text
-    assert page.pictures and all(page.pictures)
+    found = Page(text)
+    assert found.sections == ORDER
+    assert not found.addresses and "script" not in found.tags and "://" not in text
+    assert found.pictures and all(found.pictures)
     assert len(text) < 1_000_000
 
 
 def test_the_page_has_the_traced_step_the_loss_samples_cells_and_commands(run: Path) -> None:
-    page = Page(run_page(run).html())
-    said = "\n".join(page.texts)
-    assert [alt for alt in page.pictures if alt and "step 3 as measured: K = 3, M = 4" in alt and "planned" in alt]
-    assert {"Loss over the steps", "reference", "forward ms", "memory used", "pipeline.K", "perplexity"} <= set(
-        page.texts
-    )
+    found = Page(run_page(run).html())
+    said = "\n".join(found.texts)
+    assert [alt for alt in found.pictures if alt and "step 3 as measured: K = 3, M = 4" in alt and "planned" in alt]
+    assert {"Loss over the steps", "reference", "forward ms", "memory used", "perplexity"} <= set(found.texts)
+    assert [alt for alt in found.pictures if alt and "Where a step goes; measured: computation" in alt]
     assert "gpipe-train debug=tiny pipeline.K=3 trainer.trace_steps=3" in said and "hydra.run.dir=" in said
     assert "checkpoint.resume=auto trainer.steps=8" in said
 
@@ -99,6 +99,19 @@ def test_a_run_that_continues_another_does_not_show_its_end(run: Path) -> None:
     assert "running" in texts and "done" not in texts
 
 
+def test_a_run_without_any_finite_loss_has_its_picture_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n')
+    assert "Loss over the steps" in Page(run_page(tmp_path).html()).texts
+
+
+def test_a_long_run_is_drawn_from_few_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (f'{{"step": {step}, "loss": {1 + 1 / step}}}\n' for step in range(1, 100_001))
+    (tmp_path / "metrics.jsonl").write_text("".join(rows))
+    monkeypatch.setattr(page, "WHOLE", 0)
+    text = run_page(tmp_path, running=True).html()
+    assert len(text) < 80_000 and "80,000" in text and "2 → 1" in text and "100,000" in Page(text).texts
+
+
 def test_an_empty_directory_has_a_page_too(tmp_path: Path) -> None:
     assert Page(run_page(tmp_path).html()).sections == ORDER
 
@@ -107,8 +120,8 @@ def test_what_comes_from_files_is_only_text(run: Path) -> None:
     hostile = {"step": 9, "nll": 1.0, "samples": [{"language": "<script>alert(1)</script>"}]}
     with (run / "evaluations.jsonl").open("a") as file:
         file.write(json.dumps(hostile) + "\n")
-    page = Page(run_page(run).html())
-    assert "script" not in page.tags and "<script>alert(1)</script>" in page.texts
+    found = Page(run_page(run).html())
+    assert "script" not in found.tags and "<script>alert(1)</script>" in found.texts
 
 
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
@@ -120,6 +133,6 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 
 def test_a_plan_has_a_page_before_any_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(["debug=tiny", "pipeline.K=2", f"plan.page={tmp_path}/plan.html"]) == 0
-    page = Page((tmp_path / "plan.html").read_text())
-    assert {"memory", "bubble", "parameters"} <= set(page.texts) and page.pictures
+    found = Page((tmp_path / "plan.html").read_text())
+    assert {"memory", "bubble", "parameters"} <= set(found.texts) and found.pictures
     assert "memory      " in capsys.readouterr().out

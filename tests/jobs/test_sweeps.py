@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpipe_cli.jobs.configuration import LONGEST_NAME, folder_name
-from gpipe_cli.terminal.run_table import compare
-from gpipe_cli.terminal.runs import FinishedRun
+from gpipe_cli.terminal.runs import FinishedRun, compare
 
 
 def test_an_option_that_each_run_has_typed_stands_for_the_keys_of_its_group() -> None:
     options = {"adam": {"optimizer.lr": 1, "optimizer.eps": 2}, "sgd": {"optimizer.lr": 1, "optimizer.momentum": 3}}
-    runs = [FinishedRun(Path(name), "done", keys, {"optimizer": name}) for name, keys in options.items()]
+    runs = [FinishedRun(Path(name), "done", keys, [f"optimizer={name}"]) for name, keys in options.items()]
     assert compare(runs).differing == ["optimizer"]
-    assert [row["optimizer"] for row in compare(runs).rows] == ["adam", "sgd"]
+    assert [run["settings"]["optimizer"] for run in compare(runs).facts] == ["adam", "sgd"]
 
 
 def test_names_of_job_folders_are_safe() -> None:

@@ -113,6 +113,6 @@ def test_a_pickle_from_another_worker_is_an_error_and_runs_nothing(tmp_path: Pat
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("open('code has run', 'w')")
-    done = subprocess.run(bootstrap("zygote"), cwd=tmp_path, input=b"{}", capture_output=True)
+    done = subprocess.run(bootstrap("run_zygote"), cwd=tmp_path, input=b"{}", capture_output=True)
     assert b"control" in done.stderr  # of the job, which is empty here
     assert not (tmp_path / "code has run").exists()

@@ -373,7 +373,7 @@ def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceba
         (rank.run_dir / "0").mkdir()
     (echo_code, echo), (code, cause) = [rank.end() for rank in ranks]
     assert (echo_code, code) == (1, 1)
-    assert echo.startswith("worker 0: ") and "the worker that failed first prints the cause" in echo
+    assert echo.startswith("worker 0 failed: ") and "the worker that failed first prints the cause" in echo
     assert "Connection closed by peer" in echo or "Connection reset by peer" in echo
     assert echo.count("\n") == 1
     assert cause.startswith("worker 1 failed at cell 1,") and cause.endswith("ValueError: the real cause\n")

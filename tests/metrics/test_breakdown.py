@@ -6,8 +6,8 @@ import pytest
 from schedule_rules import scheduled
 
 from gpipe_cli.metrics.breakdown import count_computations, even_durations, mean_breakdown, simulate_with
-from gpipe_cli.metrics.pictures import draw_breakdown
 from gpipe_cli.schedule.instruction import InstructionLists, Op
+from gpipe_cli.svg import draw_shares
 
 
 def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
@@ -36,18 +36,16 @@ def test_the_shares_of_a_step_by_hand() -> None:
     """
     lists, placement = scheduled("gpipe", (0, 1), 2, "never"), (0, 1)
     cells = [{"forward": 2.0, "backward": 4.0}, {"forward": 6.0, "backward": 12.0}]
-    found = mean_breakdown(lists, placement, cells, updates=[1, 3], step_seconds=30)
-    assert found.computation == pytest.approx(24 / 60)
-    assert found.recomputation == 0
-    assert found.bubble == pytest.approx((2 * 18 - 24) / 60)  # a third of 36: (K-1)/(M+K-1)
-    assert found.load_imbalance == pytest.approx((2 * 21 - 2 * 18) / 60)
-    assert found.weight_update == pytest.approx(4 / 60)
-    assert found.setup == pytest.approx((60 - 42 - 4) / 60)
-    assert sum(found.shares().values()) == pytest.approx(1)
+    shares, bubble = mean_breakdown(lists, placement, cells, updates=[1, 3], step_seconds=30)
+    expected = {"computation": 24 / 60, "recomputation": 0, "weight_update": 4 / 60, "setup": (60 - 42 - 4) / 60}
+    expected["bubble"] = (2 * 18 - 24) / 60  # a third of 36: (K-1)/(M+K-1)
+    expected["load_imbalance"] = (2 * 21 - 2 * 18) / 60
+    assert shares == pytest.approx(expected) and sum(shares.values()) == pytest.approx(1)
+    assert bubble == pytest.approx(1 - 24 / 42)
 
 
 def test_the_picture_of_the_shares_is_drawn() -> None:
     paper = {"computation": 0.656, "recomputation": 0.225, "bubble": 0.041}
     rest = {"load_imbalance": 0.032, "setup": 0.029, "weight_update": 0.017}
-    drawing = draw_breakdown({"the paper": paper | rest}, "Table 4")
+    drawing = draw_shares({"the paper": paper | rest}, "Table 4")
     assert str(drawing).count("<path") > 6 and "computation 65.6%" in drawing.alt

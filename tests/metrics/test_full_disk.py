@@ -15,8 +15,8 @@ from own_model import WORDS
 from run_files import rows
 from small_disk import fill, small_disk
 
-from gpipe_cli.checkpoint import choose
-from gpipe_cli.checkpoint.commit import write_json
+from gpipe_cli.checkpoint.files import latest
+from gpipe_cli.checkpoint.writer import write_json
 from gpipe_cli.disk import DiskError, write_whole
 from gpipe_cli.metrics.metrics_file import MetricsFile
 
@@ -104,5 +104,5 @@ def test_a_run_goes_on_although_the_metrics_find_no_room(tmp_path: Path) -> None
             subprocess.run(["umount", file], check=True)
     said = [event["text"] for event in events if event["kind"] == "warning"]
     assert sum("metrics.jsonl cannot be written: No space left on device" in text for text in said) == 1
-    chosen = choose.latest(tmp_path / "run").checkpoint
+    chosen = latest(tmp_path / "run")[0]
     assert chosen is not None and chosen.step == 2

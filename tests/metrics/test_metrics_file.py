@@ -46,12 +46,3 @@ def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, p
     assert warnings == [f"{tmp_path}/metrics.jsonl: damaged and skipped: line {place + 1}"]
     kept, _ = read_rows(tmp_path / "metrics.jsonl")
     assert kept == [{"step": 2 - place}]
-
-
-def test_what_a_finished_run_finds_once_more_is_not_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 0, "nll": 2.0}\n{"step": 2, "nll": 1.0}\n')
-    file = MetricsFile(path, 2)
-    file.write({"step": 2, "nll": 1.0})
-    file.write({"step": 2, "nll": 0.5})
-    assert rows(path) == [{"step": 0, "nll": 2.0}, {"step": 2, "nll": 1.0}, {"step": 2, "nll": 0.5}]

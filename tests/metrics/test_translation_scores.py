@@ -1,4 +1,4 @@
-"""Tests BLEU by language, level of resource and script; and the picture of it."""
+"""Tests BLEU by language and level of resource."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ REFERENCES = ["the cat sat on the mat", "two dogs ran over there today", "a bird
 HYPOTHESES = ["the cat sat on a mat", "two dogs ran over there today", "a bird sings in the tree", "it is raining"]
 LANGUAGES = ["ru", "de", "sw", "de"]
 SIZES = {"sw": 10, "de": 1000, "ru": 200}
-SCRIPTS = {"sw": "Latin", "de": "Latin", "ru": "Cyrillic"}
 
 
 def bleu(*numbers: int) -> float:
     return sacrebleu.corpus_bleu([HYPOTHESES[i] for i in numbers], [[REFERENCES[i] for i in numbers]]).score
 
 
-def numbers(sizes: dict[str, int] = SIZES, scripts: dict[str, str] = SCRIPTS) -> dict[str, float]:
-    return with_averages(TranslationTask().score(HYPOTHESES, REFERENCES, LANGUAGES), sizes, scripts)
+def numbers() -> dict[str, float]:
+    return with_averages(TranslationTask().score(HYPOTHESES, REFERENCES, LANGUAGES), SIZES)
 
 
 def test_each_language_is_scored_as_sacrebleu_scores_its_sentences_alone() -> None:
     assert languages_of(numbers()) == {"de": bleu(1, 3), "ru": bleu(0), "sw": bleu(2)}
 
 
-def test_levels_are_averaged_alone_and_by_script() -> None:
+def test_levels_are_averaged() -> None:
     found = numbers()
     assert [found[f"bleu_{level}"] for level in ("high", "middle", "low")] == [bleu(1, 3), bleu(0), bleu(2)]
-    by_script = {name: value for name, value in found.items() if name.endswith(("/Latin", "/other"))}
-    assert by_script == {"bleu_high/Latin": bleu(1, 3), "bleu_middle/other": bleu(0), "bleu_low/Latin": bleu(2)}
 
 
 def test_one_language_needs_no_averages() -> None:
     scores = {"bleu": 20.0, "bleu/de": 20.0}
-    assert with_averages(scores, SIZES, SCRIPTS) == scores
+    assert with_averages(scores, SIZES) == scores
 
 
 @pytest.mark.parametrize(("count", "thirds"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (5, (2, 2, 1)), (102, (34, 34, 34))])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from unusual_modules import WIDTH, Perceptron
 
 from gpipe_cli.micro_batch import MicroBatch, Tensors
-from gpipe_cli.models.traced.compare import TRAINED, Comparison, compare
+from gpipe_cli.models.traced.compare import TRAINED, Compared, compare
 from gpipe_cli.models.traced.layers import layers
 
 
@@ -87,7 +87,7 @@ def squares(outputs: Tensors, targets: Tensors) -> Tensor:
 
 def compared(
     traced: Callable[[], nn.Module], make: Callable[[int], Tensor], own: Callable[[], nn.Module] | None = None
-) -> Comparison:
+) -> Compared:
     """Compares the layers of ``traced`` with itself, or with another module that nothing has traced."""
 
     def made() -> nn.Module:
@@ -114,14 +114,14 @@ def compared(
 def test_what_differs_from_the_module_itself_is_named(
     traced: type[nn.Module], own: type[nn.Module], kind: str, name: str
 ) -> None:
-    found = compared(traced, points, own)
-    assert found.differing[0].where == f"{kind} of {name}", found
+    found, _ = compared(traced, points, own)
+    assert found.beyond[0].where == f"{kind} of {name}", found
 
 
 @pytest.mark.parametrize("module", [own_module.mobile_net, own_module.Noisy])
 def test_batchnorm_and_noise_are_the_modules_own(module: Callable[[], nn.Module]) -> None:
-    found = compared(module, images)
-    assert found.agrees and found.worst is not None and found.worst.relative == 0, found
+    found, _ = compared(module, images)
+    assert found.compared and found.verdict == "bit for bit", found
 
 
 def test_rounding_that_float64_does_not_have_is_none() -> None:
@@ -135,5 +135,5 @@ def test_rounding_that_float64_does_not_have_is_none() -> None:
         def changed(self, h: Tensor) -> Tensor:
             return (h + super().changed(h)) + 3000.0 - 3000.0
 
-    found = compared(Cancels, points, CancelsLater)
-    assert found.agrees and found.decided, found
+    found, decided = compared(Cancels, points, CancelsLater)
+    assert not found.beyond and decided, found

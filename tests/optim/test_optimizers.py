@@ -48,12 +48,6 @@ def test_rmsprop_is_tensorflows() -> None:
         assert found == pytest.approx(expected, rel=1e-14)
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
-def test_an_optimizer_that_wants_more_than_gradients_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"torch.optim.{name} needs the loss computed again"):
-        build_optimizer({"_target_": f"torch.optim.{name}", "lr": 0.1}, [nn.Parameter(torch.ones(2, 2))])
-
-
 # -- decay_only ------------------------------------------------------------------------------------------------------
 
 

@@ -101,17 +101,9 @@ class TestExplicitSizes:
     def test_are_taken_as_they_are(self) -> None:
         assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
 
-    @pytest.mark.parametrize(
-        ("sizes", "K", "message"),
-        [
-            ([2, 2], 3, r"names 2 cells but pipeline.K=3: give 3 sizes, or use pipeline.K=2 or"),
-            ([4, 0], 2, r"cell 1 has 0 layers; use 1 or more"),
-            ([2, 1], 2, r"adds up to 3 but the model has 4 layers: change the sizes by \+1 in all"),
-            ([3, 3], 2, r"adds up to 6 but the model has 4 layers: change the sizes by -2 in all"),
-        ],
-    )
-    def test_must_fit(self, sizes: list[int], K: int, message: str) -> None:
-        with pytest.raises(PartitionError, match=message):
+    @pytest.mark.parametrize(("sizes", "K"), [([2, 2], 3), ([4, 0], 2), ([2, 1], 2), ([3, 3], 2)])
+    def test_must_fit(self, sizes: list[int], K: int) -> None:
+        with pytest.raises(PartitionError, match=f"pipeline.K={K} sizes of 1 or more .* the model's 4 layers"):
             partition([1, 1, 1, 1], K, sizes)
 
 

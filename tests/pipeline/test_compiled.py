@@ -10,9 +10,7 @@ import torch
 from small_models import build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
 
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.pipeline import compiled
-from gpipe_cli.pipeline.compiled import compile_layer, require_compiler
+from gpipe_cli.pipeline.cell import compile_layer
 
 M = 4
 
@@ -20,7 +18,7 @@ M = 4
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles without a compiler: graphs are traced and divided as usual, and run by torch's own kernels."""
-    monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     yield
     torch._dynamo.reset()
 
@@ -73,9 +71,3 @@ def test_a_layer_with_begin_step_stays_as_it_is() -> None:
             pass
 
     assert not compile_layer(nn.Sequential(Stepping(3, 3)))
-
-
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigurationError, match=r"there is no no-such-compiler on this machine: install it, .* CXX"):
-        require_compiler(torch.device("cpu"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
-from small_models import CPU, differences, other_bits
+from small_models import differences, other_bits
 from torch import nn
 
 from gpipe_cli.errors import ConfigurationError
@@ -79,7 +79,7 @@ def test_without_dropout_or_batchnorm_the_number_of_micro_batches_does_not_matte
 
 
 def test_positions_beyond_the_model_s_end_are_named() -> None:
-    cell = Cell(0, [BuiltLayer(0, "positions", nn.Embedding(4, 2))], NoiseSource(1, 0, CPU))
+    cell = Cell(0, [BuiltLayer(0, "positions", nn.Embedding(4, 2))], NoiseSource(1, 0, torch.device("cpu")))
     with pytest.raises(ConfigurationError, match=r"layer 'positions' looks up .* lower data\.vocabulary or "):
         cell.run_training((torch.arange(5),), (), step=0, micro_batch=0, signature=None, first_time=True)
 

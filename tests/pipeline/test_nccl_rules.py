@@ -57,7 +57,7 @@ def test_receives_posted_two_ahead_would_stall_on_such_a_device() -> None:
 class QueueTransport:
     """Carries messages between engines in threads of this process and records the calls that NCCL would see."""
 
-    blocks_device, bytes_shared = True, 0
+    blocks_device = True
 
     def __init__(self, queues: dict[Any, SimpleQueue[Any]], placement: tuple[int, ...], calls: list[Call]) -> None:
         self._queues, self._placement, self._calls = queues, placement, calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf
@@ -10,16 +9,13 @@ from random import Random
 
 import pytest
 from own_plan import OWN, planned
-from schedule_rules import scheduled
 from shortest_step import Search
 
 from gpipe_cli.commands.plan import document, make_request
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.schedule.instruction import Instruction, Op
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT
-from gpipe_cli.schedule.simulate import simulate
 
 SLACK = 1e-9  # of rounding
 PLACEMENTS = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]
@@ -79,40 +75,6 @@ def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]]
 # -- our schedules -----------------------------------------------------------------------------------------------------
 
 
-def most_held(instructions: Sequence[Instruction], cells: Sequence[CellLoad]) -> float:
-    """Returns the most bytes of graphs that a worker holds, each until its backward or the first half of it."""
-    recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
-    held = most = 0.0
-    for i in instructions:
-        if i.op is Op.RECOMPUTE or (i.op is Op.FORWARD and (i.cell, i.micro_batch) not in recomputed):
-            held += cells[i.cell].graph
-        most = max(most, held)
-        if i.op in (Op.BACKWARD, Op.INPUT_GRADIENT):
-            held -= cells[i.cell].graph
-    return most
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("remat", REMAT)
-def test_our_schedules_take_at_least_the_bounds_in_the_memory_that_they_need(kind: str, remat: str) -> None:
-    random = Random(kind + remat)
-    for _ in range(25):
-        W, M, v = random.randint(1, 6), random.randint(1, 20), random.randint(1, 3)
-        placement = [k % W if kind in ROUND_ROBIN else k // v for k in range(v * W)]
-        cells = [drawn(random, 9, 9) for _ in placement]
-        lists = scheduled(kind, placement, M, remat)
-        again = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
-
-        def seconds(i: Instruction, cells: Sequence[CellLoad] = cells, again: set[tuple[int, int]] = again) -> float:
-            first = i.op is Op.FORWARD and (i.cell, i.micro_batch) in again
-            return float(getattr(cells[i.cell], "inference" if first else i.op.name.lower()))
-
-        span = simulate(lists, placement, seconds).span
-        memory, halves = [most_held(each, cells) for each in lists], kind == "zero_bubble"
-        assert step_bound(cells, placement, M, memory, halves) <= span + SLACK
-        assert bound_of_any_cut(cells, [1] * W, M, max(memory), sum(memory), halves) <= span + SLACK
-
-
 def test_plans_take_at_least_their_bounds_in_the_memory_that_they_need() -> None:
     request = make_request([*OWN, "pipeline.K=4", "pipeline.workers=2", "pipeline.M=8"])
     planner = Planner(request.settings, request.options)
@@ -128,17 +90,6 @@ def test_plans_take_at_least_their_bounds_in_the_memory_that_they_need() -> None
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("v", "halves", "seconds"),
-    [(1, False, 117), (1, True, 103.1), (2, False, 108), (2, True, 99.5), (4, False, 101.8), (4, True, 97.75)],
-)
-def test_eight_workers_with_half_of_the_memory_that_1f1b_needs(v: int, halves: bool, seconds: float) -> None:
-    # Cells go to the last worker and back, and so on; the work alone is 96.
-    there = list(range(8))
-    placement = (there + there[::-1]) * (v // 2) if v > 1 else there
-    assert step_bound([even(v)] * (8 * v), placement, 32, [4.04] * 8, halves) == pytest.approx(seconds, abs=0.05)
 
 
 def test_speeds_of_workers_may_differ() -> None:

@@ -13,8 +13,7 @@ from own_plan import OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
-from gpipe_cli.partition.cost import LayerCost
-from gpipe_cli.partition.layer_times import LayerTimes
+from gpipe_cli.partition.cost import LayerCost, LayerTimes
 from gpipe_cli.partition.model_profile import ModelProfile
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
 
@@ -95,7 +94,7 @@ def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
     assert printed["parameters"] == 83_876_910_336
     assert len(printed["cells"]) == 128
     assert sum(cell["parameters"] for cell in printed["cells"]) == 83_876_910_336
-    assert printed["gradient_bytes"] == 4 * 83_876_910_336
+    assert sum(cell["gradients"] for cell in printed["cells"]) == 4 * 83_876_910_336
     assert 0 < printed["bubble"] < 1
     assert printed["step_seconds"] > 0
 
@@ -122,7 +121,7 @@ def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
 def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from gpipe_cli.planner.measure import measurement
+    from gpipe_cli.planner import planner
 
     def table(builders: Any, *arguments: Any) -> ModelProfile:
         times = LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
@@ -130,7 +129,7 @@ def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last
         loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
         return ModelProfile(layers, loss)
 
-    monkeypatch.setattr(measurement, "profile_layers", table)
+    monkeypatch.setattr(planner, "profile_layers", table)
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
     made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
     first, last = made.cells
@@ -208,7 +207,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 
 def test_a_device_can_be_described_by_its_figures() -> None:
-    figures = {"flops": "67e12", "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
+    figures = {"flops": 67e12, "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
     assert describe(figures) == replace(PRESETS["h100"], name="described", half_flops=67e12)
 
 

@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search.search import find_plan, micro_batch_counts
+from gpipe_cli.planner.search import find_plan, micro_batch_counts
 from gpipe_cli.schedule.schedule import REMAT
 
 ELEVEN = (*OWN, "model.layers=11", "data.batch_size=8")  # 1, 2, 3, 4, 6 and 8 are tried first, and 11

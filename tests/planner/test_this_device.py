@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
+from pathlib import Path
+
 import pytest
 
-from gpipe_cli.commands.plan import make_request
-from gpipe_cli.config import PipelineConfig
 from gpipe_cli.planner.measure import this_device
+from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
-
-
-def pipeline(*words: str) -> PipelineConfig:
-    return make_request(["pipeline.K=4", *words]).settings.pipeline
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,36 @@ def test_only_workers_of_this_machine_share_its_two_gpus(
     assert workers_per_gpu(workers, 2, environment) == sharing
 
 
-def test_workers_of_a_cpu_share_no_gpu() -> None:
-    assert this_device.workers_on_a_gpu(pipeline("pipeline.workers=4", "pipeline.device=cpu")) == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_messages_are_measured_between_two_processes(shared_memory: bool) -> None:
+    found = this_device.link_between_processes(shared_memory)
+    assert found is not None
+    assert 0 < found.host < 0.1
+    assert 0 <= found.latency < 0.1
+    assert found.rate > 1e6
+
+
+DEADLINE = 30.0  # seconds
+
+
+def status(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat from the state on; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def test_other_processes_compute_while_the_body_runs_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(popen(*a, **options)) or started[-1])
+    with pytest.raises(ZeroDivisionError), background_load(processes=2, threads=1):
+        end = time.monotonic() + DEADLINE
+        ticks_per_second = os.sysconf("SC_CLK_TCK")
+        while not all(int(status(process.pid)[11]) > 0.05 * ticks_per_second for process in started):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        1 / 0  # noqa: B018  # the body fails
+    assert [process.returncode for process in started] == [-9, -9]

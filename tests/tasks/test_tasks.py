@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import gpipe_cli.conf
-from gpipe_cli.tasks.bleu import corpus_bleu
 from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.language_model import LanguageModelTask
-from gpipe_cli.tasks.translation import TranslationTask
+from gpipe_cli.tasks.translation import TranslationTask, corpus_bleu
 
 LN2 = math.log(2)
 HALF_QUARTER_QUARTER = [math.log(0.5), math.log(0.25), math.log(0.25)]

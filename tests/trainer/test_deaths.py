@@ -17,7 +17,7 @@ BACKWARD = "step 2, cell 1, micro-batch 3, backward"
 KILLED = (
     "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per"
 )
-CRASHED = "worker 1 was killed by SIGSEGV (a crash in compiled code)"
+CRASHED = "worker 1 was killed by SIGSEGV"
 SLOW = pytest.mark.slow
 
 

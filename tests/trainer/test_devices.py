@@ -17,7 +17,7 @@ from run_files import losses, rows
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.trainer.upload import Uploader
+from gpipe_cli.trainer.batches import Uploader
 
 CUDA = pytest.param(
     "cuda",

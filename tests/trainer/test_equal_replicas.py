@@ -12,7 +12,7 @@ from small_models import build_all, small_model
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
-from gpipe_cli.trainer.equal_replicas import fingerprint, require_equal_replicas
+from gpipe_cli.trainer.training_assembly import fingerprint, require_equal_replicas
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def marks(change: int | None) -> Any:
 def check(change: int | None) -> None:
     cell, own = marks(None)
     world = SimpleNamespace(replicas=2, workers=1, all_gather=lambda value: [own, marks(change)[1]])
-    require_equal_replicas(cast(Any, world), [cell])
+    require_equal_replicas(cast(Any, SimpleNamespace(world=world, layers=cell.layers)))
 
 
 def test_equal_replicas_may_train() -> None:

@@ -17,7 +17,7 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import allow_tf32
 from gpipe_cli.metrics.records import Progress
 from gpipe_cli.metrics.step_report import StepReport
-from gpipe_cli.trainer import loss_scale
+from gpipe_cli.trainer.nonfinite import adjust_scale
 
 STEPS = 2
 TINY = (
@@ -114,16 +114,16 @@ def test_only_an_overflow_of_scaled_gradients_halves_the_scale(
     scale: float | None, loss: float, norm: float, overflows: bool, then: float | None
 ) -> None:
     progress, report = Progress(loss_scale=scale), report_of(loss, norm)
-    assert loss_scale.adjust(progress, report) == overflows
+    assert adjust_scale(progress, report) == overflows
     assert progress.loss_scale == then
 
 
 def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
     progress, good, bad = Progress(loss_scale=8.0), report_of(1.0, 1.0), report_of(1.0, math.inf)
     for report in [*[good] * 1999, bad, *[good] * 1999]:
-        loss_scale.adjust(progress, report)
+        adjust_scale(progress, report)
     assert progress.loss_scale == 4.0
-    loss_scale.adjust(progress, good)
+    adjust_scale(progress, good)
     assert progress.loss_scale == 8.0
 
 

@@ -19,7 +19,7 @@ from gpipe_cli.data.source import Report
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import PlainError
 from gpipe_cli.metrics.journal import Notices
-from gpipe_cli.trainer.data_source import open_source
+from gpipe_cli.trainer.batches import open_source
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
@@ -74,7 +74,7 @@ def test_a_request_to_stop_is_heard_between_two_parts_of_a_preparation(
                 self.done += 1
 
     source = Slow()
-    monkeypatch.setattr("gpipe_cli.trainer.data_source.build_source", lambda *_: source)
+    monkeypatch.setattr("gpipe_cli.trainer.batches.build_source", lambda *_: source)
     world = World(0, 1, 1, torch.device("cpu"), torch.device("cpu"), None, None, None)
     settings = make_request(["debug=tiny"]).settings
     with pytest.raises(PlainError, match="ended while the data were prepared"):

@@ -10,8 +10,7 @@ import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
 
-from gpipe_cli.checkpoint.choose import open_checkpoint
-from gpipe_cli.checkpoint.files import step_directory
+from gpipe_cli.checkpoint.files import open_checkpoint, step_directory
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 
 STEPS = 3

@@ -14,9 +14,7 @@ from processes import command
 from benchmarks.reliability.planted_faults.run import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.difference import Difference, Quantity
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.verify.compare import GRADIENTS, PASSED_BACK, agrees
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +117,6 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["verify.dtype=float64", "precision=bf16"], "use precision=fp32"),
         (["pipeline.sync_batchnorm=true", "pipeline.replicas=2"], "leave it out to verify everything else"),
         (["checkpoint.resume=somewhere"], "leave out checkpoint.resume"),
         (["model.odd=counter"], "layer 'counter' changes its buffer 'calls' in every training forward"),
@@ -128,10 +125,3 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.Capt
 def test_what_has_no_plain_counterpart_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         verified(tmp_path, *words)
-
-
-def test_a_gradient_between_layers_decides_nothing_when_all_gradients_of_weights_agree() -> None:
-    tied = Difference(0, "stem, micro-batch 1", 11.0, 6e-4)
-    weights = Quantity(GRADIENTS, 597, Difference(0, "stem.weight", 1e-5, 1e-9))
-    assert agrees({PASSED_BACK: Quantity(PASSED_BACK, 144, tied, [tied]), GRADIENTS: weights})
-    assert not agrees({GRADIENTS: Quantity(GRADIENTS, 597, tied, [tied])})

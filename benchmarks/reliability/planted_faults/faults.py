@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
 from gpipe_cli.distributed import cells as built_cells
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
@@ -122,8 +121,8 @@ def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
     return load(info, "mix_2" if name == "mix_3" else name)
 
 
-@fault(function(LRScheduleState, "restore"), c.RATES, said="step 5", words=WARM_UP)
-def resumed_with_the_first_rate(restore: Any, state: LRScheduleState, saved: Any) -> None:
+@fault(function(Updater, "restore_lr"), c.RATES, said="step 5", words=WARM_UP)
+def resumed_with_the_first_rate(restore: Any, updater: Updater, info: Any, settings: Any) -> None:
     """Begins the learning rate schedule anew in a resumed run."""
 
 
@@ -150,14 +149,14 @@ def mini_batch_skipped(read: Any, source: Any, position: Any, *rest: Any) -> Any
 # -- forward and recompute ---------------------------------------------------------------------------------------------
 
 
-@fault(function(randomness, "pack"), c.SEEDS, said=r"step 2.*layer mix_0 \(cell 0\)")
+@fault(function(randomness, "pack"), c.OUTPUTS, said=r"step 2.*layer mix_0 \(cell 0\)")
 def noise_ignores_the_step(pack: Any, form: str, *numbers: int) -> Any:
     """Draws the same masks in every step."""
     seed_of = form == "<6q"  # kind, seed, step, replica, micro-batch, layer
     return pack(form, *(0 if seed_of and place == 2 else number for place, number in enumerate(numbers)))
 
 
-@fault(function(Cell, "run_training"), c.MODES, said=r"layer mix_2 \(cell 2\).*in evaluation mode")
+@fault(function(Cell, "run_training"), c.OUTPUTS, said=r"layer mix_2 \(cell 2\)")
 def cell_in_evaluation_mode(run: Any, cell: Cell, *arguments: Any) -> Any:
     """Trains cell 2 in evaluation mode, without dropout."""
     if cell.number == 2:
@@ -165,7 +164,7 @@ def cell_in_evaluation_mode(run: Any, cell: Cell, *arguments: Any) -> Any:
     return run(cell, *arguments)
 
 
-@fault(handler(Op.RECOMPUTE), c.GIVEN_AGAIN, c.AGAIN, said=r"inputs in recompute.*layer mix_2 \(cell 2\)")
+@fault(handler(Op.RECOMPUTE), c.AGAIN, said=r"outputs recomputed.*layer mix_2 \(cell 2\)")
 def another_input_recomputed(run: Any, step: _TrainingStep, i: Instruction) -> None:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
     if (i.cell, i.micro_batch) == (2, 2):
@@ -195,7 +194,7 @@ def padding_counted(write: Any, codec: BatchPlanCodec, exchange: Any, micro_batc
     write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
 
 
-@fault(function(_TrainingStep, "_score"), c.LOSSES, c.STATISTICS, said="the outputs of all layers agree.*other targets")
+@fault(function(_TrainingStep, "_score"), c.LOSSES, said="the outputs of all layers agree.*other targets")
 def targets_of_another_micro_batch(score: Any, step: _TrainingStep, outputs: Any, micro_batch: int) -> Any:
     """Scores every micro-batch against the targets of the next."""
     return score(step, outputs, (micro_batch + 1) % 4)
@@ -206,7 +205,7 @@ def targets_of_another_micro_batch(score: Any, step: _TrainingStep, outputs: Any
 
 @fault(
     function(_TrainingStep, "_take_output_gradients"),
-    *(c.PASSED_BACK, c.GRADIENTS),
+    c.GRADIENTS,
     said=r"layer norm \(cell 1\)",
     words=NO_AUXILIARY,
 )

@@ -70,9 +70,7 @@ def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mappi
     settings = make_settings(TABLES[2], options, [(K, M)], say)
     lists = schedule(kind, placement, M, kept_graphs(options.remat, K, M))
     return {
-        setting.costs.model.name: mean_breakdown(
-            lists, placement, found["cells"], [0.0] * K, found["seconds"][kind]
-        ).shares()
+        setting.costs.model.name: mean_breakdown(lists, placement, found["cells"], [0.0] * K, found["seconds"][kind])[0]
         for setting, found in zip(settings, measure(settings, options, say), strict=True)
     }
 

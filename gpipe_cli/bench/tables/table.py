@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.metrics.pictures import draw_breakdown
-from gpipe_cli.svg import Curve, Drawing, plot
+from gpipe_cli.svg import Curve, Drawing, draw_shares, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Picture
 
 Say = Callable[[str], None]  # reports to the user what is being measured
@@ -52,7 +51,7 @@ class Table:
     def drawing(self) -> Drawing | None:
         """Returns the plot; None for a table without curves and bars."""
         if self.bars:
-            return draw_breakdown(self.bars, self.title)
+            return draw_shares(self.bars, self.title)
         return plot(self.curves, self.axes, self.title, self.logarithmic) if self.curves else None
 
     def write(self, folder: Path, where: str = "", about: Mapping[str, Any] | None = None) -> list[Path]:

@@ -42,8 +42,6 @@ def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
 class ProcessGroupTransport:
     """Sends packed boundaries through process groups; the arguments are those of `connect_workers`."""
 
-    bytes_shared = 0
-
     def __init__(
         self,
         ranks: tuple[int, ...],

@@ -82,6 +82,7 @@ class SharedMemoryTransport:
 
     @property
     def bytes_shared(self) -> int:
+        """Returns the bytes of memory that this worker shares with the workers it sends to."""
         return sum(channel.bytes_shared for channel in self._outgoing.values())
 
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:

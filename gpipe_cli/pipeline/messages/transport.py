@@ -33,10 +33,6 @@ class Transport(Protocol):
     def blocks_device(self) -> bool:
         """Returns whether a posted receive occupies the device until its message comes (see `schedule/posting.py`)."""
 
-    @property
-    def bytes_shared(self) -> int:
-        """Returns the bytes of memory that this worker shares with the workers it sends to."""
-
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
         """Starts to send; the caller may let go of the tensors at once, but must not write into them.
 

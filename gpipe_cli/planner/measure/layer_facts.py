@@ -8,31 +8,28 @@ element (see `kernels_of`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from ...layers import LayerBuilder
-from ...micro_batch import Tensors
+from ...micro_batch import Loss, MicroBatch, Tensors
 from ...optim.average import averaged_tensors
-from ...partition.drawn_values import Drawn, draw, measured_on_shapes
-from ...partition.fake_layers import CostError, TensorShape, build_key
+from ...partition.fake_layers import CostError, Drawn, TensorShape, build_key, draw, measured_on_shapes
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ...pipeline.halves import backward_of_inputs
 from ...pipeline.messages.boundary import canonical, passed_on
 from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ...pipeline.weight_casts import WeightCasts
-from .tracking import Operation, Saved, Tracker, storage_key
+from .tracking import Operation, Tracker, noting_saved, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-Loss = Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 Run = Callable[..., tuple[Tensors, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
 
 
@@ -119,7 +116,6 @@ class LayerFacts:
         gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
         outputs: in order.
         batchnorm: whether it normalises over the examples of a micro-batch.
-        by_values: whether the layer does not run on fake tensors, and was measured on random values.
         may_end_cell: False where the shapes of its outputs depend on values.
     """
 
@@ -138,7 +134,6 @@ class LayerFacts:
     gathered: int
     outputs: tuple[LayerOutput, ...] = field(repr=False)
     batchnorm: bool
-    by_values: bool = False
     may_end_cell: bool = True
 
     @property
@@ -151,20 +146,44 @@ class LayerFacts:
         return sum(shape.numel for _, shape in self.parameters)
 
 
-def measure_layers(
+@dataclass(frozen=True)
+class ModelFacts:
+    """Describes a whole model for one size of micro-batch; none of it depends on the cut.
+
+    Attributes:
+        layers: facts of each layer.
+        loss: facts of the task's loss; None where it could not be measured: it is left out.
+        inputs: inputs of the first layer.
+        target_bytes: bytes of each target of a micro-batch.
+        notes: assumptions, for the plan.
+    """
+
+    layers: list[LayerFacts]
+    loss: LayerFacts | None
+    inputs: tuple[BoundaryTensor, ...]
+    target_bytes: list[int]
+    notes: list[str]
+
+    @property
+    def with_loss(self) -> list[LayerFacts]:
+        """Returns the facts of the layers, followed by those of the loss."""
+        return self.layers if self.loss is None else [*self.layers, self.loss]
+
+
+def measure_model(
     builders: Sequence[LayerBuilder],
-    inputs: Tensors,
-    targets: Tensors,
+    loss: Loss,
+    example: MicroBatch,
     autocast: Autocast,
     boundary_type: torch.dtype | None,
     kernels: str,
-) -> list[LayerFacts]:
-    """Returns the facts of every layer.
+) -> ModelFacts:
+    """Returns the facts of layers and loss.
 
     Args:
         builders: the model.
-        inputs: inputs of one micro-batch; only their shapes matter, so they may be meta tensors.
-        targets: targets of the same, for layers with an ``auxiliary_loss``.
+        loss: the task's.
+        example: a micro-batch; only its shapes matter, so it may have meta tensors.
         autocast: makes the context in which forward runs.
         boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
         kernels: see `kernels_of`.
@@ -172,10 +191,11 @@ def measure_layers(
     Raises:
         CostError: a layer runs neither on fake tensors nor on random values; the message names it.
     """
-    boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
-    target_shapes = tuple(TensorShape.of(tensor) for tensor in targets)
+    inputs, targets = example
+    first = boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
+    target_shapes = [TensorShape.of(tensor) for tensor in targets]
     known: dict[Hashable, tuple[LayerFacts, Drawn | None]] = {}
-    facts = []
+    layers: list[LayerFacts] = []
     drawn: Drawn | None = None
     with torch.random.fork_rng(devices=[]), kernels_of(kernels):
         for index, builder in enumerate(builders):
@@ -184,12 +204,17 @@ def measure_layers(
             if key not in known:
                 known[key] = _measure_layer(builder, boundary, drawn, target_shapes, autocast, passed_as)
             found, drawn = known[key]
-            facts.append(found)
+            layers.append(found)
             boundary = found.boundary
-    return facts
+    of_loss, notes = None, []
+    try:
+        of_loss = _measure_loss(loss, boundary, targets, autocast)
+    except CostError as error:
+        notes.append(str(error))
+    return ModelFacts(layers, of_loss, first, [shape.bytes for shape in target_shapes], notes)
 
 
-def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
+def _measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
     """Returns the facts of the task's loss, as of one more layer behind the last.
 
     It runs on meta tensors, because a loss may look at the device of its input.
@@ -209,33 +234,22 @@ def measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors
         ) from error
 
 
-@contextmanager
-def kernels_of(kernels: str) -> Iterator[None]:
-    """Makes layers run with other kernels while the body runs.
+def kernels_of(kernels: str) -> AbstractContextManager[Any]:
+    """Returns the context in which layers run with other kernels.
 
     Args:
         kernels: ``cpu``: torch's choice on a CPU. ``accelerator``: attention in one kernel that never keeps its t×s
-            matrix, dropout masks of one byte. ``plain``: such masks, and attention as matrix products that keep the
-            matrix (2019, the paper's tables).
+            matrix, dropout masks of one byte.
     """
-    with ExitStack() as stack:
-        if kernels != "cpu":
-            stack.enter_context(_AcceleratorKernels(fused=kernels == "accelerator"))
-        if kernels == "plain":
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        yield
+    return nullcontext() if kernels == "cpu" else _AcceleratorKernels()
 
 
 class _AcceleratorKernels(TorchFunctionMode):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self._fused = fused
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
             return _dropout(*args, **kwargs)
-        if func is F.scaled_dot_product_attention and self._fused:
+        if func is F.scaled_dot_product_attention:
             return _attention(func, *args, **kwargs)
         return func(*args, **kwargs)
 
@@ -272,8 +286,8 @@ def _measure_layer(
         return _measure_module(module, grouped_like(typed, boundary), wanted, autocast, boundary_type)
 
     shapes = grouped_like((tensor.shape for tensor in boundary), boundary)
-    found, by_values, outputs = measured_on_shapes(builder, shapes, drawn, measure)
-    return replace(found, by_values=by_values, may_end_cell=outputs is None), outputs
+    found, outputs = measured_on_shapes(builder, shapes, drawn, measure)
+    return replace(found, may_end_cell=outputs is None), outputs
 
 
 def _measure_module(
@@ -298,7 +312,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
     grads = [p.grad for _, p in parameters if p.grad is not None]
     casts = _cast_weights(run, inputs, module, autocast)
     known = [*inputs, *(p for _, p in parameters), *buffers, *grads, *others, *casts.held]
-    tracker, saved = Tracker(), Saved()
+    tracker, saved = Tracker(), dict[int, int]()
     tracker.ignore(known)
     with tracker, casts.in_place():
         tracker.begin()
@@ -307,7 +321,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         inference = LayerPass(tuple(tracker.operations), tracker.peak)
         gathered = _take_gathered(module) + sum(cast.nbytes for cast in casts.held)
         tracker.begin()
-        with saved.watch():
+        with noting_saved(saved):
             outputs, loss = _run_forward(run, inputs, autocast)
         forward = LayerPass(tuple(tracker.operations), tracker.peak)
         _take_gathered(module)
@@ -404,12 +418,16 @@ def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, 
 
 
 def _what_is_saved(
-    saved: Saved, inputs: Sequence[Tensor], outputs: Tensors, described: Sequence[LayerOutput], known: Sequence[Tensor]
+    saved: dict[int, int],
+    inputs: Sequence[Tensor],
+    outputs: Tensors,
+    described: Sequence[LayerOutput],
+    known: Sequence[Tensor],
 ) -> tuple[frozenset[int], frozenset[int], int]:
     """Returns (inputs, output storages, other bytes) that the graph keeps; ``known`` is in memory anyway."""
-    of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved.sizes}
+    of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved}
     own = {o.storage: storage_key(t) for o, t in zip(described, outputs, strict=True) if o.of_input is None}
-    of_outputs = {storage for storage, key in own.items() if key in saved.sizes}
+    of_outputs = {storage for storage, key in own.items() if key in saved}
     elsewhere = {storage_key(tensor) for tensor in known} | set(own.values())
-    inside = sum(size for key, size in saved.sizes.items() if key not in elsewhere)
+    inside = sum(size for key, size in saved.items() if key not in elsewhere)
     return frozenset(of_inputs), frozenset(of_outputs), inside

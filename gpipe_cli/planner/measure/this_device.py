@@ -1,23 +1,54 @@
-"""Describes the present machine as a `Device`: measures its rates and reads its memory."""
+"""Describes the present machine as a `Device`: measures its rates, its messages between workers, reads its memory."""
 
 from __future__ import annotations
 
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ...config import PipelineConfig
 from ...cpu import as_worker, usable_memory, waited_for_core
+from ...errors import ConfigurationError
+from ...launch.context import Context
+from ...launch.report import WorkerFailed
+from ...launch.supervisor import Job, launch
+from ...pipeline.messages.boundary import BoundarySpec, TensorSpec
+from ...pipeline.messages.transport import Transport, connect_workers
+from ...schedule.instruction import Message
 from ..devices import Device
-from .link import LinkTimes, link_between_processes
 
 _SECONDS = 0.15  # of each measurement
 _QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
+_MESSAGES = 20  # of each kind
+_PAUSE = 0.002  # seconds before each: a worker that has just computed sends with a cold cache
+_LARGE = 1 << 20  # numbers of a message whose time is its bytes'
+_PATIENCE = 60.0  # seconds without a sign of life
+_CPU = torch.device("cpu")
+
+
+class LinkTimes(NamedTuple):
+    """Describes the connection between two workers, in seconds and bytes per second.
+
+    Attributes:
+        host: seconds for which a send or a receive keeps its own worker from computing (mean of both).
+        latency: seconds from the end of the sender's call until the receiver has a small message.
+        rate: bytes per second of a large one.
+    """
+
+    host: float
+    latency: float
+    rate: float
+
+
 _GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
 # Assumed where it cannot be measured; as measured on two cores.
 _CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)
@@ -122,3 +153,74 @@ def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
             seconds = max(0.0, seconds - (waited_for_core() - waited))
         times.append(seconds / calls)
     return median(times)
+
+
+def link_between_processes(shared_memory: bool = True) -> LinkTimes | None:
+    """Measures between two new processes of this machine; returns None where they cannot be connected.
+
+    Args:
+        shared_memory: as gpipe-train's own workers send; otherwise over gloo.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpipe-link-") as directory:
+        entry, config = f"{__name__}:main", {"shared_memory": shared_memory}
+        job = Job(Path(directory), 2, entry, config, preload=(__name__,), stall_seconds=_PATIENCE)
+        try:
+            return LinkTimes(*launch(job, lambda event: None))
+        except (WorkerFailed, ConfigurationError):
+            return None
+
+
+def _measure_link(transport: Transport, rank: int) -> LinkTimes:
+    """Measures messages from worker 0 to worker 1; both call it and get the same result."""
+    for _ in range(2):  # the first time warms up
+        sending, receiving, arrival = _messages(transport, rank, 1)
+        whole = _messages(transport, rank, _LARGE)[2]
+    times = torch.tensor([sending, receiving, arrival, whole], dtype=torch.float64)
+    dist.all_reduce(times)  # each was measured by one worker, the others add 0
+    sending, receiving, arrival, whole = times.tolist()
+    latency = max(0.0, arrival - sending)
+    return LinkTimes((sending + receiving) / 2, latency, 8 * _LARGE / max(whole - arrival, 1e-9))
+
+
+def _messages(transport: Transport, rank: int, numbers: int) -> tuple[float, float, float]:
+    """Returns the median seconds of a send, of a receive whose message is there, and from a send's start to arrival."""
+    # As in the engine: activations, followed by the targets of the micro-batch.
+    spec = BoundarySpec((TensorSpec((numbers,), torch.float64, False), TensorSpec((8,), torch.int64, False)))
+    content = torch.zeros(numbers, dtype=torch.float64)
+    targets = torch.zeros(8, dtype=torch.int64)
+    sending: list[float] = []
+    receiving: list[float] = []
+    arrival: list[float] = []
+    for number in range(2 * _MESSAGES):
+        awaited = number % 2 == 0  # otherwise the message arrives before the receiver waits for it
+        dist.barrier()  # nothing else is on its way
+        if rank == 0:
+            time.sleep(_PAUSE)
+            begin = time.perf_counter()
+            content[0] = begin
+            transport.send(Message("activation", 0, number), (content, targets), spec)
+            sending.append(time.perf_counter() - begin)
+        elif rank == 1:
+            begin = time.perf_counter()
+            wait = transport.post(Message("activation", 0, number), spec)
+            posted = time.perf_counter()
+            if not awaited:
+                time.sleep(2 * _PAUSE)  # so long that a small message is there
+            asked = time.perf_counter()
+            message, _ = wait(0)
+            end = time.perf_counter()
+            if awaited:
+                arrival.append(end - float(message[0]))
+            else:
+                receiving.append(posted - begin + end - asked)
+    transport.drain()
+    # 0 on a worker that measured nothing of the kind
+    return median(sending or [0.0]), median(receiving or [0.0]), median(arrival or [0.0])
+
+
+def main(context: Context, config: dict[str, Any]) -> LinkTimes:
+    """Runs one of the two processes."""
+    context.init_process_group(None if config["shared_memory"] else "gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    return _measure_link(connect_workers((0, 1), _CPU, _CPU, (world, world), world), context.rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -11,32 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 _HALF = (torch.bfloat16, torch.float16)
 _NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "prim::")
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    return float(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:
-    shapes = gradient.shape, query.shape, key.shape, value.shape
-    return float(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]  # torch's own
-
-
-_CPU_ATTENTION: dict[Any, Callable[..., float]] = {  # not every release of torch counts its own
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+# Attention on a CPU, which torch does not count, as on a GPU.
+_COUNTED_AS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
 }
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Returns the FLOPs of one call; 0 for an operation that neither torch nor the table above counts."""
-    if (count := flop_registry.get(operation)) is not None:
-        return float(count(*args, **kwargs, out_val=out))
-    return _CPU_ATTENTION[operation](*args, **kwargs) if operation in _CPU_ATTENTION else 0.0
+    """Returns the FLOPs of one call; 0 for an operation that torch does not count."""
+    count = flop_registry.get(_COUNTED_AS.get(operation, operation))
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
 
 
 class Operation(NamedTuple):
@@ -109,17 +102,12 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Saved:
-    """Records the storages that autograd saves for backward, with their bytes."""
+def noting_saved(sizes: dict[int, int]) -> AbstractContextManager[Any]:
+    """Returns the context in which the storages that autograd saves for backward are noted, with their bytes."""
 
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-
-    def watch(self) -> AbstractContextManager[Any]:
-        """Returns the context in which saved tensors are recorded."""
-        return torch.autograd.graph.saved_tensors_hooks(self._save, lambda kept: kept)
-
-    def _save(self, tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> Tensor:
         # Not the tensor itself: an output that its own graph saves would never be freed.
-        self.sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()
+
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept)

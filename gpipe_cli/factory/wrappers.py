@@ -1,20 +1,21 @@
-"""Checks what a task returns at every call, so that an error names the task and its method."""
+"""Wraps what the configuration names: checks what a task returns, gives a model the targets among its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
 
+from ..data.source import Batch, Source
 from ..errors import ConfigurationError
-from ..micro_batch import Tensors
+from ..micro_batch import MicroBatch, Tensors
 from ..tasks.base import Task
 
 
 class CheckedTask:
-    """Wraps a task, with all its attributes.
+    """Wraps a task, with all its attributes, so that an error names the task and its method.
 
     Args:
         task: made from the configuration's section.
@@ -33,8 +34,7 @@ class CheckedTask:
         Raises:
             ConfigurationError: they are not one number and the vector of statistics, or a target has no output.
         """
-        with self._known_classes(outputs):
-            answer: Any = self._task.loss(outputs, targets)
+        answer = self._answer(self._task.loss, outputs, targets)
         count = len(self._task.statistics)
         if isinstance(answer, tuple) and len(answer) == 2:
             loss, statistics = answer
@@ -51,8 +51,7 @@ class CheckedTask:
         Raises:
             ConfigurationError: they are not a vector with one number for each metric, or a target has no output.
         """
-        with self._known_classes(outputs):
-            answer: Any = self._task.evaluate(outputs, targets)
+        answer = self._answer(self._task.evaluate, outputs, targets)
         if not _is_vector(answer, len(self._task.metrics)):
             raise ConfigurationError(
                 f"task._target_={self._name}: evaluate() must return a vector with one number for each of the task's "
@@ -60,10 +59,9 @@ class CheckedTask:
             )
         return cast(Tensor, answer)
 
-    @contextmanager
-    def _known_classes(self, outputs: Tensors) -> Iterator[None]:
+    def _answer(self, method: Callable[[Tensors, Tensors], Any], outputs: Tensors, targets: Tensors) -> Any:
         try:
-            yield
+            return method(outputs, targets)
         except (IndexError, RuntimeError) as error:
             if "out of bounds" not in str(error):
                 raise
@@ -77,3 +75,33 @@ class CheckedTask:
 def _is_vector(value: object, count: int) -> bool:
     """Returns whether ``value`` has ``count`` numbers in one dimension; a single number may have none."""
     return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
+
+
+class TargetsAsInputs:
+    """Passes on the batches of another source; the inputs of every micro-batch end with its targets."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._source, name)
+        if name in ("train", "evaluation", "evaluation_share"):
+            return lambda *arguments: map(_with_targets, found(*arguments))
+        return _typical(found) if name == "typical_micro_batch" else found
+
+
+def _with_targets(batch: Batch) -> Batch:
+    return replace(batch, micro_batches=[_given(micro_batch) for micro_batch in batch.micro_batches])
+
+
+def _given(micro_batch: MicroBatch) -> MicroBatch:
+    inputs, targets = micro_batch
+    return (*inputs, *targets), targets
+
+
+def _typical(found: Callable[..., tuple[MicroBatch, int]]) -> Callable[..., tuple[MicroBatch, int]]:
+    def typical(*arguments: Any) -> tuple[MicroBatch, int]:
+        micro_batch, examples = found(*arguments)
+        return _given(micro_batch), examples
+
+    return typical

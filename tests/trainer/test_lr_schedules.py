@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gpipe_cli.checkpoint.lr_schedule_state import LRScheduleState
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
+from gpipe_cli.trainer.update import replay
 
-FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_lr_schedule_state.falling"}
+FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_lr_schedules.falling"}
 BY_NAME: dict[str, dict[str, Any]] = {
     "ConstantLR": {"factor": 0.5, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": 7},
@@ -46,13 +45,12 @@ def both_at_once(optimizer: torch.optim.Optimizer) -> lr_scheduler.ChainedSchedu
     return lr_scheduler.ChainedScheduler(schedules)
 
 
-def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any, LRScheduleState]:
+def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any]:
     """Makes an optimizer of two groups, as with `decay_only`, and its learning-rate schedule."""
     groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}]
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kinds[kind](groups, lr=0.1, **({"momentum": 0.9} if kind == "sgd" else {}))
-    schedule = build_lr_schedule(section, optimizer)
-    return optimizer, schedule, LRScheduleState(schedule, optimizer)
+    return optimizer, build_lr_schedule(section, optimizer)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -71,29 +69,21 @@ def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[
 
 SECTIONS = [
     *({"_target_": f"torch.optim.lr_scheduler.{name}", **keys} for name, keys in BY_NAME.items()),
-    {"_target_": "test_lr_schedule_state.one_after_the_other"},
-    {"_target_": "test_lr_schedule_state.both_at_once"},
+    {"_target_": "test_lr_schedules.one_after_the_other"},
+    {"_target_": "test_lr_schedules.both_at_once"},
 ]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @pytest.mark.parametrize("after", [0, 4])
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section["_target_"].rpartition(".")[2])
-def test_a_schedule_goes_on_from_json_as_if_it_had_not_stopped(section: dict[str, Any], after: int, kind: str) -> None:
-    optimizer, schedule, state = make(kind, section)
+def test_a_schedule_goes_on_as_if_it_had_not_stopped(section: dict[str, Any], after: int, kind: str) -> None:
+    optimizer, schedule = make(kind, section)
     course(optimizer, schedule, after)
-    saved = json.loads(json.dumps(state.save()))
     expected = course(optimizer, schedule, 8)
-    optimizer, schedule, state = make(kind, section)
-    state.restore(saved)
+    optimizer, schedule = make(kind, section)
+    replay(schedule, after)
     assert course(optimizer, schedule, 8) == expected
-
-
-def test_a_schedule_that_came_to_other_learning_rates_is_refused() -> None:
-    _, _, state = make("sgd", SECTIONS[0])
-    saved = {**state.save(), "optimizer_groups": [{"lr": 0.1}, {"lr": 0.03}]}
-    with pytest.raises(ValueError, match="after 0 steps were"):
-        state.restore(saved)
 
 
 def test_no_schedule_of_torch_is_forgotten_here() -> None:

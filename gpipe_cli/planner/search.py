@@ -1,26 +1,30 @@
-"""Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
+"""Finds the fastest pipeline that fits the devices, the fewest devices that hold the model, the largest that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, cast
 
-from ...config import PipelineConfig, Settings
-from ...errors import ConfigurationError
-from ...factory.example import example_micro_batch
-from ...schedule.schedule import REMAT
-from ..options import Options
-from ..plan import Plan, Rival
-from ..planner import Planner
-from .attempts import Attempts
-from .candidates import FREE, candidates
-from .growth import grow
-from .keep import keep_what_fits
+from ..config import FREE_FORM, PipelineConfig, Settings
+from ..errors import ConfigurationError
+from ..factory.example import example_micro_batch
+from ..schedule.orders import KINDS, ROUND_ROBIN
+from ..schedule.schedule import REMAT
+from .options import Options
+from .plan import CellPlan, Plan, Rival
+from .planner import Planner
 
+FREE = ("K", "M", "schedule", "workers", "replicas", "partition", "remat")  # keys that a search may choose
+ROUNDS = (2, 3, 4, 6, 8)  # cells a worker of round robin
+SIDE_BY_SIDE = (1, 4)  # of the other kinds: smaller cells keep their graphs more finely
+ALONE = (1, 2, 4, 8, 16)  # of a single worker
 MOST_MICRO_BATCHES = 1024
+MOST_DOUBLINGS = 20  # of the key that grows
+MOST_REFUSED = 64  # neighbouring values that are tried, each refused, before none of them is taken to be accepted
 DOES_NOT_FIT = "does not fit"
 _RIVALS = 3  # that are shown beside the answer
 _CORRECTIONS = 4  # of the graphs that fit
@@ -72,6 +76,80 @@ def micro_batch_counts(planner: Planner) -> list[int]:
         examples //= 2
     most = max(1, min(MOST_MICRO_BATCHES, examples))
     return [1 << power for power in range(most.bit_length())]
+
+
+class Attempts:
+    """Counts the plans of one search and remembers the one with the least memory.
+
+    Attributes:
+        count: number of plans made.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._nearest: Plan | None = None
+        self._refusal: ConfigurationError | None = None
+
+    def make(self, plan: Callable[[], Plan]) -> Plan | None:
+        """Makes a plan; returns None where model or schedule refuse its values, as BatchNorm does a single number."""
+        try:
+            made = plan()
+        except ConfigurationError as error:
+            self._refusal = self._refusal or error
+            return None
+        self.count += 1
+        if self._nearest is None or made.memory < self._nearest.memory:
+            self._nearest = made
+        return made
+
+    def error(self, prefix: str = "") -> ConfigurationError:
+        """Returns the error to raise when no plan fits; its text begins with ``prefix``."""
+        plan = self._nearest
+        if plan is None:
+            return self._refusal or ConfigurationError("there is nothing to try")
+        cause = ""
+        if plan.model_memory > plan.limit:
+            cause = f", and weights, gradients and optimizer state alone are {plan.model_memory / 1e9:.4g} GB"
+        return ConfigurationError(
+            f"{prefix}nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
+            f"pipeline.K={plan.K} pipeline.M={plan.M} pipeline.remat={plan.remat} pipeline.schedule={plan.schedule}"
+            f"{cause}; use more workers, smaller mini-batches or a smaller model"
+        )
+
+
+def candidates(
+    pipeline: PipelineConfig, free: Collection[str], devices: int, layers: int, counts: Sequence[int]
+) -> Iterator[PipelineConfig]:
+    """Yields sections `pipeline` with other values of the keys in ``free``, those that recompute nothing.
+
+    Args:
+        devices: of all replicas together.
+        layers: of the model.
+        counts: micro-batches of all replicas together that a search may try.
+    """
+    replicas = [n for n in range(1, devices + 1) if devices % n == 0] if "replicas" in free else [pipeline.replicas]
+    kinds = list(KINDS) if "schedule" in free else [pipeline.schedule]
+    for copies, kind in product(replicas, kinds):
+        workers = min(devices // copies, layers) if "workers" in free else pipeline.planned_workers
+        if workers * copies != devices and "replicas" in free:
+            continue  # devices without work
+        for K in _cells(pipeline, kind, workers, layers) if "K" in free else [pipeline.K]:
+            for M in [n // copies for n in counts if n % copies == 0] if "M" in free else [pipeline.M]:
+                values: dict[str, Any] = {"K": K, "M": M, "schedule": kind, "workers": workers, "replicas": copies}
+                if "partition" in free or "K" in free:
+                    values["partition"] = "auto"
+                if "remat" in free:
+                    values |= {"remat": "never", "keep": None}
+                yield replace(pipeline, **values)
+
+
+def _cells(pipeline: PipelineConfig, kind: str, workers: int, layers: int) -> list[int]:
+    """Returns the numbers of cells that are tried for a kind on so many workers."""
+    if workers == 1:
+        each: Sequence[int] = ALONE if kind == "1f1b" else ()  # every kind is the same there
+    else:
+        each = ROUNDS if kind in ROUND_ROBIN else SIDE_BY_SIDE
+    return [workers * number for number in each if workers * number <= layers]
 
 
 class Search:
@@ -152,14 +230,8 @@ class Search:
         return lean
 
     def plan(self, section: PipelineConfig) -> Plan | None:
-        """Makes a plan; returns None where model or schedule refuse these values, as BatchNorm does a single number."""
-        try:
-            plan = self._planner.plan(section)
-        except ConfigurationError as error:
-            self.attempts.refused(error)
-            return None
-        self.attempts.add(plan)
-        return plan
+        """Makes a plan; returns None where it is refused."""
+        return self.attempts.make(lambda: self._planner.plan(section))
 
     def _rival(self, plan: Plan, why: str) -> Rival:
         return Rival(self._words(plan), plan.step_seconds, plan.memory, why)
@@ -192,6 +264,33 @@ def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
     return search.fastest(high)
 
 
+def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:
+    """Returns for each cell the most graphs that it keeps, `pipeline.keep`.
+
+    A graph more spares recomputing a share of the micro-batches: that of one in so many as are in flight. What spares
+    most seconds for its bytes comes first; of a worker with many cells so the choice comes down to a few layers.
+
+    Args:
+        lean: the plan in which each cell keeps one graph, the one at work.
+        room: bytes that each worker has left in it.
+    """
+    keep = [1] * lean.K
+    for worker in lean.workers_plan:
+        left = room[worker.worker]
+        cells = [lean.cells[number] for number in worker.cells]
+        for cell in sorted(cells, key=_seconds_for_a_byte, reverse=True):
+            more = cell.inputs_in_flight - 1
+            if cell.graph > 0:
+                more = min(more, int(max(0.0, left) // cell.graph))
+            left -= more * cell.graph
+            keep[cell.cell] = lean.M if more == cell.inputs_in_flight - 1 else 1 + more
+    return keep
+
+
+def _seconds_for_a_byte(cell: CellPlan) -> float:
+    return cell.recompute_seconds / max(1, cell.graph * cell.inputs_in_flight)
+
+
 def _least_seconds(plan: Plan) -> float:
     """Returns the least seconds of a pipeline, by its plan without recompute."""
     return plan.step_seconds if plan.fits else max(plan.step_seconds, plan.bound_seconds or inf)
@@ -210,3 +309,54 @@ def _why_slower(plan: Plan, best: Plan) -> str:
     }
     why = max(shares, key=lambda name: shares[name])
     return why if shares[why] > 0.005 else "slower operations"
+
+
+def grow(settings: Settings, options: Options, key: str) -> Plan:
+    """Returns the plan with the largest whole number for ``key``, such as model.L, that fits: doubled, then bisected.
+
+    Values that cannot be planned, as a number of layers that is no multiple of 3, are passed over, up to `MOST_REFUSED`
+    in a row.
+
+    Raises:
+        ConfigurationError: no such key, not even the smallest value fits, or no value is too large.
+    """
+    section, _, name = key.partition(".")
+    start = getattr(settings, section, {}).get(name) if section in FREE_FORM else None
+    if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+        raise ConfigurationError(f"plan.grow={key}: use a key with a whole number, such as model.L or data.batch_size")
+    attempts, plans = Attempts(), dict[int, Plan | None]()
+
+    def plan_of(value: int) -> Plan:
+        changed: Any = {section: {**getattr(settings, section), name: value}}
+        return Planner(replace(settings, **changed), options).plan()
+
+    def first_accepted(values: range) -> tuple[int, bool]:
+        """Returns the first value that can be planned, 0 where there is none, and whether it fits."""
+        for value in values[:MOST_REFUSED]:
+            if value not in plans:
+                plans[value] = attempts.make(partial(plan_of, value))
+            if (made := plans[value]) is not None:
+                return value, made.fits
+        return 0, False
+
+    low, high = 0, start
+    for _ in range(MOST_DOUBLINGS):
+        value, fits = first_accepted(range(high, 2 * high))
+        if not fits:
+            break
+        low, high = value, 2 * high
+    else:
+        raise ConfigurationError(
+            f"plan.grow={key}: all values up to {low} fit: use a key that makes the model or its micro-batches larger, "
+            "such as model.L or data.batch_size"
+        )
+    if not value and not low:
+        raise attempts.error()
+    high = value or high
+    while high - low > 1:
+        middle = (low + high) // 2
+        value, fits = first_accepted(range(middle, high))
+        low, high = (value, high) if fits else (low, value or middle)
+    if not low:
+        raise attempts.error(f"plan.grow={key}: ")
+    return replace(cast(Plan, plans[low]), found={key: low}, tried=attempts.count)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.partition import layer_times
+from gpipe_cli.partition import model_profile
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
 
 CPU = torch.device("cpu")
@@ -22,8 +22,8 @@ CLOCK = SimpleNamespace(now=0.0, waited=0.0)
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
-    monkeypatch.setattr(layer_times, "waited_for_core", lambda: CLOCK.waited)
+    monkeypatch.setattr(model_profile, "time", SimpleNamespace(perf_counter=lambda: CLOCK.now))
+    monkeypatch.setattr(model_profile, "waited_for_core", lambda: CLOCK.waited)
 
 
 class Takes(torch.autograd.Function):

@@ -12,8 +12,8 @@ from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.tie_search import find_ties
+from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.room import cut_for_run
 
 WORDS = (
     "model=transformer_lm_small",

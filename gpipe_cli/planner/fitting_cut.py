@@ -10,7 +10,7 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..factory.build import boundary_type_of, build_autocast, build_optimizer, build_task
-from ..factory.optimizer_bytes import optimizer_state_bytes
+from ..factory.memory_check import optimizer_state_bytes
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.balance import Bytes
@@ -22,7 +22,7 @@ from ..schedule.instruction import Op
 from ..schedule.schedule import kept_graphs, most_kept, schedule
 from .cells import cell_sizes
 from .devices import parse_bytes
-from .measure.layer_facts import BoundaryTensor, LayerFacts, measure_layers, measure_loss
+from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 
 
 def cut_that_fits(
@@ -54,13 +54,7 @@ def cut_that_fits(
 
 
 def bytes_of_workers(
-    cut: Cut,
-    pipeline: PipelineConfig,
-    layers: Sequence[LayerFacts],
-    loss: LayerFacts | None,
-    inputs: Sequence[BoundaryTensor],
-    target_bytes: Sequence[int],
-    held: Callable[[LayerFacts], float],
+    cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held: Callable[[LayerFacts], float]
 ) -> Bytes:
     """Returns the function for the most bytes of a worker with the layers start to stop - 1, as of one cell.
 
@@ -69,7 +63,6 @@ def bytes_of_workers(
 
     Args:
         cut: its placement decides what is in flight.
-        layers, loss, inputs, target_bytes: as in `Measurement`.
         held: bytes of a layer's weights, gradients, optimizer state and averages.
     """
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
@@ -77,13 +70,13 @@ def bytes_of_workers(
     kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     waiting = [max(each.inputs.values()) for each in kept]
     graphs = [max(each.graphs.values()) for each in kept]
-    sums = [0.0, *accumulate(map(held, layers))]
+    sums = [0.0, *accumulate(map(held, model.layers))]
 
     @cache
     def activations(start: int, stop: int, waiting: int, graphs: int) -> float:
-        is_last = stop == len(layers)
-        own = [*layers[start:stop], *([loss] if is_last and loss is not None else [])]
-        size = cell_sizes(own, layers[start - 1].boundary if start else inputs, target_bytes, is_last)
+        is_last = stop == len(model.layers)
+        own = model.with_loss[start:] if is_last else model.layers[start:stop]
+        size = cell_sizes(own, model.layers[start - 1].boundary if start else model.inputs, model.target_bytes, is_last)
         graph = size.graph + size.outputs
         backward, left = graph + size.backward, graph
         if halves and size.put_off:
@@ -134,25 +127,14 @@ def cut_for_run(
         memory: bytes of each device, where the keys say nothing else.
     """
     pipeline, precision = settings.pipeline, settings.precision
-    inputs, targets = (tuple(torch.empty_like(tensor, device="meta") for tensor in side) for side in example)
     autocast, task = build_autocast(precision, torch.device("cpu")), build_task(settings.task, settings.seed)
     kernels = "accelerator" if torch.cuda.is_available() and pipeline.device != "cpu" else "cpu"
+    inputs, targets = (tuple(torch.empty_like(tensor, device="meta") for tensor in side) for side in example)
     try:
-        layers = measure_layers(builders, inputs, targets, autocast, boundary_type_of(precision), kernels)
+        model = measure_model(builders, task.loss, (inputs, targets), autocast, boundary_type_of(precision), kernels)
     except CostError:  # what such layers hold is not known
         return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties)
-    try:
-        loss = measure_loss(task.loss, layers[-1].boundary, targets, autocast)
-    except CostError:
-        loss = None
     state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
-    bytes_of = partial(
-        bytes_of_workers,
-        pipeline=pipeline,
-        layers=layers,
-        loss=loss,
-        inputs=tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs),
-        target_bytes=[TensorShape.of(tensor).bytes for tensor in targets],
-        held=partial(held_bytes, settings, state_bytes),
-    )
+    held = partial(held_bytes, settings, state_bytes)
+    bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=model, held=held)
     return cut_that_fits(builders, costs, ties, pipeline, limits_of_workers(pipeline, memory), bytes_of)

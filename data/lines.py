@@ -1,0 +1,142 @@
+"""Finds files of text, and opens them as lines: plain, compressed, or the rows of a Parquet file as lines of JSON."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib
+import io
+import json
+import lzma
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ..errors import ConfigurationError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+ROWS = 1_024  # of a Parquet file, read at once
+
+
+def visible_files(root: Path) -> Iterator[Path]:
+    """Yields the files in and below a folder, without those whose name, or folder's name, begins with a dot."""
+    for folder, below, names in os.walk(root):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def unpacked(path: Path) -> Path:
+    """Returns the name of a file without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in PACKED else path
+
+
+def ending_of(path: Path) -> str:
+    """Returns the ending that says what is in the file."""
+    return unpacked(path).suffix.lower()
+
+
+def has_records(path: Path) -> bool:
+    """Returns whether each line is a record (`texts_in`)."""
+    return ending_of(path) in (*JSON, PARQUET)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """Yields the opened file, to read its uncompressed bytes.
+
+    Raises:
+        ConfigurationError: it cannot be opened or unpacked.
+    """
+    try:
+        with _opened(path) as file:
+            yield file
+    except ConfigurationError:
+        raise
+    except Exception as error:  # a torn archive raises OSError, EOFError or an error of its kind
+        raise ConfigurationError(f"{path}: cannot be read ({error}): no access, or a torn archive") from error
+
+
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix.lower() == PARQUET:
+        return io.BufferedReader(_ParquetLines(path), 1 << 20)
+    if path.suffix == ".zst":
+        import zstandard
+
+        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+        return io.BufferedReader(cast(Any, reader), 1 << 20)
+    return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
+
+
+class _ParquetLines(io.RawIOBase):
+    """Gives each row's columns of text as a line of JSON, so that a row's number is a line's.
+
+    Raises:
+        ConfigurationError: pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            parquet: Any = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{path} is read by the pyarrow library: pip install 'gpipe-cli[parquet]'"
+            ) from error
+        file = parquet.ParquetFile(path)
+        texts = [column.name for column in file.schema_arrow if "string" in str(column.type)]  # structures of texts too
+        batches = file.iter_batches(ROWS, columns=texts, use_threads=False)  # there is a process for each core
+        rows = (row for batch in batches for row in batch.to_pylist())
+        self._lines = (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer; returns how many bytes it got, 0 at the end."""
+        parts, size = [self._rest], len(self._rest)
+        while size < len(buffer) and (line := next(self._lines, b"")):
+            parts.append(line)
+            size += len(line)
+        content = b"".join(parts)
+        given, self._rest = content[: len(buffer)], content[len(buffer) :]
+        buffer[: len(given)] = given
+        return len(given)
+
+
+def decoded(line: bytes) -> tuple[str, str | None]:
+    """Returns a line's text, and the kind of the defect that makes it unusable (see `defects.KINDS`)."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError:
+        return "", "undecodable"
+    return text, "nul" if "\0" in text else None
+
+
+def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
+    """Returns the texts of these names in a line of JSON, or below its "translation".
+
+    Args:
+        key: that chooses the names; for messages.
+
+    Raises:
+        ValueError: it says what is wrong with the line.
+    """
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError("is no JSON object")
+    below = content.get("translation")
+    content = {**(below if isinstance(below, dict) else {}), **content}
+    for name in names:
+        if not isinstance(content.get(name), str):
+            known = ", ".join(name for name, value in content.items() if isinstance(value, str))
+            raise ValueError(f"has no text under {name!r} ({key}), only under: {known or 'nothing'}")
+        content[name].encode()  # a UnicodeEncodeError is a ValueError: half of a surrogate pair, which JSON can write
+    return [content[name] for name in names]

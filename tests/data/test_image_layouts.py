@@ -1,0 +1,246 @@
+"""Tests that every layout of images gives the examples of class folders, in their order, and every defect is named."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import imagenet_layouts
+import pytest
+import torch
+from image_tars import add, write_shards
+from imagenet_layouts import DEVKIT, KAGGLE, TRUTH, WNIDS, class_folders, flat_with_devkit, kaggle, name, official_tars
+from torch import Tensor
+
+from gpipe_cli.data.images import tars
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def opened(root: Path, **changes: Any) -> ImageSource:
+    settings: dict[str, Any] = {"classes": 3, "image_size": 16, "batch_size": 5, "workers": 0, "drop_last": False}
+    source = ImageSource(**{"dataset": "imagenet", "root": str(root), "images": [12, 6], **settings, **changes})
+    source.prepare(no_report)
+    return source
+
+
+def tensors(batches: Iterator[Batch], count: int | None = None) -> list[Tensor]:
+    parts = [part for batch in islice(batches, count) for part in batch.micro_batches]
+    return [tensor for inputs, targets in parts for tensor in (*inputs, *targets)]
+
+
+def equal(one: list[Tensor], two: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        opened(root, **changes)
+    return str(error.value)
+
+
+def shards(root: Path) -> None:
+    """Writes 12 training images in three shards and 6 evaluation images in two."""
+    class_folders(root / "sorted")
+    write_shards(root / "sorted" / "train", root / "birds-train", 5)
+    write_shards(root / "sorted" / "val", root / "birds-validation", 4)
+    shutil.rmtree(root / "sorted")
+
+
+def shards_in_folders(root: Path) -> None:
+    shards(root)
+    for split in ("train", "val"):
+        (root / split).mkdir()
+        for tar in sorted(root.glob(f"*-{split}*.tar")):
+            tar.rename(root / split / tar.name)
+
+
+@pytest.mark.parametrize(
+    "write", [*imagenet_layouts.LAYOUTS, shards, shards_in_folders], ids=lambda write: str(write.__name__)
+)
+def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: Any, tmp_path: Path) -> None:
+    class_folders(tmp_path / "sorted")
+    write(tmp_path / "other")
+    wanted, source = opened(tmp_path / "sorted"), opened(tmp_path / "other")
+    batches = list(islice(source.train(None, 2, 0, 1), 5))
+    assert equal(tensors(iter(batches)), tensors(wanted.train(None, 2, 0, 1), 5))
+    assert equal(tensors(source.evaluation(2)), tensors(wanted.evaluation(2)))
+    assert equal(tensors(source.train(batches[2].position, 2, 0, 1), 2), tensors(iter(batches[3:])))
+    if "shards" in write.__name__:
+        assert source.class_names == ("0", "1", "2")
+        assert equal(tensors(opened(tmp_path / "other", workers=2).evaluation(2)), tensors(wanted.evaluation(2)))
+    else:  # a run may go on with another layout
+        assert source.class_names == WNIDS and source.fingerprint() == wanted.fingerprint()
+
+
+# --- label files
+
+
+@pytest.mark.parametrize(
+    ("write", "file", "place", "line", "message"),
+    [
+        (flat_with_devkit, f"{DEVKIT}/{TRUTH}", 5, None, f"{TRUTH} has no class for images of {{val}}: {name(6)}.JPEG"),
+        (flat_with_devkit, f"{DEVKIT}/{TRUTH}", 3, "1001", f"{TRUTH} has no class for images of {{val}}: {name(4)}"),
+        (kaggle, KAGGLE, 6, None, f"{KAGGLE} has no class for images of {{val}}: {name(1)}.JPEG"),
+        (kaggle, KAGGLE, 3, f"{name(4)}", f"{KAGGLE} has no class for images of {{val}}: {name(4)}.JPEG"),
+        (kaggle, KAGGLE, 1, f"{name(6)},n09999999 1 2", f"n09999999/{name(6)}.JPEG is of class 'n09999999', which the"),
+        (kaggle, KAGGLE, None, None, "val does not tell its classes: data.root={root} must have its labels, one of"),
+        (flat_with_devkit, f"{DEVKIT}/map_clsloc.txt", None, None, "meta.mat, which says what its numbers mean, is"),
+    ],
+)  # fmt: skip
+def test_a_defect_of_a_label_file_is_named(
+    write: Any, file: str, place: int | None, line: str | None, message: str, tmp_path: Path
+) -> None:
+    write(tmp_path)
+    if place is None:
+        (tmp_path / file).unlink()
+    else:
+        lines = (tmp_path / file).read_text().splitlines()
+        lines[place : place + 1] = [] if line is None else [line]
+        imagenet_layouts.write_lines(tmp_path / file, lines)
+    (val,) = tmp_path.rglob("val")
+    assert message.format(val=val, root=tmp_path) in refusal(tmp_path)
+
+
+# --- broken images
+
+
+@pytest.mark.parametrize("write", [kaggle, flat_with_devkit], ids=lambda write: str(write.__name__))
+def test_a_broken_or_missing_image_is_named_or_counted(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    (image,) = tmp_path.rglob(f"{name(3)}.JPEG")
+    image.write_bytes(image.read_bytes()[:300])
+    source = opened(tmp_path, broken_images_limit=1)
+    assert sum(len(labels) for labels in tensors(source.evaluation(1))[1::2]) == 5
+    assert list(source.broken_images) == [str(image)]
+    image.unlink()
+    assert "12 training and 5 evaluation images, not 12 and 6" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(("tar", "image"), [("train", f"{WNIDS[1]}.tar/{WNIDS[1]}_2.JPEG"), ("val", f"{name(3)}.JPEG")])
+def test_a_broken_image_in_a_tar_is_named(tar: str, image: str, tmp_path: Path) -> None:
+    official_tars(tmp_path)
+    path = tmp_path / f"ILSVRC2012_img_{tar}.tar"
+    content = bytearray(path.read_bytes())
+    begin = content.index(Path(image).name.encode()) + 512  # after its header
+    content[begin : begin + 200] = bytes(200)
+    path.write_bytes(content)
+    source = opened(tmp_path, broken_images_limit=1, batch_size=12)
+    next(source.train(None, 1, 0, 1))
+    tensors(source.evaluation(1))
+    assert list(source.broken_images) == [f"{path}/{image}"]
+
+
+# --- tars
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    shards(tmp_path / "root")
+    return tmp_path / "root"
+
+
+def rewrite(tar: Path, change: Callable[[dict[str, bytes]], object]) -> None:
+    """Writes a tar again after its contents by name were changed."""
+    with tarfile.open(tar) as archive:
+        content = {name: archive.extractfile(name).read() for name in archive.getnames()}  # type: ignore[union-attr]
+    change(content)
+    with tarfile.open(tar, "w") as archive:
+        for name, data in content.items():
+            add(archive, name, data)
+
+
+def test_the_index_is_made_once_and_again_when_a_tar_has_changed(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = opened(root).fingerprint()
+    assert len(list((cache / "tars").glob("*.npz"))) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(tars, "_members", None)  # not called
+        assert opened(root).fingerprint() == first
+    rewrite(root / "birds-train-0002.tar", lambda content: [content.pop(name) for name in list(content)[:3]])
+    assert opened(root, images=None).fingerprint() != first
+    os.utime(root / "birds-validation-0001.tar", (0, 0))
+    opened(root, images=None)
+    assert len(list((cache / "tars").glob("*.npz"))) == 4
+
+
+def test_a_tar_may_not_be_of_both_splits_and_parts_of_words_do_not_count(root: Path) -> None:
+    for other in ("interval.tar", "retrain.tar", ".train.tar"):
+        (root / other).touch()
+    opened(root)
+    (root / "birds_train-val.tar").touch()
+    assert f"data.root={root}: birds_train-val.tar may be of each of data.folders: rename it" in refusal(root)
+
+
+TRAIN, VAL = "birds-train-0001.tar", "birds-validation-0001.tar"
+FIFTH = f"{WNIDS[1]}_1"  # the first image of that training shard
+ODD = "has not exactly one image for each .cls file"
+
+
+def without_labels(content: dict[str, bytes]) -> None:
+    for of in [of for of in content if of.endswith("cls")]:
+        del content[of]
+
+
+@pytest.mark.parametrize(
+    ("tar", "change", "message"),
+    [
+        (TRAIN, lambda all: all.pop(f"./{FIFTH}.cls"), f"{TRAIN} {ODD}: {FIFTH}"),
+        (TRAIN, lambda all: all.pop(f"./{FIFTH}.jpg"), f"{TRAIN} {ODD}: {FIFTH}"),
+        (TRAIN, lambda all: all.update({f"./{FIFTH}.mask.png": b""}), f"{TRAIN} {ODD}: {FIFTH}"),
+        (TRAIN, without_labels, f"{TRAIN} {ODD}"),
+        (TRAIN, lambda all: all.update({f"./{FIFTH}.cls": b"cat"}), f"{TRAIN}/{FIFTH}.cls: b'cat' is not the number"),
+        ("birds-train-0000.tar", without_labels, "-0000.tar has none"),
+        (VAL, lambda all: all.update({f"./{name(1)}.cls": b"3"}), f"{name(1)}.jpg is of class '3', which the training"),
+        (VAL, lambda all: all.clear(), "12 training and 4 evaluation images, not 12 and 6"),
+    ],
+)
+def test_a_defect_of_a_shard_is_named(tar: str, change: Any, message: str, root: Path) -> None:
+    rewrite(root / tar, change)
+    assert message in refusal(root)
+
+
+def test_shards_without_classes_are_refused(root: Path) -> None:
+    for tar in root.glob("*train*"):
+        rewrite(tar, without_labels)
+    said = refusal(root, dataset="image_folder")
+    assert f"birds-train-0000.tar/{WNIDS[0]}_0.jpg has no .cls file with its class" in said
+
+
+@pytest.mark.parametrize("end", [100, 512, 700, 1536, -10_240, -8_000])
+def test_a_tar_that_is_cut_off_is_named_wherever_that_is(end: int, root: Path) -> None:
+    """The end of 10,240 bytes has the last image too; a tar is whole with the first 512 of its zeros."""
+    content = (root / TRAIN).read_bytes()
+    (root / TRAIN).write_bytes(content[:end])
+    said = refusal(root)
+    assert f"{root / TRAIN}" in said and ("cut off or damaged after" in said or "it must be a whole tar" in said)
+
+
+def test_a_damaged_header_a_link_and_a_packed_tar_are_named(root: Path) -> None:
+    whole = (root / TRAIN).read_bytes()
+    content, place = bytearray(whole), whole.index(f"./{WNIDS[1]}_2.cls".encode())
+    content[place : place + 100] = b"x" * 100
+    (root / TRAIN).write_bytes(content)
+    assert f"{TRAIN} is cut off or damaged after ./{WNIDS[1]}_2.jpg" in refusal(root)
+    (root / TRAIN).write_bytes(gzip.compress(content))
+    assert f"{root / TRAIN} after its start: " in refusal(root)
+    (root / TRAIN).write_bytes(whole)
+    with tarfile.open(root / TRAIN, "a") as archive:
+        link = tarfile.TarInfo("linked.jpg")
+        link.type, link.linkname = tarfile.LNKTYPE, f"{FIFTH}.jpg"
+        archive.addfile(link)
+    assert f"{TRAIN}/linked.jpg is a link" in refusal(root)

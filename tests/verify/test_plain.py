@@ -1,0 +1,48 @@
+"""Tests that gpipe-verify's own seeds, rates and updates are the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.factory.build import build_optimizer
+from gpipe_cli.pipeline.randomness import NoiseSource, weights_of_layer
+from gpipe_cli.verify.plain import learning_rate, noise_seed, update, weights_drawn
+
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.5}
+
+
+def test_seeds_are_those_of_the_trainer() -> None:
+    source = NoiseSource(5, 1, torch.device("cpu"))
+    assert source.seeds(3, 2, [0, 7, 8, 40]) == [noise_seed(5, 3, 1, 2, layer) for layer in (0, 7, 8, 40)]
+    with weights_of_layer(5, 3):
+        theirs = torch.rand(4)
+    with weights_drawn(5, 3):
+        assert torch.equal(torch.rand(4), theirs)
+
+
+def test_rates_are_those_of_a_schedule_asked_from_its_beginning() -> None:
+    schedule = {"_target_": "gpipe_cli.optim.lr_schedules.inverse_sqrt", "warmup_steps": 8}
+    assert [learning_rate(SGD, schedule, n) for n in (1, 8, 32)] == pytest.approx([0.5 / 8, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("decay_only", [None, "matrices"])
+def test_updates_are_those_of_the_optimizer(decay_only: str | None) -> None:
+    """Three updates of a matrix and of a vector, in one optimizer and alone."""
+    target = "gpipe_cli.optim.optimizers.TFRMSprop"
+    section: dict[str, Any] = {"_target_": target, "lr": 0.1, "weight_decay": 0.3, "decay_only": decay_only}
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(4))]
+    alone: list[tuple[torch.Tensor, Any]] = [(parameter.detach().clone(), {}) for parameter in parameters]
+    optimizer = build_optimizer(section, parameters)
+    for _ in range(3):
+        for place, parameter in enumerate(parameters):
+            parameter.grad = torch.randn_like(parameter)
+            alone[place] = update(section, section["lr"], *alone[place], parameter.grad)
+        optimizer.step()
+    for parameter, (weight, state) in zip(parameters, alone, strict=True):
+        torch.testing.assert_close(weight, parameter.detach())
+        assert state.keys() == optimizer.state[parameter].keys()
