@@ -9,7 +9,7 @@ from ..cpu import free_memory
 from ..errors import ConfigurationError, place_in_users_code
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
-from ..models.traced.compare import COPIES, compare, maker_of
+from ..models.traced.compare import COPIES, ModuleFailed, compare, maker_of
 from ..models.traced.layers import LayerMaker
 from ..models.traced.refusals import WAY_OUT, name_of
 from ..partition.cost import count_parameters, layer_costs
@@ -54,9 +54,12 @@ def compare_with_module(
         )
     try:
         found, decided = compare(builders, micro_batches, lambda x, y: task.loss(x, y)[0] / (task.weight(y) or 1.0))
+    except ModuleFailed as error:
+        return ModuleReport(
+            f"DIFFERENT: the module itself fails where its layers do not: {_told(error.__cause__)}", False
+        )
     except Exception as error:
-        place = place_in_users_code(error)
-        return ModuleReport(f"not compared: {f'{place}: ' if place else ''}{type(error).__name__}: {error}", None)
+        return ModuleReport(f"not compared: {_told(error)}", None)
     what = f"{found.compared} outputs, gradients, buffers and requires_grad, in training and in evaluation"
     if found.beyond:
         named = "; ".join(map(str, found.beyond[:3]))
@@ -65,6 +68,11 @@ def compare_with_module(
         return ModuleReport(f"the same bits ({what})", True)
     decided = f"; in float64, for in float32 {decided}" if decided else ""
     return ModuleReport(f"the same but for rounding, at most {found.worst} ({what}{decided})", True)
+
+
+def _told(error: BaseException | None) -> str:
+    place = None if error is None else place_in_users_code(error)
+    return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
 
 
 def quick_look(

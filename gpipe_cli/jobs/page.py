@@ -226,8 +226,8 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
-    yield Lines(["To go on for twice as long (at any pipeline.K), and to evaluate the last checkpoint:"])
-    yield Lines([shlex.join(longer), shlex.join(["gpipe-eval", folder])], "```")
+    yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
+    yield Lines([shlex.join(words) for words in (longer, ["gpipe-eval", folder], ["gpipe-export", folder])], "```")
 
 
 def _rows(path: Path) -> list[Row]:

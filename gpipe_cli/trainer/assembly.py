@@ -145,6 +145,8 @@ def assemble_model(
         journal.cells(cut.table)
     autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
     pipeline = Pipeline(builders, cut, config, task, shape, world, settings.seed, autocast, between, context.where)
+    if trains:
+        _warn_of_single_examples(pipeline, config.sync_batchnorm, read, journal)
     if config.compile:
         left = world.gather_from_workers(name for cell in pipeline.cells for name in cell.not_compiled)
         if left:
@@ -152,6 +154,21 @@ def assemble_model(
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
     return Assembly(settings, task, source, shape, tokens, lay_out_model(pipeline), builders, pipeline)
+
+
+def _warn_of_single_examples(pipeline: Pipeline, synchronised: bool, read: Batch | None, journal: Notices) -> None:
+    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time."""
+    cells = pipeline.world.gather_from_workers(cell.number for cell in pipeline.cells if cell.batchnorms)
+    if (
+        cells
+        and read
+        and not (synchronised and pipeline.world.replicas > 1)
+        and min(len(inputs[0]) for inputs, _ in read.micro_batches) == 1
+    ):
+        journal.warn(
+            "a micro-batch has a single example, so in training BatchNorm normalises over the places of one example "
+            "only, and evaluation will look different: lower pipeline.M or raise data.batch_size"
+        )
 
 
 def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:

@@ -47,6 +47,10 @@ KINDS = (*ONCE, *(kind + AFTER_UPDATE for kind in ONCE))
 CEILINGS = {GRADIENT: CEILING_OF_GRADIENTS, GRADIENT + AFTER_UPDATE: CEILING_OF_GRADIENTS}
 
 
+class ModuleFailed(Exception):
+    """Raised when the module itself fails where its layers do not; has the module's own exception as its cause."""
+
+
 def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], loss: Loss) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
@@ -56,7 +60,8 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         loss: whose gradients are compared.
 
     Raises:
-        Exception: what the layers or the module itself raise.
+        ModuleFailed: the module itself raises, its layers do not.
+        Exception: what the layers raise.
     """
     traced_from = maker_of(builders[0]).traced_from
 
@@ -66,7 +71,10 @@ def compare(builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch
         traced = traced_layers(traced_from, example_of(given[0][0]), float_type) if is_wide else builders
         layers = _InOrder(traced)
         ours = _run(_widen(layers, float_type), layers.tensors, given, loss)
-        return ours, run_module(traced_from, given, loss, float_type)
+        try:
+            return ours, run_module(traced_from, given, loss, float_type)
+        except Exception as error:
+            raise ModuleFailed from error
 
     return decide(run)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
+from importlib.metadata import distribution
 
 import pytest
 
@@ -16,13 +16,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.command import Words, exit_code, read_words, to_stderr
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # comes with `build`, which the tests need anyway
-
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
-COMMANDS: dict[str, str] = PROJECT["project"]["scripts"]
+COMMANDS = {one.name: one.value for one in distribution("gpipe-cli").entry_points}
 RUN_WITHOUT_WORDS = ("gpipe-train", "gpipe-verify", "gpipe-plan")
 
 

@@ -44,22 +44,6 @@ def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureF
     assert "it has kept: 1, 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["{run}", "out=x.safetensors"], "there is no key out; did you mean output?"),
-        (["{run}", "output=x.bin"], "must end in .safetensors"),
-        (["{run}", "output=x.safetensors", "step=newest"], "step=newest: use a number, best or last"),
-    ],
-)
-def test_a_wrong_call_of_export_says_what_to_type(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(tmp_path, 1, make_layers())
-    assert export.main([word.format(run=tmp_path) for word in words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1, make_layers())
     output = tmp_path / "model.safetensors"

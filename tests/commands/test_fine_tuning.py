@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run, succeeded
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
@@ -26,19 +26,12 @@ transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Runs lines of the page in an empty folder, and stays in it."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(5)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-
-    def shell(lines: str) -> None:
-        done = subprocess.run(
-            ["bash", "-e"], input=lines, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    return shell
+    return lambda lines: print(succeeded(run("bash", "-ec", lines, PATH=path)))
 
 
 def save_gpt2() -> None:
@@ -89,9 +82,9 @@ def told_loss(run: Path) -> float:
 
 
 @pytest.mark.slow
-def test_a_language_model_of_the_library_is_trained_and_loaded_by_it(run: Callable[[str], None]) -> None:
+def test_a_language_model_of_the_library_is_trained_and_loaded_by_it(shell: Callable[[str], None]) -> None:
     save_gpt2()
-    run(TEXTS)
+    shell(TEXTS)
     before, tuned = map(transformers.AutoModelForCausalLM.from_pretrained, ("gpt2", "tuned"))
     told = told_loss(Path("runs/tuned"))
     assert plain_loss(tuned, Path("runs/tuned"), lambda ids: ids) == pytest.approx(told, rel=1e-5)
@@ -100,9 +93,9 @@ def test_a_language_model_of_the_library_is_trained_and_loaded_by_it(run: Callab
 
 
 @pytest.mark.slow
-def test_a_classifier_of_the_library_gets_a_new_head(run: Callable[[str], None]) -> None:
+def test_a_classifier_of_the_library_gets_a_new_head(shell: Callable[[str], None]) -> None:
     save_vit()
-    run(IMAGES)
+    shell(IMAGES)
     tuned = transformers.AutoModelForImageClassification.from_pretrained("tuned-vit", num_labels=3)
     loss = plain_loss(tuned, Path("runs/tuned-vit"), lambda images: (images / 255 - 0.5) / 0.5)
     assert loss == pytest.approx(told_loss(Path("runs/tuned-vit")), rel=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -92,16 +91,13 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step=1"], "which run?"),
         (["checkpoint={run}", "lunes"], "one run, not lunes, "),
-        (["checkpoint=nowhere"], "nowhere holds no complete checkpoint"),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
         (
             ["checkpoint={run}", "task.generation=null"],
             "no section generation, so it does not translate; texts are continued by gpipe-generate",
         ),
-        (["checkpoint={run}", "pipeline.k=4"], "did you mean pipeline.K?"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -125,19 +121,6 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
     assert settings.pipeline.partition == "auto"  # the run's sizes were for three cells
 
 
-def test_a_run_from_before_a_key_existed_has_its_default(run: Path, tmp_path: Path) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(run, old)
-    (manifest,) = old.glob("checkpoints/*/manifest.json")
-    said = json.loads(manifest.read_text())
-    configuration = said["state"]["configuration"]
-    del configuration["task"]["generation"]["beam"], configuration["trainer"]["patience"], configuration["launch"]
-    manifest.write_text(json.dumps(said))
-    settings = reopen.open_run(str(old), ["+task.generation.beam=3"]).prepared.settings
-    assert settings.task["generation"]["beam"] == 3
-    assert settings.trainer.patience is None and settings.launch.grace_seconds == 28
-
-
 # --- input and vocabularies made to hurt
 
 
@@ -151,19 +134,13 @@ def test_a_line_of_too_many_tokens_is_not_answered_and_told(
     assert "not answered, because they have more than 100 tokens: 1 line\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("torn", [False, True])
-def test_a_changed_or_torn_vocabulary_is_refused_in_one_line(
-    run: Path, source: Path, torn: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_changed_vocabulary_is_refused_in_one_line(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     path = moved / "vocabulary" / "source.model"
-    path.write_bytes(path.read_bytes()[:1000] if torn else path.read_bytes().replace(b"lunes", b"LUNES") + b"\n")
-    if torn:  # in a checkpoint without a digest
-        (manifest,) = moved.glob("checkpoints/*/manifest.json")
-        said = json.loads(manifest.read_text())
-        assert said["state"].pop("vocabularies").keys() == {"source.model"}
-        manifest.write_text(json.dumps(said))
+    path.write_bytes(path.read_bytes().replace(b"lunes", b"LUNES") + b"\n")
     assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
     printed = capsys.readouterr().err
-    assert ("or a damaged one" if torn else "is another vocabulary than") in printed and "Traceback" not in printed
+    assert "is another vocabulary than" in printed and "Traceback" not in printed

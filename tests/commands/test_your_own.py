@@ -1,4 +1,4 @@
-"""Tests that docs/your-own-model.md works as printed, and that a user's mistakes are told in the user's terms."""
+"""Tests docs/your-own-model.md and docs/data.md as printed, and that a user's mistakes are told in the user's terms."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 from inline_run import train_inline
 from processes import run, succeeded
 from run_files import rows
 
 from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.factory.build import build_source
 from gpipe_cli.pipeline.cell import LayerFailed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
-MODULE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SHELL = re.search(r"```sh\n(gpipe-train model._target_.*?)```", PAGE, re.DOTALL)
-assert MODULE is not None and SHELL is not None
-WORDS = shlex.split(SHELL[1].replace("\\\n", " "))[1:]
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, DATA = ((DOCS / name).read_text(encoding="utf-8") for name in ("your-own-model.md", "data.md"))
+
+
+def blocks(page: str, language: str, begin: str = "") -> list[str]:
+    """Returns the page's blocks of code in a language that begin so."""
+    return re.findall(rf"```{language}\n({begin}.*?)```", page, re.DOTALL)
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.replace("\\\n", " "))[1:]
+
+
+MODULE = blocks(PAGE, "python")[0]
+WORDS = words_of(blocks(PAGE, "sh", "gpipe-train model._target_")[0])
 
 
 Train = Callable[..., dict[str, Any]]
@@ -33,12 +46,11 @@ Train = Callable[..., dict[str, Any]]
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     """Runs the page's command in this process with a changed module and further overrides; returns the summary."""
 
-    def start(module: str, *words: str, folder: str = "") -> dict[str, Any]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / "spirals.py").write_text(module, encoding="utf-8")
+    def start(module: str, *words: str) -> dict[str, Any]:
+        (tmp_path / "spirals.py").write_text(module, encoding="utf-8")
         monkeypatch.delitem(sys.modules, "spirals", raising=False)
-        monkeypatch.syspath_prepend(tmp_path / folder)
-        return train_inline(tmp_path / folder / "run", *WORDS, *words)[0]
+        monkeypatch.syspath_prepend(tmp_path)
+        return train_inline(tmp_path / "run", *WORDS, *words)[0]
 
     return start
 
@@ -49,14 +61,13 @@ def train_by_command(folder: Path, module: str, *words: str) -> subprocess.Compl
 
 
 def changed(old: str, new: str) -> str:
-    assert MODULE is not None and old in MODULE[1]
-    return MODULE[1].replace(old, new)
+    assert old in MODULE
+    return MODULE.replace(old, new)
 
 
 @pytest.mark.slow
 def test_the_page_s_example_learns(tmp_path: Path) -> None:
-    assert MODULE is not None
-    succeeded(train_by_command(tmp_path, MODULE[1], "logging.tensorboard=false"))
+    succeeded(train_by_command(tmp_path, MODULE, "logging.tensorboard=false"))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["evaluation"]["accuracy"] > 0.9
     assert [cell["cell"] for cell in summary["cells"]] == [0, 1, 2, 3]
@@ -134,3 +145,58 @@ def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(train: Train) -> 
     module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)
     with pytest.raises(ConfigurationError, match="layer 'hidden_0': its builder keeps the module that it makes"):
         train(module, "pipeline.K=1")
+
+
+# -- modules of libraries -----------------------------------------------------------------------------------------
+
+SHORT = ["trainer.steps=1", "trainer.evaluate_every=null", "trainer.evaluate_first=false", "pipeline.M=2"]
+IMAGES = ["data=digits", "data.batch_size=8", "data.image_size=32"]
+CORPUS = ["data.languages=[de]", "data.largest=100", "data.vocabulary=300", "data.evaluation_per_language=2"]
+TEXTS = [*CORPUS, "data.batch_size=4", "data.sequence_length=16"]
+CONFIG = "model.module.config"
+TINY = {
+    "resnet50": [*IMAGES, "model.module.num_classes=10"],
+    "vit_b_16": IMAGES,
+    "GPT2Config": [*TEXTS, f"{CONFIG}.n_embd=32", f"{CONFIG}.n_layer=2", f"{CONFIG}.n_head=4"],
+    "LlamaConfig": [*TEXTS, f"{CONFIG}.hidden_size=32", f"{CONFIG}.num_hidden_layers=2"],
+    "T5Config": [*CORPUS, "data.batch_tokens=600", f"{CONFIG}.d_model=32", f"{CONFIG}.num_layers=2"],
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow(1 if name == "GPT2Config" else 2)) for name in TINY]
+)
+def test_an_example_of_a_module_trains(name: str, tmp_path: Path) -> None:
+    if name.endswith("Config"):
+        pytest.importorskip("transformers")
+    examples = blocks(PAGE, "sh", "gpipe-train model=module ")
+    assert len(examples) == len(TINY)
+    (command,) = (example for example in examples if name in example)
+    words = [word for word in words_of(command) if not word.startswith("data.")]
+    keys = {word.partition("=")[0] for word in (*TINY[name], *SHORT)}
+    kept = [word for word in words if word.partition("=")[0] not in keys]
+    summary, _ = train_inline(tmp_path, *kept, *TINY[name], *SHORT)
+    assert len(summary["cells"]) == 4
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+OWN_SOURCE = DATA[DATA.index("## Your own source") :]
+
+
+@pytest.mark.slow
+def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(blocks(OWN_SOURCE, "python")[0])
+    words = words_of(blocks(OWN_SOURCE, "sh")[0])
+    words += ["hydra.run.dir=run", "launch.inline=true", "logging.tensorboard=false"]
+    succeeded(run(Path(sys.executable).with_name("gpipe-train"), *words, cwd=tmp_path))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["nll"] < 0.5
+
+
+def test_the_yaml_of_data_sets_makes_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "my_data.py").write_text("def MyDataset(split):\n    return [(0.5, 1)] * 64\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    section = yaml.safe_load(blocks(DATA, "yaml")[0]) | {"seed": 1, "workers": 0}
+    ((inputs,), (targets,)) = next(build_source(section, 0).train(None, 4, 0, 1)).micro_batches[0]
+    assert torch.equal(targets, torch.ones(16, dtype=torch.int64)) and len(inputs) == 16

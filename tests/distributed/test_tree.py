@@ -26,4 +26,4 @@ def test_every_rank_reads_what_each_has_written_in_their_order(backend: str) -> 
     totals = [[*(0.1 * (rank + step) for rank in range(size)), size] for step in range(2)]
     gathered = [[rank] for rank in range(size)]
     expected = [[totals, [[] if rank else gathered, {"from": 0}]] for rank in range(size)]
-    assert run_workers("tree_jobs:meet", size, {"backend": backend}) == expected
+    assert run_workers("group_jobs:meet", size, {"backend": backend}) == expected

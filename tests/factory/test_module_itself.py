@@ -15,6 +15,7 @@ from gpipe_cli.factory import module_itself
 from gpipe_cli.factory.build import build_model, build_task
 from gpipe_cli.factory.module_itself import compare_with_module, quick_look
 from gpipe_cli.micro_batch import MicroBatch
+from gpipe_cli.models.traced import compare
 
 SECTION: dict[str, Any] = {
     "_target_": "gpipe_cli.models.traced.layers.layers",
@@ -66,3 +67,12 @@ def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:
     assert not report["agrees"]
     assert report["verdict"].startswith("DIFFERENT: the traced layers do not compute what the module itself does")
     assert "the module itself: DIFFERENT in" in report["notes"][0] and "output of micro-batch 1" in report["notes"][0]
+
+
+def test_a_module_that_fails_where_its_layers_do_not_is_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("not a number")
+
+    monkeypatch.setattr(compare, "run_module", fail)
+    report = compare_with_module(build_model(SECTION), [micro_batch()], TASK)
+    assert report.agrees is False and "the module itself fails" in report.line and "not a number" in report.line

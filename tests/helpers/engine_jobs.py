@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from group_jobs import joined, of_all
 from schedule_rules import Policy, scheduled
 from small_models import (
     CPU,
     build_all,
     descend,
-    differences,
     mini_batch,
     other_bits,
     plain_step,
@@ -65,11 +65,6 @@ def all_cases(K: int) -> list[Case]:
     ]
 
 
-def round_robin_cases(K: int) -> list[Case]:
-    """Returns cases with several cells on each worker, and M below, at and above a multiple of W."""
-    return [Case(K, M, "interleaved_1f1b", remat, 11, True, 0.2) for M in (1, 3, 4, 5) for remat in REMAT]
-
-
 def sizes_of(K: int) -> list[int]:
     return [len(part) for part in torch.arange(7).tensor_split(K)]
 
@@ -115,58 +110,20 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
     return seen
 
 
-def compare_as_processes(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of a worker: cell k on worker k, or two cells a worker, round robin, where the layers suffice."""
-    torch.set_default_dtype(torch.float64)
-    context.init_process_group()
-    workers = context.world_size
-    world = dist.group.WORLD
-    assert world is not None
-    each_way, gloo = tuple(dist.new_group() for _ in range(4)), dist.new_group(backend="gloo")
-    found: list[str] = []
-    for case in all_cases(workers) + (round_robin_cases(2 * workers) if workers < 4 else []):
-        placement = tuple(cell % workers for cell in range(case.K))
-        wire = WIRES[(case.examples + case.M + case.batchnorm + len(str(case.remat))) % len(WIRES)]
-        like_nccl = wire == "like NCCL"
-        groups = each_way if like_nccl or case.kind == "interleaved_1f1b" else (world, world)
-        transport: Transport
-        if like_nccl:
-            transport = ProcessGroupTransport(placement, CPU, CPU, groups, world)
-            transport.exchange_first_messages()
-            transport.blocks_device = True
-        else:
-            transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
-        ours = run_case(case, placement, context.rank, transport)
-        found += differences(case, ours, run_plain(case), *CLOSE)
-        losses: list[Any] = [None] * workers
-        dist.all_gather_object(losses, [step["losses"] for step in ours])
-        in_one_process = run_case(case, (0,) * case.K, 0, None)
-        different = other_bits(ours, in_one_process, ["gradients"])
-        found += [f"{case}, {text} have other bits than in one process" for text in different]
-        for step, alone in enumerate(in_one_process):
-            together: dict[Any, float] = {}
-            for worker in losses:
-                together |= worker[step]
-            if together != alone["losses"]:
-                found.append(f"{case}, step {step}: losses differ from those of one process")
-    everyone: list[Any] = [None] * workers
-    dist.all_gather_object(everyone, found)
-    return [text for worker in everyone for text in worker]
-
-
-def compare_kept(context: Context, config: dict[str, Any]) -> list[str]:
-    """Entry point of one of two workers: returns what has other bits with numbers of kept graphs than with none."""
-    context.init_process_group()
-    world = dist.group.WORLD
-    assert world is not None
-    groups, found = tuple(dist.new_group() for _ in range(4)), []
+def compare(context: Context, config: dict[str, Any]) -> list[str]:
+    """Entry point of one of two workers: returns what has other bits than in one process that keeps no graph."""
+    world, found = joined(context), []
+    groups, gloo = tuple(dist.new_group() for _ in range(4)), dist.new_group(backend="gloo")
     for kind in KINDS:
         placement = (0, 1, 0, 1) if kind in ROUND_ROBIN else (0, 0, 1, 1)
-        seen = []
-        for policy in ("always", (3, 1, 2, 0)):
-            transport = connect_workers(placement, CPU, CPU, groups, world)
-            seen.append(run_case(Case(4, 5, kind, policy, 11, True, 0.2), placement, context.rank, transport))
-        found += [f"worker {context.rank}, {kind}, {text}" for text in other_bits(seen[1], seen[0])]
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, found)
-    return [text for worker in everyone for text in worker]
+        alone = run_case(Case(4, 5, kind, "always", 11, True, 0.2), (0,) * 4, 0, None)
+        for wire, policy in zip(WIRES, ("always", "never", (3, 1, 2, 0)), strict=True):
+            if wire == "like NCCL":
+                transport: Any = ProcessGroupTransport(placement, CPU, CPU, groups, world)
+                transport.exchange_first_messages()
+                transport.blocks_device = True
+            else:
+                transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
+            ours = run_case(Case(4, 5, kind, policy, 11, True, 0.2), placement, context.rank, transport)
+            found += [f"worker {context.rank}, {kind}, {wire}, {policy}: {text}" for text in other_bits(ours, alone)]
+    return of_all(found)

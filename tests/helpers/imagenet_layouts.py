@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
 import tiny_images
 from image_tars import write_tar
 
@@ -71,17 +70,6 @@ def flat_with_the_devkit_s_files(root: Path) -> None:
     write_devkit(root)
 
 
-def flat_with_devkit_of_2012(root: Path) -> None:
-    import numpy as np
-
-    savemat = pytest.importorskip("scipy.io", reason="meta.mat is written and read by scipy").savemat
-    flat_with_devkit(root)
-    (root / DEVKIT / "map_clsloc.txt").unlink()
-    rows = [(number, wnid, "some words") for wnid, number in NUMBERS.items()]
-    kinds = [("ILSVRC2012_ID", object), ("WNID", object), ("words", object)]
-    savemat(root / DEVKIT / "meta.mat", {"synsets": np.array(rows, dtype=kinds)[:, None]}, do_compression=True)
-
-
 def official_tars(root: Path) -> None:
     """Writes a tar with one tar for each class, a flat one, and what else lies beside them."""
     class_folders(root / "unpacked")
@@ -104,6 +92,6 @@ def train_in_folders_and_val_in_a_tar(root: Path) -> None:
 
 
 LAYOUTS: list[Callable[[Path], None]] = [
-    kaggle, flat_with_kaggle_labels, flat_with_devkit, flat_with_the_devkit_s_files, flat_with_devkit_of_2012,
-    official_tars, train_in_folders_and_val_in_a_tar,
+    kaggle, flat_with_kaggle_labels, flat_with_devkit, flat_with_the_devkit_s_files, official_tars,
+    train_in_folders_and_val_in_a_tar,
 ]  # fmt: skip

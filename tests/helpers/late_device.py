@@ -5,8 +5,8 @@ a seed; only the order within a stream, events, and the host's waiting are kept.
 holds NaN (or an index out of range), and memory that has been freed is overwritten when the stream that it was made on
 comes to that place. So a missing event, wait or `record_stream` gives an error or other numbers.
 
-What it shows: mixing devices is an error; every wait of the host for the device is counted with its caller; bytes alive
-are counted. What it cannot show: kernels, NCCL, autocast, the rounding of another device, its generators (random
+What it shows: mixing devices is an error; every wait of the host for the device is listed with its caller. What it
+cannot show: memory, kernels, NCCL, autocast, the rounding of another device, its generators (random
 numbers come from the CPU's, at once), times.
 
 torch keeps PrivateUse1 for such devices; it has one name in a process, here `late`.
@@ -22,14 +22,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from inline_run import train_inline
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from gpipe_cli.launch.context import Context
+from gpipe_cli.launch.supervisor import Job, launch
+from gpipe_cli.trainer.run import main
 
 NAME = "late"
 _setup_privateuseone_for_python_backend(NAME)
@@ -44,10 +50,9 @@ AT_ONCE = ("aten::set_", "aten::resize_", "aten::_resize_output_")  # they chang
 
 @dataclass(eq=False)
 class Mark:
-    """Holds a place in a stream, for events, and how many operations had run when it was passed."""
+    """Holds a place in a stream, for events."""
 
     passed: bool = False
-    time: int = 0
 
 
 @dataclass(eq=False)
@@ -95,7 +100,7 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         if not (self.query() and end.query()):
             raise RuntimeError("an event has not been reached yet")
-        return 0.0 if self.mark is None or end.mark is None else float(end.mark.time - self.mark.time)
+        return 0.0
 
 
 class Queues:
@@ -104,7 +109,7 @@ class Queues:
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.draw = random.Random(0)
-        self._running, self.clock = False, 0
+        self._running = False
 
     def add(self, stream: Stream, kind: str, what: Any) -> None:
         stream.queue.append((kind, what))
@@ -128,9 +133,9 @@ class Queues:
             return False
         kind, what = self.draw.choice(ready).queue.popleft()
         if kind == "mark":
-            what.passed, what.time = True, self.clock
+            what.passed = True
         elif kind == "run":
-            self._running, self.clock = True, self.clock + 1
+            self._running = True
             try:
                 with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
                     what()
@@ -169,20 +174,9 @@ def synchronize(device: object = None) -> None:
 
 
 class Meter:
-    """Counts what happens on the device.
+    """Lists the callers of every operation for which the host waits for the device, while that is watched."""
 
-    Attributes:
-        now, peak: bytes alive, and the most of them; `peak` may be set back to `now`.
-        waits: the callers of every operation for which the host waits, while `waiting` is watched.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self.waits: list[str] | None = None
-
-    def allocate(self, size: int) -> None:
-        self.now += size
-        self.peak = max(self.peak, self.now)
+    waits: list[str] | None = None
 
     def wait(self, what: str) -> None:
         if self.waits is not None:
@@ -210,8 +204,7 @@ class Memory:
 
     def __init__(self, values: Tensor) -> None:
         self.storage = values.untyped_storage()
-        METER.allocate(self.storage.nbytes())
-        self.size, self.stream, self.users, self.tensors = self.storage.nbytes(), current_stream(), set[Stream](), 0
+        self.stream, self.users, self.tensors = current_stream(), set[Stream](), 0
         self.of[self.storage._cdata] = self
 
     @classmethod
@@ -220,7 +213,6 @@ class Memory:
 
     def free(self) -> None:
         """Gives the memory away: the next tensor of its stream may overwrite it when the users' work is done."""
-        METER.now -= self.size
         del self.of[self.storage._cdata]
         for user in self.users:
             self.stream.wait_stream(user)
@@ -401,7 +393,7 @@ _module: Any = torch.get_device_module(NAME)
 _module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # torch.utils.checkpoint asks for it, in later tests too
 for _part in (Stream, Event, current_stream, stream, synchronize):
     setattr(_module, _part.__name__, _part)
-_module.max_memory_allocated = lambda device=None: METER.peak
+_module.max_memory_allocated = lambda device=None: 0
 
 
 @contextmanager
@@ -413,3 +405,29 @@ def runs_on(device: torch.device, identity: str, seed: int = 0) -> Iterator[None
     pinned = patch.object(Tensor, "pin_memory", pin_memory if device.type == NAME else Tensor.pin_memory)
     with chosen[0], chosen[1], pinned:
         yield
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+
+
+def work(context: Context, config: dict[str, Any]) -> Any:
+    """Entry point of a worker on the device; each draws the order of its streams from a seed of its own."""
+    with runs_on(LATE, NAME, seed=context.rank):
+        return main(context, config)
+
+
+def train_late(run_dir: Path, workers: int, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Trains with so many workers on the device; returns the summary and all events."""
+    if workers == 1:
+        with runs_on(LATE, NAME):
+            return train_inline(run_dir, *words)
+    events: list[dict[str, Any]] = []
+    found: list[Any] = []
+
+    def as_processes(job: Job, on_event: Any) -> Any:
+        found.append(launch(Job(run_dir, workers, f"{__name__}:work", job.config), events.append))
+        return found[0]
+
+    with patch("inline_run.launch_inline", as_processes):
+        summary, _ = train_inline(run_dir, *words, f"pipeline.workers={workers}", "launch.inline=false")
+    return summary, events

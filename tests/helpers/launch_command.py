@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,10 +111,7 @@ class Command:
         return code, self.errors.read_text()
 
     def clean_up(self) -> None:
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue
+        for folder in self.processes():
+            with suppress(OSError):
+                os.kill(int(folder.name), signal.SIGKILL)
         self.process.wait()

@@ -40,6 +40,15 @@ def _sleep_as_peer(context: Context) -> None:
     time.sleep(0.1)
 
 
+def _joined(context: Context) -> Any:
+    """Returns torch, which only some jobs import, when all ranks have joined their group."""
+    import torch
+
+    context.init_process_group()
+    torch.distributed.barrier()
+    return torch
+
+
 def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     print("a line from C-level stdout", flush=True)
     context.emit({"event": "hello", "text": "line\nbreak"})
@@ -54,52 +63,37 @@ def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_reduce(context: Context, config: dict[str, Any]) -> float:
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
+    torch = _joined(context)
     total = torch.tensor([float(context.rank + 1)])
-    distributed.all_reduce(total)
+    torch.distributed.all_reduce(total)
     context.emit({"event": "reduced"})
-    return total.item()
+    return float(total)
 
 
 def deadlock(context: Context, config: dict[str, Any]) -> None:
     """Waits, on every rank, for a message that no rank sends."""
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
-    distributed.barrier()
+    torch = _joined(context)
     _ready(context)
     context.where.enter(context.rank, 0, "receive_activation")
-    distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
+    torch.distributed.recv(torch.zeros(1), (context.rank + 1) % context.world_size)
 
 
 def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
     """One rank raises while its peers wait inside gloo for it."""
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
-    distributed.barrier()
+    torch = _joined(context)
     if context.rank == CULPRIT:
         context.where.enter(1, 2, "forward")
         context.where.layer = "encoder.3"
         raise ValueError("the real cause")
-    distributed.recv(torch.zeros(1), CULPRIT)
+    torch.distributed.recv(torch.zeros(1), CULPRIT)
 
 
 def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
-    distributed.barrier()
+    torch = _joined(context)
     if context.rank == CULPRIT:
         print("allocating", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-    distributed.recv(torch.zeros(1), CULPRIT)
+    torch.distributed.recv(torch.zeros(1), CULPRIT)
 
 
 def raise_value_error(context: Context, config: dict[str, Any]) -> None:
@@ -222,15 +216,12 @@ def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
 
 def exchange_until_stopped(context: Context, config: dict[str, Any]) -> str:
     """Stops as the trainer does: the exchange of each step tells all that one was asked to."""
-    import torch
-    from torch import distributed
-
-    context.init_process_group()
+    torch = _joined(context)
     _ready(context)
     stop = torch.zeros(1)
     while not stop.item():
         stop.fill_(float(context.stop_requested()))
-        distributed.all_reduce(stop)
+        torch.distributed.all_reduce(stop)
         time.sleep(0.02)
     (context.run_dir / f"saved_{context.rank}").write_text("yes")
     return "stopped in order"

@@ -13,8 +13,8 @@ device has one queue for computations and one for each communicator. The rules:
 * The first transfer of a communicator makes the connection and holds the hosts until all its ranks do so.
 * A collective begins when all ranks of the communicator have called it, and must be the same one on all of them.
 
-What happens next is drawn from all that can happen, so a stall is found again by its seed. `nccl_runs.py` draws whole
-runs.
+What happens next is drawn from all that can happen, so a stall is found again by its seed. `nccl_runs.py` records the
+calls of real training steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import NamedTuple
-
-from gpipe_cli.schedule.instruction import Message
 
 TRANSFERS = ("send", "receive", "collective")
 
@@ -283,7 +281,5 @@ class Machine:
 
 
 def shown(name: Hashable) -> str:
-    """Returns the name of a call for people: of a message ``activation 0.3``, boundary and micro-batch."""
-    if isinstance(name, Message):
-        return f"{name.direction} {name.boundary}.{name.micro_batch}"
+    """Returns the name of a call for people."""
     return " ".join(map(shown, name)) if isinstance(name, tuple) else str(name)

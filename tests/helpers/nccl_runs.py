@@ -1,73 +1,152 @@
-"""Draws runs of two training steps as the calls of their ranks, for the model of NCCL's rules."""
+"""Runs two training steps of several ranks, each a thread with a `Pipeline` and an `Updater`, and records their calls.
+
+torch.distributed is replaced by queues between the threads; what NCCL would be asked for becomes a `Call` of
+`nccl_rules.py`. Messages carry their content; collectives carry none, so the numbers of tied weights are not real.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cache
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+from composed import checked
 from nccl_rules import Call, Rules
-from schedule_rules import scheduled
+from torch import Tensor, nn
 
-from gpipe_cli.distributed.exchange import family
-from gpipe_cli.pipeline.messages.process_group import routes
-from gpipe_cli.schedule.instruction import COMPUTE, Instruction, InstructionLists, Message
+from gpipe_cli.config import PipelineConfig
+from gpipe_cli.distributed.batch_plan import BatchPlan, BatchShape
+from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.pipeline import MiniBatch, Pipeline
+from gpipe_cli.distributed.world import World
+from gpipe_cli.layers import LayerBuilder, Owner
+from gpipe_cli.partition.cut import Cut
+from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
+from gpipe_cli.position import Position
+from gpipe_cli.schedule.instruction import COMPUTE, Op
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
-from gpipe_cli.schedule.posting import Posts, post_when_sent
-from gpipe_cli.schedule.schedule import REMAT, gradients_complete
+from gpipe_cli.schedule.schedule import REMAT
+from gpipe_cli.tasks.own_loss import LossFunctionTask
+from gpipe_cli.trainer.update import Updater
 
-Extra = Callable[[int, Instruction], Iterable[Call]]
-TIED = "activations to later ranks"  # the group whose communicators carry tied weights
-
-
-def engine_calls(
-    instructions: Sequence[Instruction], placement: tuple[int, ...], posts: Posts, extra: Extra = lambda *_: ()
-) -> list[Call]:
-    """Returns the calls of a worker that runs the list; workers are ranks, and each way has a group of its own.
-
-    Args:
-        extra: returns what else is called after an instruction, given with its position.
-    """
-    calls: list[Call] = []
-    for position, instruction in enumerate(instructions):
-        for receive in posts.get(position, ()):
-            assert receive.awaited_message is not None
-            calls.append(message_call("receive", receive.awaited_message, placement))
-        if instruction.op in COMPUTE:
-            calls.append(Call("compute", instruction))
-        elif instruction.sent_message is not None:
-            calls.append(message_call("send", instruction.sent_message, placement))
-        else:
-            calls.append(Call("await", instruction.awaited_message))
-        calls += extra(position, instruction)
-    return calls
+CPU = torch.device("cpu")
+HOSTS = "hosts"  # the group for CPU tensors
+HERE = threading.local()  # of each thread: its rank, its calls, and how many of each name there were
+SHARED = ("0.weight", "0.bias")  # of a layer, by number of the tie
 
 
-@cache
-def message_call(kind: str, message: Message, placement: tuple[int, ...]) -> Call:
-    """Returns the call that begins to send or receive a message, in the group that `connect_workers` gives it."""
-    sender, receiver = placement[message.sender], placement[message.receiver]
-    return Call(kind, message, _pair(sender, receiver), _group(message.direction, sender, receiver))
+@dataclass(frozen=True)
+class Group:
+    """Has what is asked of a process group."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        return self.ranks.index(HERE.rank)
 
 
-def _pair(one: int, other: int) -> tuple[int, int]:
-    return min(one, other), max(one, other)
+@dataclass(frozen=True)
+class Begun:
+    """Waits for what has begun, as work of torch.distributed."""
+
+    awaited: Call | None
+    finish: Callable[[], object] = lambda: None
+
+    def wait(self, timeout: object = None) -> None:
+        HERE.calls += [self.awaited] if self.awaited else []
+        self.finish()
+
+    def is_completed(self) -> bool:
+        return False
 
 
-def _group(direction: str, sender: int, receiver: int) -> str:
-    return f"{direction}s to {'later' if sender < receiver else 'earlier'} ranks"
+class Network:
+    """Has the functions of torch.distributed that a training step uses."""
+
+    def __init__(self) -> None:
+        self._queues: dict[object, SimpleQueue[Tensor]] = {}
+
+    def get_rank(self) -> int:
+        return int(HERE.rank)
+
+    def get_backend(self, group: Group) -> str:
+        return "no NCCL, which has no tensors of the CPU"
+
+    def isend(self, tensor: Tensor, dst: int = 0, group: Any = None, tag: int = 0, group_dst: int = 0) -> Begun:
+        name, way, queue = self._message(HERE.rank, dst or group_dst, group, tag)
+        HERE.calls.append(Call("tell", name, way[1:]) if group.name == HOSTS else _transfer("send", name, way, group))
+        queue.put(tensor.clone())
+        return Begun(None if group.name == HOSTS else Call("await", name, group="sent"))
+
+    def irecv(self, tensor: Tensor, src: int = 0, group: Any = None, tag: int = 0, group_src: int = 0) -> Begun:
+        name, way, queue = self._message(src or group_src, HERE.rank, group, tag)
+        if group.name != HOSTS:
+            HERE.calls.append(_transfer("receive", name, way, group))
+        awaited = Call("hear", name, way[:1]) if group.name == HOSTS else Call("await", name)
+        return Begun(awaited, lambda: tensor.copy_(queue.get(timeout=20)))
+
+    def send(self, tensor: Tensor, dst: int, group: Group, tag: int = 0) -> None:
+        self.isend(tensor, dst, group, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int, group: Group, tag: int = 0) -> None:
+        self.irecv(tensor, src, group, tag).wait()
+
+    def _collective(self, *tensors: Tensor, group: Group, async_op: bool = False) -> Begun:
+        name = _numbered(group.name)
+        HERE.calls.append(Call("collective", name, group.ranks, group.name))
+        work = Begun(Call("await", name))
+        if not async_op:
+            work.wait()
+        return work
+
+    all_reduce = all_to_all_single = all_gather_into_tensor = _collective
+
+    def _message(
+        self, sender: int, receiver: int, group: Group, tag: int
+    ) -> tuple[tuple[object, ...], tuple[int, int], SimpleQueue[Tensor]]:
+        name = _numbered(group.name, sender, receiver, tag)
+        return name, (sender, receiver), self._queues.setdefault(name, SimpleQueue())
 
 
-def programs(lists: InstructionLists, placement: tuple[int, ...]) -> list[list[Call]]:
-    posts = post_when_sent(lists)
-    return [engine_calls(instructions, placement, due) for instructions, due in zip(lists, posts, strict=True)]
+def _numbered(*name: object) -> tuple[object, ...]:
+    """Returns the name with its number among the equal ones of this rank."""
+    HERE.counts[name] += 1
+    return *name, HERE.counts[name]
 
 
-@cache
-def training(kind: str, placement: tuple[int, ...], M: int, remat: str) -> tuple[InstructionLists, list[Posts]]:
-    lists = scheduled(kind, placement, M, remat)
-    return lists, post_when_sent(lists)
+def _transfer(kind: str, name: tuple[object, ...], way: tuple[int, int], group: Group) -> Call:
+    return Call(kind, name, (min(way), max(way)), group.name)
+
+
+class Watched(Position):
+    """Records the computations among the engine's instructions."""
+
+    def enter(self, cell: int | None, micro_batch: int | None, instruction: str | None) -> None:
+        if Op.__members__.get((instruction or "").upper()) in COMPUTE:
+            HERE.calls.append(Call("compute", (instruction, cell, micro_batch)))
+
+
+def connected_like_nccl(ranks: tuple[int, ...], *arguments: Any) -> ProcessGroupTransport:
+    """Does what `connect_workers` does between GPUs."""
+    transport = ProcessGroupTransport(ranks, *arguments)
+    transport.blocks_device, transport._window = True, None
+    transport.exchange_first_messages()
+    HERE.calls.append(Call("read", "connections"))
+    return transport
 
 
 @dataclass(frozen=True)
@@ -75,155 +154,105 @@ class Run:
     """Describes a run of D replicas of W workers.
 
     Attributes:
-        ties: of each tied weight the workers of its uses, the owner's first, in layer order.
-        sums: collectives in which a cell's gradients are summed.
+        ties: the cells of each tied weight's uses.
+        bucket: bytes of gradients that are summed at once.
     """
 
     kind: str
     placement: tuple[int, ...]
-    workers: int
     M: int
     remat: str
-    replicas: int
-    ties: tuple[tuple[int, ...], ...]
-    sums: int
+    replicas: int = 1
+    ties: tuple[tuple[int, ...], ...] = ()
+    bucket: int = 1 << 20
 
-    def calls(self, rank: int) -> Iterator[Call]:
-        """Yields the calls of a rank, from the first connections to the last exchange."""
-        yield from self._first_messages(rank)
-        yield from self._spread("beginning", rank)
-        yield from self._exchange("first plan", rank)
-        for number in range(2):
-            yield from self._training(f"step {number}", rank)
-
-    # -- phases ------------------------------------------------------------------------------------------------
-
-    def _first_messages(self, rank: int) -> Iterator[Call]:
-        """Yields the messages that make the connections (`ProcessGroupTransport.exchange_first_messages`)."""
-        first = rank - rank % self.workers
-        for direction, sender, receiver in routes(tuple(first + worker for worker in self.placement)):
-            for size in (1, 2):
-                name = ("first message", direction, sender, receiver, size)
-                yield from _message(name, rank, sender, receiver, _group(direction, sender, receiver))
-        yield Call("read", "connections")
-
-    def _training(self, phase: str, rank: int) -> Iterator[Call]:
-        worker, first = rank % self.workers, rank - rank % self.workers
-        group = self._replica_ranks(rank)
-        lists, posts = training(self.kind, self.placement, self.M, self.remat)
-        complete = gradients_complete(lists[worker])
-
-        def extra(position: int, i: Instruction) -> Iterator[Call]:
-            if position in complete:
-                for number in range(self.sums):  # only begun; with three replicas the first of two messages
-                    yield Call("collective", (phase, "sum", i.cell, number), group, "replicas")
-
-        sent = []
-        for call in _as_rank(engine_calls(lists[worker], self.placement, posts[worker], extra), phase, first):
-            yield call
-            if call.kind == "send":
-                sent.append(Call("await", call.name, group="sent"))
-        yield from sent
-        yield Call("read", (phase, "times"))
-        yield from self._reductions(phase, rank, list(complete.values()), group)
-        yield from self._exchange(f"report of {phase}", rank)
-        yield Call("compute", (phase, "update"))
-        yield from self._spread(phase, rank)
-
-    def _reductions(self, phase: str, rank: int, cells: Sequence[int], group: tuple[int, ...]) -> Iterator[Call]:
-        """Yields the sums behind a step: over the uses of tied weights, over replicas, and the gradients' norms."""
-        first = rank - rank % self.workers
-        for tie, (owner, *others) in enumerate(self.ties):
-            for number, user in enumerate(others):
-                if user != owner:
-                    name = (phase, "tied gradient", tie, number, first)
-                    yield from _message(name, rank, first + user, first + owner, TIED)
-        if self.ties and group:
-            yield from _collective((phase, "sums of tied gradients", rank % self.workers), group)
-        for cell in cells if group else ():
-            for number in range(self.sums):
-                yield Call("await", (phase, "sum", cell, number))
-                if self.replicas > 2:
-                    yield from _collective((phase, "gather", cell, number), group)
-        yield Call("compute", (phase, "norms"))
-        yield Call("read", (phase, "norms"))
-
-    def _spread(self, phase: str, rank: int) -> Iterator[Call]:
-        """Yields the messages that give each worker the values of tied weights (`TiedParameters.spread`)."""
-        first = rank - rank % self.workers
-        for tie, (owner, *others) in enumerate(self.ties):
-            for user in dict.fromkeys(other for other in others if other != owner):
-                yield from _message((phase, "tied weight", tie, user, first), rank, first + owner, first + user, TIED)
-
-    # -- between ranks -----------------------------------------------------------------------------------------
-
-    def _replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks with the same cells; none where there are no replicas."""
-        if self.replicas == 1:
-            return ()
-        return tuple(range(rank % self.workers, self.workers * self.replicas, self.workers))
-
-    def _exchange(self, name: str, rank: int) -> Iterator[Call]:
-        """Yields an exchange over the tree of all ranks, from host to host."""
-        parent, children = family(rank, self.workers * self.replicas)
-        for child in children:
-            yield Call("hear", (name, "up from", child), (child,))
-        if parent is not None:
-            yield Call("tell", (name, "up from", rank), (parent,))
-            yield Call("hear", (name, "down from", parent), (parent,))
-        yield Call("tell", (name, "down from", rank), tuple(children))
-
-
-def _as_rank(calls: Iterable[Call], phase: str, first: int) -> Iterator[Call]:
-    """Yields the calls of a step for the replica whose first rank is given; those of collectives stay."""
-    for call in calls:
-        if call.group == "replicas" or (
-            call.kind == "await" and isinstance(call.name, tuple) and call.name[0] == phase
+    def calls(self) -> list[list[Call]]:
+        """Returns the calls of every rank, from the first connections to the last exchange."""
+        shape: Any = {"K": len(self.placement), "M": self.M, "schedule": self.kind, "remat": self.remat}
+        config = replace(checked_config(), **shape)
+        ranks = range((max(self.placement) + 1) * self.replicas)
+        calls: list[list[Call]] = [[] for _ in ranks]
+        network, pipeline = Network(), "gpipe_cli.distributed.pipeline"
+        names = ["get_rank", "get_backend", "isend", "irecv", "send", "recv"]
+        names += ["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
+        with (
+            patch.multiple(dist, **{name: getattr(network, name) for name in names}),
+            patch(f"{pipeline}.connect_workers", connected_like_nccl),
+            patch("gpipe_cli.pipeline.messages.process_group._FIRST_MESSAGES", (1, 2)),  # quicker than megabytes
+            patch("gpipe_cli.pipeline.gradients.BUCKET_BYTES", self.bucket),
+            ThreadPoolExecutor(len(ranks)) as threads,
         ):
-            yield call
-        else:
-            ranks = tuple(first + worker for worker in call.ranks) if first else call.ranks
-            yield Call(call.kind, (phase, first, call.name), ranks, call.group, call.bytes)
+            list(threads.map(self._work, ranks, calls, [config] * len(ranks)))  # raises what a thread raises
+        return calls
+
+    def _work(self, rank: int, calls: list[Call], config: PipelineConfig) -> None:
+        HERE.rank, HERE.calls, HERE.counts = rank, calls, Counter()
+        pipeline = self._pipeline(self._world(rank), config)
+        optimizer = torch.optim.SGD(pipeline.parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        updater = Updater(pipeline, optimizer, schedule, None, None)
+        exchange = Exchange({"report": 1}, pipeline.world.all_ranks)
+        report: Any = SimpleNamespace(finite=True, gradient_norm=1.0)
+        plan = BatchPlan(((),) * self.M, 1.0, self.M, False, self.M)
+        micro_batches = [((torch.ones(1, 2),), (torch.ones(1, 2),))] * self.M if pipeline.world.reads_data else None
+        pipeline.ties.spread()
+        exchange.run()
+        for step in range(2):
+            pipeline.train_step(MiniBatch(plan, micro_batches, step), on_complete=updater.on_cell_complete)
+            calls.append(Call("read", "times"))
+            updater.reduce_gradients()
+            updater.squared_norms()
+            calls += [Call("compute", "norms"), Call("read", "norms")]
+            exchange.run()
+            calls.append(Call("compute", "update"))
+            updater.update(report, step)
+
+    def _world(self, rank: int) -> World:
+        W, D = max(self.placement) + 1, self.replicas
+        everyone = tuple(range(W * D))
+        hosts, *messages = (Group(name, everyone) for name in (HOSTS, *(f"messages {number}" for number in range(4))))
+        replicas = Group("replicas", everyone[rank % W :: W]) if D > 1 else None
+        groups: Any = hosts, tuple(messages), replicas
+        return World(rank, W, D, CPU, CPU, *groups)
+
+    def _pipeline(self, world: World, config: PipelineConfig) -> Pipeline:
+        K = len(self.placement)
+        ties: list[dict[str, Owner]] = [{} for _ in range(K)]
+        for name, (first, *others) in zip(SHARED, self.ties, strict=False):
+            for cell in others:
+                ties[cell][name] = Owner(f"layer_{first}", name)
+        layers = [LayerBuilder(f"layer_{number}", layer) for number in range(K)]
+        cut, task = Cut([1] * K, self.placement, [], 0, ties), LossFunctionTask(nn.functional.mse_loss)
+        return Pipeline(layers, cut, config, task, BatchShape((2,), (2,)), world, where=Watched())
 
 
-def _collective(name: tuple[object, ...], group: tuple[int, ...]) -> Iterator[Call]:
-    """Yields a collective for which later computations wait; nothing without replicas."""
-    if group:
-        yield Call("collective", name, group, "replicas")
-        yield Call("await", name)
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
-def _message(name: tuple[object, ...], rank: int, sender: int, receiver: int, group: str) -> Iterator[Call]:
-    """Yields a message for which later computations of both ends wait; nothing on other ranks."""
-    if rank in (sender, receiver):
-        sends = rank == sender
-        yield Call("send" if sends else "receive", name, _pair(sender, receiver), group)
-        yield Call("await", name, group="sent" if sends else "")
+@cache
+def checked_config() -> PipelineConfig:
+    return checked("debug=tiny").settings.pipeline
 
 
-def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
+def drawn_run(seed: int) -> tuple[Run, Rules]:
     """Draws a run, and the rules of its devices."""
     draw = random.Random(seed)
     kind = draw.choice(list(KINDS))
     workers = draw.choice((2, 2, 3, 3, 4, 4, 5, 8, 16))
-    M = draw.choice((1, 2, 3, 4, 5, 7, 8) if draw.random() < 0.95 else (16, 33, 64))
     rounds = draw.choice((1, 2, 3)) if kind in ROUND_ROBIN and workers <= 5 else 1
-    replicas = draw.choice((1, 1, 2, 3)) if workers < 5 else 1
-    placement = tuple(range(workers)) * rounds
-    cells = range(len(placement))
-    ties = tuple(
-        tuple(placement[cell] for cell in sorted(draw.choices(cells, k=draw.choice((2, 3)))))
-        for _ in range(draw.choice((0, 0, 1, 2)))
-    )
+    cells = range(workers * rounds)
     run = Run(
         kind=kind,
-        placement=placement,
-        workers=workers,
-        M=M,
+        placement=tuple(range(workers)) * rounds,
+        M=draw.choice((1, 2, 3, 4, 5, 7, 8) if draw.random() < 0.95 else (16, 33, 64)),
         remat=draw.choice(REMAT),
-        replicas=replicas,
-        ties=ties,
-        sums=draw.choice((1, 1, 2)) if replicas > 1 else 0,
+        replicas=draw.choice((1, 1, 2, 3)) if workers < 5 else 1,
+        ties=tuple(
+            tuple(sorted(draw.sample(cells, k=2 + draw.randrange(2) * (len(cells) > 2))))
+            for _ in range(draw.choice((0, 0, 1, 2)))
+        ),
+        bucket=draw.choice((1, 1 << 20)),
     )
     rules = Rules(
         buffer=draw.choice((0, 0, 1, 3)),
@@ -232,4 +261,4 @@ def drawn_run(seed: int) -> tuple[list[list[Call]], Rules]:
         connected=draw.random() < 0.3,
         pairs=draw.random() < 0.6,
     )
-    return [list(run.calls(rank)) for rank in range(workers * replicas)], rules
+    return run, rules

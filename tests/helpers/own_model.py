@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
+from in_backward import in_backward
 from torch import nn
 
 from gpipe_cli.data.images.digits import DigitsSource
@@ -99,54 +100,60 @@ class Fading(nn.Module):
         return x * (1 - self.share)
 
 
-class Overflowing(nn.Module):
-    """Gives infinity in step 2."""
+class Stepping(nn.Module):
+    """Knows the number of the step, and passes its input on; a run with it is resumed with any number of steps."""
 
     depends_on_steps = False
     step = 0
 
     def begin_step(self, step: int, steps: int) -> None:
         self.step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Counting(Stepping):
+    """Goes by the number of the step alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - 1 / (self.step + 2))
+
+
+class Overflowing(Stepping):
+    """Gives infinity in step 2."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x / 0 if self.step == 1 and self.training else x
 
 
-def die(how: str) -> None:
-    """Ends this process."""
-    if how == "exit":
+class Ending(Stepping):
+    """Asks for an end of the run in the middle of step `at`."""
+
+    at: ClassVar[int | None] = None
+    asked: ClassVar[bool] = False
+
+    def begin_step(self, step: int, steps: int) -> None:
+        Ending.asked = step == self.at
+
+
+def die(*_: object) -> None:
+    """Ends this process as the environment says (HOW)."""
+    if os.environ["HOW"] == "exit":
         os._exit(3)
-    if how == "kill":
+    if os.environ["HOW"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "crash":
+    if os.environ["HOW"] == "crash":
         ctypes.string_at(0)
 
 
-class _DiesBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        die(os.environ["HOW"])
-        return gradient
-
-
-class Doomed(nn.Module):
+class Doomed(Stepping):
     """Dies in step 2 as the environment says (WHERE, HOW)."""
-
-    depends_on_steps = False
-    step = 0
-
-    def begin_step(self, step: int, steps: int) -> None:
-        self.step = step
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.step == 1 and os.environ["WHERE"] == "forward":
-            die(os.environ["HOW"])
-        dies_later = self.step == 1 and os.environ["WHERE"] == "backward"
-        return cast(torch.Tensor, _DiesBackward.apply(x)) if dies_later else x
+            die()
+        return in_backward(x, die) if self.step == 1 and os.environ["WHERE"] == "backward" else x
 
 
 class DoomedDigits(DigitsSource):
@@ -155,44 +162,16 @@ class DoomedDigits(DigitsSource):
     def train(self, *arguments: Any) -> Iterator[Batch]:
         for number, batch in enumerate(super().train(*arguments)):
             if number == 2 and os.environ["WHERE"] == "data":
-                die(os.environ["HOW"])
+                die()
             yield batch
 
 
-class Counting(Fading):
-    """Goes by the number of the step alone."""
-
-    depends_on_steps = False
-
-    def begin_step(self, step: int, steps: int) -> None:
-        self.share = 1 / (step + 2)
-
-
-class Ending(nn.Module):
-    """Asks for an end of the run in the middle of step `at`."""
-
-    at: ClassVar[int | None] = None
-    asked: ClassVar[bool] = False
-    depends_on_steps = False
-
-    def begin_step(self, step: int, steps: int) -> None:
-        Ending.asked = step == self.at
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class Dying(nn.Module):
+class Dying(Stepping):
     """Dies in the backward of the sixth step as the environment says (HOW), on the first start by torchrun."""
 
-    depends_on_steps = False
-    dies = False
-
-    def begin_step(self, step: int, steps: int) -> None:
-        self.dies = step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, _DiesBackward.apply(x)) if self.dies else x
+        dies = self.step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        return in_backward(x, die) if dies else x
 
 
 class Remembering(nn.Module):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+import torch
+from torch import nn
 
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.data.source import Batch, Source
+from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.tasks.base import Task
@@ -21,12 +26,6 @@ EVEN = "model._target_=own_plan.even_layers"
 
 def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
     """Returns a user's own model whose cells can be exactly alike."""
-    from functools import partial
-
-    from torch import nn
-
-    from gpipe_cli.layers import LayerBuilder
-
     return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
 
 
@@ -37,8 +36,6 @@ class OwnData(Source):
         self.batch_size, self.width = batch_size, width
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Any:
-        import torch
-
         while True:
             x = torch.zeros(self.batch_size // M, self.width)
             yield Batch([((x,), (x,)) for _ in range(M)], 0)
@@ -56,8 +53,6 @@ class OwnTask(Task):
         return 1.0
 
     def loss(self, outputs: Any, targets: Any) -> Any:
-        import torch
-
         return outputs[0].sum() * 0, torch.zeros(0, dtype=torch.float64)
 
     evaluate = summarize = loss

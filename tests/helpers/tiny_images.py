@@ -61,21 +61,6 @@ def cifar100(root: Path) -> dict[str, Any]:
     return _cifar(root, "cifar100", "cifar-100-python", ["train", "test"], "fine_labels", meta)
 
 
-def stanford_cars(root: Path) -> dict[str, Any]:
-    savemat = pytest.importorskip("scipy.io", reason="Stanford Cars has its labels in .mat files").savemat
-    base = root / "stanford_cars"
-    (base / "devkit").mkdir(parents=True)
-    names = np.array([f"class {label}" for label in range(CLASSES)], dtype=object)
-    savemat(base / "devkit" / "cars_meta.mat", {"class_names": names})
-    files = (base / "devkit" / "cars_train_annos.mat", base / "cars_test_annos_withlabels.mat")
-    for folder, file, count in zip(("cars_train", "cars_test"), files, SPLITS, strict=True):
-        rows = [(label + 1, f"{label}{number}.jpg") for label in range(CLASSES) for number in range(count)]
-        for label, name in rows:
-            save_image(base / folder / name, label - 1)
-        savemat(file, {"annotations": np.array(rows, dtype=[("class", object), ("fname", object)])})
-    return {"dataset": "stanford_cars"}
-
-
 def oxford_pets(root: Path) -> dict[str, Any]:
     base = root / "oxford-iiit-pet"
     (base / "annotations").mkdir(parents=True)
@@ -116,7 +101,7 @@ def fgvc_aircraft(root: Path) -> dict[str, Any]:
 
 
 DATASETS: list[Callable[[Path], dict[str, Any]]] = [
-    imagenet, cifar10, cifar100, stanford_cars, oxford_pets, food101, fgvc_aircraft,
+    imagenet, cifar10, cifar100, oxford_pets, food101, fgvc_aircraft,
 ]  # fmt: skip
 
 

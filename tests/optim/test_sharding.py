@@ -19,7 +19,7 @@ def test_shares_are_even_and_the_same_everywhere() -> None:
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_divided_updates_and_early_sums_have_the_bits_of_whole_ones(replicas: int) -> None:
-    assert run_workers("sharding_jobs:compare", replicas, {}) == []
+    assert run_workers("group_jobs:shard", replicas, {}) == []
 
 
 def test_a_plan_counts_the_largest_share() -> None:

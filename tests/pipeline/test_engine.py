@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
 from small_models import differences, other_bits
 from torch import nn
 
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
@@ -34,16 +33,8 @@ def test_every_gradient_equals_the_plain_models(K: int) -> None:
         assert not differences(case, run_case(case, (0,) * K, 0, None), run_plain(case), *CLOSE)
 
 
-@pytest.mark.parametrize("K", [pytest.param(K, marks=pytest.mark.slow(2)) for K in (2, 4)])
-def test_every_gradient_equals_the_plain_models_as_processes(K: int, tmp_path: Path) -> None:
-    job = Job(tmp_path, K, "engine_jobs:compare_as_processes", {}, preload=("torch", "torch.distributed"))
-    found = launch(job, lambda event: None)
-    assert not found, "\n".join(found)
-
-
-def test_numbers_of_kept_graphs_change_no_bit(tmp_path: Path) -> None:
-    job = Job(tmp_path, 2, "engine_jobs:compare_kept", {}, preload=("torch", "torch.distributed"))
-    assert launch(job, lambda event: None) == []
+def test_workers_wires_and_numbers_of_kept_graphs_change_no_bit() -> None:
+    assert run_workers("engine_jobs:compare", 2, {}) == []
 
 
 @pytest.mark.parametrize("remat", REMAT)

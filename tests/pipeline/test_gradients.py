@@ -12,7 +12,7 @@ from gpipe_cli.pipeline.gradients import fill_gradients, squared_norms
 
 @pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.slow)])  # two have one order alone
 def test_the_bits_of_a_sum_over_replicas_do_not_depend_on_a_number_s_place_in_the_tensor(replicas: int) -> None:
-    assert run_workers("replicas_jobs:sums", replicas, {}) == []
+    assert run_workers("group_jobs:sums", replicas, {}) == []
 
 
 def test_a_sparse_gradient_counts_as_a_dense_one() -> None:

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on
-from late_jobs import train_late
+from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on, train_late
 from own_model import WORDS
 from run_files import losses, rows
 from torch import Tensor

@@ -1,0 +1,199 @@
+"""Defines what the workers of a small group do in tests: sums, messages, shared statistics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpipe_cli.distributed.exchange import Exchange, all_gather_json, broadcast_json, gather_json
+from gpipe_cli.launch.context import Context
+from gpipe_cli.micro_batch import Tensors
+from gpipe_cli.optim.sharding import OptimizerShards
+from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
+from gpipe_cli.pipeline.gradients import begin_reduction, reduce_over_replicas, sum_over_replicas
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec
+from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.schedule.instruction import Message
+
+CPU = torch.device("cpu")
+SIZES = (1, 2, 3, 7, 4096, 4099)
+SHAPES = [(7, 5), (5,), (3, 4), (1,), (64, 2)]
+IMAGES = ([3, 3], [3, 2])  # of each replica in two micro-batches
+Found = TypeVar("Found")
+
+
+def joined(context: Context, backend: str | None = None) -> dist.ProcessGroup:
+    """Joins the group of all workers."""
+    context.init_process_group(backend)
+    return cast(dist.ProcessGroup, dist.group.WORLD)
+
+
+def of_all(found: list[Found]) -> list[Found]:
+    """Returns what all workers have found, one worker's after another's."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    return [one for worker in everyone for one in worker]
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# -- sums and values ---------------------------------------------------------------------------------------------------
+
+
+def meet(context: Context, config: dict[str, Any]) -> list[Any]:
+    """Returns every rank's totals of two exchanges over the tree of all ranks, and what passed as JSON."""
+    group, rank = joined(context, config["backend"]), context.rank
+    exchange, totals = Exchange({"own": context.world_size, "all": 1}, group), []
+    for step in range(2):
+        exchange.own["own"][rank] = 0.1 * (rank + step)
+        exchange.own["all"][0] = 1
+        exchange.run()
+        totals.append([*exchange.total["own"].tolist(), *exchange.total["all"].tolist()])
+    passed = [gather_json([rank], group), broadcast_json({"from": rank}, group)]
+    return all_gather_json([totals, passed], group)
+
+
+def sums(context: Context, config: dict[str, Any]) -> list[int]:
+    """Returns the sizes whose sum over replicas has other bits than the sum in the order of the replicas."""
+    group, wrong = joined(context), []
+    for size in SIZES:
+        expected, *others = (drawn(size, seed=rank) for rank in range(group.size()))
+        summed = drawn(size, seed=group.rank())
+        sum_over_replicas(summed, group)
+        for other in others:
+            expected += other
+        wrong += [] if torch.equal(summed, expected) else [size]
+    return wrong
+
+
+def weights(replica: int) -> list[nn.Parameter]:
+    """Returns equal weights on every replica, with gradients of its own; the last is frozen."""
+    made = [nn.Parameter(drawn(*shape, seed=1)) for shape in SHAPES]
+    for weight in made[:-1]:
+        weight.grad = drawn(*weight.shape, seed=replica)
+    return [*made[:-1], made[-1].requires_grad_(False)]
+
+
+def shard(context: Context, config: dict[str, Any]) -> list[str]:
+    """Sums gradients early and divides the optimizer's state; lists what differs from whole sums and states."""
+    group = joined(context)
+    whole, divided = weights(context.rank), weights(context.rank)
+    reduce_over_replicas(whole, group)
+    for finish in [begin_reduction(divided[start : start + 2], group) for start in range(0, len(SHAPES), 2)]:
+        finish()
+    shards = OptimizerShards(divided, group, lambda value: all_gather_json(value, group))
+    everything, share = torch.optim.Adam(whole, lr=0.1), torch.optim.Adam(shards.own, lr=0.1)
+    for _ in range(2):
+        everything.step()
+        share.step()
+        shards.spread()
+    others = shards.state_of_others(share.state, keep=context.rank == 0)
+    found = [f"weight {n}" for n, pair in enumerate(zip(whole, divided, strict=True)) if not torch.equal(*pair)]
+    if context.rank > 0:
+        return [*found, *(f"{len(others)} states kept" for _ in others)]
+    for number, parameter in enumerate(divided):
+        state, expected = {**share.state, **others}.get(parameter, {}), everything.state.get(whole[number], {})
+        equal = all(torch.equal(state[key], value) for key, value in expected.items())
+        found += [] if state.keys() == expected.keys() and equal else [f"state {number}"]
+    return found
+
+
+# -- BatchNorm ---------------------------------------------------------------------------------------------------------
+
+
+def normalised(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Returns outputs, gradients and statistics of a replica; without a group by the joined micro-batches."""
+    norm: Any = defer_batchnorm(nn.BatchNorm2d(5, momentum=0.3), group)
+    found: dict[str, Any] = {}
+    for number, sizes in enumerate(IMAGES):
+        both = drawn(sum(sizes), 5, 4, 4, seed=number) * 3 + 100
+        leaves = (both if group is None else torch.split(both, sizes)[replica].clone()).requires_grad_()
+        outputs = norm(leaves)
+        outputs.pow(3).sum().backward()
+        assert leaves.grad is not None
+        for name, value in (("outputs", outputs.detach()), ("gradient of inputs", leaves.grad)):
+            found[f"{name} {number}"] = torch.split(value, sizes)[replica] if group is None else value
+    for name, parameter in norm.named_parameters():
+        if group is not None:
+            dist.all_reduce(parameter.grad, group=group)
+        found[f"gradient of {name}"] = parameter.grad
+    finish_batchnorm([norm], group)
+    return found | dict(norm.named_buffers())
+
+
+def normalise(context: Context, config: dict[str, Any]) -> list[str]:
+    """Lists what two replicas with shared statistics have other than the joined micro-batches, in float64."""
+    torch.set_default_dtype(torch.float64)
+    found, expected = normalised(context.rank, joined(context)), normalised(context.rank, None)
+    return of_all(
+        [name for name, value in found.items() if not torch.allclose(value, expected[name], rtol=1e-9, atol=1e-10)]
+    )
+
+
+# -- messages through shared memory ------------------------------------------------------------------------------------
+
+
+def channel_of(context: Context) -> Transport:
+    """Connects worker 0, which sends activations, with worker 1, which sends gradients."""
+    group = joined(context)
+    return connect_workers((0, 1), CPU, CPU, (group, group), group)
+
+
+def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
+    return channel.post(Message(direction, 0, number), spec)(0)
+
+
+def messages() -> list[Tensors]:
+    """Returns messages with every sort of tensor; each larger than the one before, then small again."""
+    return [
+        (drawn(3, seed=1),),
+        (drawn(2, 3, 4, 5, seed=2).to(memory_format=torch.channels_last), torch.arange(7)),
+        (drawn(300, 7, seed=3).requires_grad_(), torch.tensor([True, False]), drawn(5, seed=4).bfloat16()),
+        (drawn(1000, 1000, seed=5), torch.zeros(0, 4)),
+        (torch.zeros(0, 4),),
+        (drawn(4, seed=6).double(),),
+    ]
+
+
+def send_both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
+    """Checks that every message arrives unchanged, twice, and does not change when its slot is used again."""
+    channel = channel_of(context)
+    same = []
+    for step, direction in enumerate(("activation", "gradient")):
+        sent = messages()
+        if context.rank == step:
+            for number, tensors in enumerate(sent):
+                channel.send(Message(direction, 0, number), tensors, BoundarySpec.of(tensors))
+        else:
+            got = [take(channel, BoundarySpec.of(tensors), number, direction) for number, tensors in enumerate(sent)]
+            for mine, theirs in zip(sum(sent, ()), sum(got, ()), strict=True):
+                same.append(torch.equal(mine, theirs) and mine.stride() == theirs.stride())
+                same.append(not theirs.requires_grad)
+    return of_all(same)
+
+
+def send_in_a_wrong_order(context: Context, config: dict[str, Any]) -> None:
+    channel = channel_of(context)
+    message = (torch.zeros(3),)
+    if context.rank == 0:
+        channel.send(Message("activation", 0, 7), message, BoundarySpec.of(message))
+        time.sleep(60)
+    take(channel, BoundarySpec.of(message), 6)
+
+
+def kill_beside_receive(context: Context, config: dict[str, Any]) -> None:
+    """Ends worker 1 while worker 0 waits for its gradient."""
+    channel = channel_of(context)
+    dist.barrier()
+    if context.rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")
