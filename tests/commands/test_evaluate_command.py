@@ -130,7 +130,7 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
     words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "figure narrow deep parameters 100 300" in said and "bleu_low 10 18" in said
+    assert "figure narrow deep" in said and "parameters 100 300" in said and "bleu_low 10 18" in said
     assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
     assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 2
 
