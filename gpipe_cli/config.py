@@ -7,9 +7,8 @@ signatures. No torch is imported here, so that the command refuses a wrong value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from math import frexp, log2
 from typing import Annotated, Any, Literal
 
@@ -17,17 +16,17 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
-from gpipe_cli.targets import other_kinds
 from gpipe_cli.typed_section import (
     Count,
     CountOrZero,
     NotNegative,
+    PartAboveZero,
     Positive,
     Seconds,
     Seed,
     Share,
     ShareOrZero,
-    read_fields,
+    read_section,
     read_values,
     shown,
     unknown_key,
@@ -115,9 +114,7 @@ class PipelineConfig:
         if self.workers != "auto":
             return self.workers
         most = min(self.K, len(self.devices or ()) or room)
-        if "K" in self.auto:
-            return most
-        if self.schedule != "interleaved_1f1b":
+        if "K" in self.auto or self.schedule != "interleaved_1f1b":
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
 
@@ -269,6 +266,27 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+class SamplingSettings:
+    """Describes how gpipe-generate chooses tokens; its command line gives the values.
+
+    Attributes:
+        length: tokens after which a continuation ends anyway.
+        temperature: divides the logits; 0: the most probable token, without a draw.
+        top_k: of so many most probable tokens one is drawn; None: of all.
+        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
+        seed: of the draws.
+        samples: continuations of each prompt.
+    """
+
+    length: Annotated[int, Field(ge=1, le=65_536)] = 64
+    temperature: NotNegative = 1.0
+    top_k: Count | None = None
+    top_p: PartAboveZero = 1.0
+    seed: Seed = 0
+    samples: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+@dataclass(frozen=True)
 class Settings:
     """Holds the whole configuration; the sections of `FREE_FORM` are plain dictionaries."""
 
@@ -299,60 +317,51 @@ class Settings:
         return self.verification
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Settings:
+    def from_config(cls, config: Mapping[str, Any], found: Problems | None = None) -> Settings:
         """Checks a resolved configuration and converts its values.
+
+        Args:
+            found: problems found before; they are told together.
 
         Raises:
             ConfigurationError: it has one line for each wrong key or value.
         """
-        return cls.read(config, Problems())
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], problems: Problems, checks: Checks = ()) -> Settings:
-        """Checks a resolved configuration as `from_config`.
-
-        Args:
-            problems: found before; they are told together.
-            checks: further ones, of right values.
-
-        Raises:
-            ConfigurationError: it has one line for each problem.
-        """
+        problems = Problems(found or ())
         problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
-        values: dict[str, Any] = {"verification": None, **read_values(TOP_LEVEL, config, "", problems)}
+        values: dict[str, Any] = read_values(TOP_LEVEL, config, "", problems)
         for section in filter(config.__contains__, FREE_FORM):
             values[section] = _read_target(section, config[section], problems)
-        kinds = {**TYPED, "verify": VerifyConfig} if "verify" in config else TYPED
-        sections = {name: config[name] for name in kinds if name in config}
-        if isinstance(pipeline := sections.get("pipeline"), Mapping):
-            auto = [key for key in BEFORE_CHOICE if pipeline.get(key) == "auto"]
-            sections["pipeline"] = {**pipeline, **{key: BEFORE_CHOICE[key] for key in auto}, "auto": auto}
-        typed = {name: read_fields(kinds[name], section, name, problems) for name, section in sections.items()}
+        kinds = {**TYPED, "verify": VerifyConfig}
+        for name in filter(config.__contains__, kinds):
+            with problems.collected():
+                values[name] = read_section(kinds[name], _before_choice(name, config[name]), name)
         problems.refuse()
-        made = {name: kinds[name](**fitting) for name, fitting in typed.items()}
-        values["verification"] = made.pop("verify", None)
-        settings = cls(**values, **made)
-        problems += [problem for check in (_of_pipeline, _of_run, *checks) for problem in check(settings)]
-        problems.refuse()
+        settings = cls(verification=values.pop("verify", None), **values)
+        Problems([*_of_pipeline(settings), *_of_run(settings)]).refuse()
         return settings
 
 
+def _before_choice(name: str, section: Any) -> Any:
+    """Returns the section; of pipeline with `BEFORE_CHOICE` where a key is auto, and these keys in `auto`."""
+    if name != "pipeline" or not isinstance(section, Mapping):
+        return section
+    auto = [key for key in BEFORE_CHOICE if section.get(key) == "auto"]
+    return {**section, **{key: BEFORE_CHOICE[key] for key in auto}, "auto": auto}
+
+
 def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
-    if not isinstance(values, Mapping):
-        problems.append(f"{section} must be a section with keys, not {shown(values)}")
-        return {}
-    target = values.get("_target_")
-    if not isinstance(target, str) or not target.strip("."):
+    target = values.get("_target_") if isinstance(values, Mapping) else values
+    if not isinstance(target, str) or not target.strip(".") or target is values:
         problems.append(
             f"{section}._target_={shown(target)}: use the dotted name of what to call, "
             f"as {section}._target_=my_module.my_{section}"
         )
-    hints = OPTIMIZER if str(target).startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+        return {}
+    hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 
-Checks = tuple[Callable[[Settings], Iterable[str]], ...]
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
     **dict.fromkeys(("lr", "weight_decay", "momentum"), NotNegative),
@@ -373,27 +382,37 @@ SECTIONS = (*TOP_LEVEL, *FREE_FORM, *TYPED)
 
 def known_keys() -> list[str]:
     """Returns every key of the typed sections and of the top level, dotted."""
-    return [*SECTIONS, *(key for section, kind in TYPED.items() for key in keys_of(section, kind))]
+    return [*SECTIONS, *(f"{section}.{field.name}" for section, kind in TYPED.items() for field in fields(kind))]
 
 
-def keys_of(section: str, kind: type) -> list[str]:
-    """Returns the keys of one section, dotted."""
-    return [f"{section}.{field.name}" for field in fields(kind)]
+# -- what our own targets are for: a user's own may be for anything --------------------------------------------------
 
+KINDS = {
+    "gpipe_cli.models.transformer.transformer": "translation",
+    "gpipe_cli.data.cldr.source.TranslationSource": "translation",
+    "gpipe_cli.data.parallel.source.ParallelTextSource": "translation",
+    "gpipe_cli.tasks.translation.TranslationTask": "translation",
+    "gpipe_cli.models.transformer_lm.transformer_lm": "text",
+    "gpipe_cli.data.cldr.source.TextSource": "text",
+    "gpipe_cli.data.text.source.TextFilesSource": "text",
+    "gpipe_cli.tasks.language_model.LanguageModelTask": "text",
+    "gpipe_cli.models.amoebanet.amoebanet": "images",
+    "gpipe_cli.data.images.digits.DigitsSource": "images",
+    "gpipe_cli.data.images.source.ImageSource": "images",
+    "gpipe_cli.tasks.classification.ClassificationTask": "images",
+}
 
 # -- relations between keys --------------------------------------------------------------------------------------------
 
 
 def _of_pipeline(settings: Settings) -> Iterator[str]:
-    yield from other_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
+    yield from _of_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
     pipeline, size = settings.pipeline, settings.data.get("batch_size")
     K, M, replicas, workers, sizes = pipeline.K, pipeline.M, pipeline.replicas, pipeline.workers, pipeline.partition
     if isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
-        needs = f"pipeline.M={M}" + (f" × pipeline.replicas={replicas}" if replicas > 1 else "")
-        lower = f"pipeline.M<={size // replicas}" if size >= replicas else f"pipeline.replicas<={size}"
         yield (
-            f"{needs} needs {M * replicas} examples in a mini-batch but data.batch_size={size}: "
-            f"use data.batch_size>={M * replicas} or {lower}"
+            f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples in a mini-batch but "
+            f"data.batch_size={size}: use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"
         )
     if workers != "auto" and workers > K:
         yield (
@@ -405,21 +424,12 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
             f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
             f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}"
         )
-    if not isinstance(sizes, str) and len(sizes) != K:
-        yield (
-            f"pipeline.partition={shown(sizes)} has {len(sizes)} sizes but pipeline.K={K}: "
-            f"give one size per cell, or use pipeline.K={len(sizes)}"
-        )
-    if isinstance(pipeline.keep, list) and len(pipeline.keep) != K:
-        yield (
-            f"pipeline.keep={shown(pipeline.keep)} has {len(pipeline.keep)} numbers but pipeline.K={K}: "
-            "give one number per cell, or one for all"
-        )
-    if settings.launch.inline and (workers not in ("auto", 1) or replicas > 1):
-        yield (
-            "launch.inline=true runs one worker inside the command: "
-            "use pipeline.workers=1 pipeline.replicas=1 (pipeline.K can stay)"
-        )
+    for key, given in (("partition", sizes), ("keep", pipeline.keep)):
+        if isinstance(given, list) and len(given) != K:
+            yield (
+                f"pipeline.{key}={shown(given)} has {len(given)} numbers but pipeline.K={K}: "
+                f"give one for each cell, or use pipeline.K={len(given)}"
+            )
 
 
 def _of_run(settings: Settings) -> Iterator[str]:
@@ -439,10 +449,15 @@ def _of_run(settings: Settings) -> Iterator[str]:
             f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} "
             "resumes one, which has its own weights: leave out one of them"
         )
-    known = known_keys()
-    for pattern in checkpoint.allow_changes:
-        section = pattern.partition(".")[0]
-        if not any(fnmatchcase(key, pattern if section in TYPED else section) for key in known):
-            yield f"checkpoint.allow_changes: {unknown_key(pattern, known)}"
     if scale is not None and frexp(scale)[0] != 0.5:
         yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
+
+
+def _of_kinds(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line if the sections model, data and task are for different things."""
+    kinds = {name: KINDS[values["_target_"]] for name, values in sections.items() if values.get("_target_") in KINDS}
+    if kinds.get("task") == "text" and "translation" in kinds.values():
+        del kinds["task"]  # the loss of a translation's target side
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"{name} is for {kind}" for name, kind in kinds.items())
+        yield f"{said}: all must be for the same; model=… brings the data and the task that fit it"

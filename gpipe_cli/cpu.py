@@ -86,8 +86,12 @@ def _within_limits(memory: int | None) -> int | None:
 
 
 @contextmanager
-def torch_threads(threads: int | None) -> Iterator[None]:
-    """Sets torch's threads inside operations for the block, if torch is loaded; None leaves its own choice."""
+def as_worker(threads: int | None) -> Iterator[None]:
+    """Computes as a worker of a pipeline does: with this many threads, and keeping freed memory from now on.
+
+    None leaves torch's own choice of threads, and so does a process without torch.
+    """
+    keep_freed_memory()
     if threads is None or "torch" not in sys.modules:
         yield
         return
@@ -99,14 +103,6 @@ def torch_threads(threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def as_worker(threads: int | None) -> Iterator[None]:
-    """Computes as a worker of a pipeline does: with this many threads, and keeping freed memory from now on."""
-    keep_freed_memory()
-    with torch_threads(threads):
-        yield
 
 
 def keep_freed_memory() -> None:

@@ -76,16 +76,11 @@ def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] |
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
-    rows: list[dict[str, Any]] = []
-    damaged: list[int] = []
-    if path.is_file():
-        with path.open("rb") as file:
-            for number, (_, row) in enumerate(json_lines(file), 1):
-                if row is None:
-                    damaged.append(number)
-                else:
-                    rows.append(row)
-    return rows, damaged
+    if not path.is_file():
+        return [], []
+    with path.open("rb") as file:
+        found = [row for _, row in json_lines(file)]
+    return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
 
 
 def skipped(path: Path, damaged: Sequence[int]) -> str:
@@ -115,14 +110,10 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 def room(path: Path) -> str:
     """Returns the bytes and files that still fit where ``path`` is, or should be, for a message."""
-    for place in (path.absolute(), *path.absolute().parents):
-        try:
-            free = os.statvfs(place)
-        except OSError:
-            continue
-        files = f", {free.f_favail:,} files" if free.f_files else ""
-        return f"room left: {free.f_bavail * free.f_frsize / 1e6:,.1f} MB{files}"
-    return "room left: unknown"
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    free = os.statvfs(place)
+    files = f", {free.f_favail:,} files" if free.f_files else ""
+    return f"room left: {free.f_bavail * free.f_frsize / 1e6:,.1f} MB{files}"
 
 
 def explain(error: BaseException) -> str | None:

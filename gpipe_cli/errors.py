@@ -44,13 +44,9 @@ class Problems(list[str]):
             self.append(str(error))
 
     def refuse(self) -> None:
-        """Raises `error` if there are any."""
+        """Raises a ConfigurationError with a line for each message, each once, if there are any."""
         if self:
-            raise self.error()
-
-    def error(self) -> ConfigurationError:
-        """Returns the error with a line for each message, each once."""
-        return ConfigurationError("\n".join(dict.fromkeys(self)))
+            raise ConfigurationError("\n".join(dict.fromkeys(self)))
 
 
 def visible(text: str) -> str:

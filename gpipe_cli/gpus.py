@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 NVIDIA_SMI_SECONDS = 20.0
@@ -14,22 +16,16 @@ _NAMED = re.compile(r"(GPU|MIG)-.+")
 
 def count_gpus() -> int:
     """Returns how many GPUs CUDA programs see: those of CUDA_VISIBLE_DEVICES that the driver has."""
-    present = _installed_gpus()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present, visible = _installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
-    seen = 0
-    for name in visible.split(","):
-        if not _is_valid(name.strip(), present):  # as -1, or the NoDevFiles that Slurm gives to a job without GPUs
-            break  # CUDA ignores the entries after an invalid one
-        seen += 1
-    return min(present, seen)
+    # CUDA ignores what follows an invalid entry, as -1, or the NoDevFiles that Slurm gives to a job without GPUs.
+    names = (name.strip() for name in visible.split(","))
+    valid = takewhile(lambda name: int(name) < present if name.isdecimal() else _NAMED.fullmatch(name), names)
+    return min(present, sum(1 for _ in valid))
 
 
-def _is_valid(name: str, present: int) -> bool:
-    return int(name) < present if name.isdecimal() else _NAMED.fullmatch(name) is not None
-
-
+@cache
 def _installed_gpus() -> int:
     if program := shutil.which("nvidia-smi"):
         try:

@@ -34,10 +34,7 @@ class Owner(NamedTuple):
 def announce(builders: Iterable[LayerBuilder]) -> None:
     """Tells builders that this process will build their layers, so that they need not make the weights of others."""
     for builder in builders:
-        getattr(builder.build, "announce", _nothing)()
-
-
-def _nothing() -> None: ...
+        getattr(builder.build, "announce", lambda: None)()
 
 
 @dataclass(frozen=True)

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 Memory: TypeAlias = "bytearray | memoryview | mmap"
+T = TypeVar("T")
 
 FIELDS = ("step", "cell", "layer", "micro_batch", "instruction")
-_NUMBER = struct.Struct("q")
 
 
-class _Number:
-    """Keeps a number in the memory of a `Position`, plus one: 0, as in new memory, stands for none."""
+class _Field(Generic[T]):
+    """Keeps a value in the memory of a `Position`, as a text of at most so many bytes; an empty one stands for None."""
 
-    def __init__(self, offset: int) -> None:
-        self._offset = offset
+    def __init__(self, offset: int, size: int, kind: Callable[[str], T]) -> None:
+        self._place, self._size, self._kind = slice(offset, offset + size), size, kind
 
-    def __get__(self, position: Position, _: type | None = None) -> int | None:
-        number: int = _NUMBER.unpack_from(position.memory, self._offset)[0]
-        return number - 1 if number else None
+    def __get__(self, position: Position, _: type | None = None) -> T | None:
+        content = bytes(position.memory[self._place]).rstrip(b"\0")
+        return self._kind(content.decode(errors="replace")) if content else None
 
-    def __set__(self, position: Position, value: int | None) -> None:
-        _NUMBER.pack_into(position.memory, self._offset, 0 if value is None else value + 1)
-
-
-class _Text:
-    """Keeps a text of at most so many bytes; an empty one stands for none."""
-
-    def __init__(self, offset: int, size: int) -> None:
-        self._offset, self._form = offset, struct.Struct(f"{size}s")
-
-    def __get__(self, position: Position, _: type | None = None) -> str | None:
-        content: bytes = self._form.unpack_from(position.memory, self._offset)[0]
-        return content.rstrip(b"\0").decode(errors="replace") or None
-
-    def __set__(self, position: Position, value: str | None) -> None:
-        self._form.pack_into(position.memory, self._offset, (value or "").encode())
+    def __set__(self, position: Position, value: T | None) -> None:
+        content = b"" if value is None else str(value).encode()[: self._size]
+        position.memory[self._place] = content.ljust(self._size, b"\0")
 
 
 class Position:
@@ -58,10 +44,10 @@ class Position:
         instruction: the kind of instruction that runs, or other work such as "reading the next mini-batch".
     """
 
-    SIZE = 328
+    SIZE = 364
 
-    step, cell, micro_batch = _Number(0), _Number(8), _Number(16)
-    instruction, layer = _Text(24, 104), _Text(128, 200)
+    step, cell, micro_batch = _Field(0, 20, int), _Field(20, 20, int), _Field(40, 20, int)
+    instruction, layer = _Field(60, 104, str), _Field(164, 200, str)
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = bytearray(self.SIZE) if memory is None else memory

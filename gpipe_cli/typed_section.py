@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from gpipe_cli.errors import Problems
+from gpipe_cli.errors import ConfigurationError, Problems
 
 T = TypeVar("T")
 LONGEST_SHOWN = 60  # characters of a wrong value in a message
@@ -59,26 +59,17 @@ def read_section(kind: type[T], values: object, prefix: str) -> T:
     Raises:
         ConfigurationError: it has one line for each key that is unknown, missing or has a wrong value.
     """
-    problems = Problems()
-    fitting = read_fields(kind, values, prefix, problems)
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"{prefix} must be a section with keys, not {shown(values)}")
+    hints, dot = get_type_hints(kind, include_extras=True), f"{prefix}." if prefix else ""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    problems = Problems(
+        unknown_key(f"{dot}{key}", [dot + each for each in names]) for key in values if key not in names
+    )
+    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
+    fitting = read_values({name: hints[name] for name in names}, values, dot, problems)
     problems.refuse()
     return kind(**fitting)
-
-
-def read_fields(kind: type, values: object, prefix: str, problems: Problems) -> dict[str, Any]:
-    """Returns the values that fit the fields of a dataclass, as `read_section` checks them.
-
-    Args:
-        problems: gets one line for each key that is unknown, missing or has a wrong value.
-    """
-    if not isinstance(values, Mapping):
-        problems.append(f"{prefix} must be a section with keys, not {shown(values)}")
-        return {}
-    hints, dot = get_type_hints(kind, include_extras=True), f"{prefix}." if prefix else ""
-    names = [field.name for field in fields(kind)]
-    problems += [unknown_key(f"{dot}{key}", [dot + name for name in names]) for key in values if key not in names]
-    problems += [f"{dot}{name} is missing: every key of {prefix} needs a value" for name in names if name not in values]
-    return read_values({name: hints[name] for name in names}, values, dot, problems)
 
 
 def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str, problems: Problems) -> dict[str, Any]:
@@ -105,7 +96,6 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 def _in_words(error: ValidationError, hint: Any) -> str:
     """Returns what a value should be: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
-    told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
     told += ["Input should be null"] if type(None) in get_args(hint) else []
     return " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ").removeprefix("Input ")
 
@@ -116,28 +106,21 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if near := nearest(key, names):
         return f"there is no key {key}; did you mean {' or '.join(near)}?"
     section = key.rpartition(".")[0]
-    siblings = [name for name in names if name.rpartition(".")[0] == section]
-    if section and siblings:
-        return f"there is no key {key}; {section} has: {', '.join(name.rpartition('.')[2] for name in siblings)}"
-    return f"there is no key {key}; sections and keys: {', '.join(dict.fromkeys(n.partition('.')[0] for n in names))}"
+    there = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
+    there = there or list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return f"there is no key {key}; {section or 'here'} has: {', '.join(there)}"
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Returns at most three of ``known`` that look like ``word``; a difference of case alone is nearest of all.
+    """Returns at most three of ``known`` that look like ``word``, whatever the case of their letters.
 
     In a section that exists, only its own keys count, compared by their last part: a long section name would make them
     all look alike.
     """
     names = {name.lower(): name for name in known}
-    lowered = word.lower()
-    if lowered in names:
-        return [names[lowered]]
-    section, _, last = lowered.rpartition(".")
+    section, _, last = word.lower().rpartition(".")
     siblings = {name.rpartition(".")[2]: names[name] for name in names if name.rpartition(".")[0] == section}
-    if siblings:
-        return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
-    as_deep = [name for name in names if name.count(".") == word.count(".")]
-    return [names[near] for near in difflib.get_close_matches(lowered, as_deep, n=3, cutoff=0.75)]
+    return [siblings[near] for near in difflib.get_close_matches(last, siblings, n=3, cutoff=0.6)]
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -166,6 +149,4 @@ def typed(value: object) -> str:
         return "[" + ",".join(typed(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{typed(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, int) and abs(value) >= 10**300:
-        return "(hundreds of digits)"
     return str(value)

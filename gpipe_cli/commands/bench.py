@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,10 +17,8 @@ from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
-from gpipe_cli.terminal.help import conf_folder
+from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.text import duration
-from gpipe_cli.terminal.words import read_words
 from gpipe_cli.typed_section import read_section
 
 HELP = """\
@@ -43,13 +42,12 @@ MAKERS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a measurement failed, 2 for a wrong call."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-bench", words, lambda: HELP + keys_text(), lambda: run(parse(words)), needs_words=True)
+    return run_command("gpipe-bench", arguments, HELP + keys_text(), lambda words: run(parse(words)), needs_words=True)
 
 
 def keys_text() -> str:
     """Returns every key with its default and meaning, as in conf/bench.yaml."""
-    lines = (conf_folder() / "bench.yaml").read_text(encoding="utf-8").splitlines()
+    lines = files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8").splitlines()
     return "\n".join(f"    {line}".rstrip() for line in lines if not line.startswith("#")).strip("\n") + "\n"
 
 
@@ -59,7 +57,7 @@ def parse(words: Sequence[str]) -> BenchOptions:
     Raises:
         ConfigurationError: a key is unknown, a value does not fit, or the table is missing.
     """
-    values: dict[str, Any] = yaml.safe_load((conf_folder() / "bench.yaml").read_text(encoding="utf-8"))
+    values: dict[str, Any] = yaml.safe_load(files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8"))
     hints = get_type_hints(BenchOptions, include_extras=True)
     options = read_section(BenchOptions, {**values, **read_words(words, hints, runs=False, overrides=False).own}, "")
     if options.table is None:

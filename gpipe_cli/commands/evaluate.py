@@ -1,25 +1,4 @@
-"""Implements ``gpipe-eval``: evaluates the checkpoint of a run, and compares evaluated runs. No torch."""
-
-from __future__ import annotations
-
-import json
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import zip_longest
-from pathlib import Path
-from typing import Any, Literal
-
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.svg import Curve, Drawing, plot, running_means
-from gpipe_cli.terminal.command import run_command, show
-from gpipe_cli.terminal.document import Document, Grid, Picture
-from gpipe_cli.terminal.text import text_table
-from gpipe_cli.terminal.words import read_words
-
-HELP = """\
-gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
+"""gpipe-eval: evaluates a checkpoint as its run did after the last step, and compares runs.
 
     gpipe-eval RUN                                          its newest checkpoint
     gpipe-eval RUN step=best split=test pipeline.K=4
@@ -38,21 +17,37 @@ baseline=[RUNS]   bilingual runs: the page also shows the differences to them
 
 Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.workers (the figures stay the same),
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
-"""
-OWN = {**dict.fromkeys(("checkpoint", "step", "output", "trust"), str), "split": Literal["dev", "test"]}
+"""  # --help prints this
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.svg import Curve, Drawing, plot, running_means
+from gpipe_cli.terminal.command import read_words, run_command, show
+from gpipe_cli.terminal.document import Document, Grid, Picture
+from gpipe_cli.terminal.text import text_table
+
+OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
-EXAMPLE = "gpipe-eval checkpoint=runs/NAME"
-COMPARE_EXAMPLE = "gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]"
-LEVEL_COLUMNS = ("resource", "model", "parameters", "languages", "BLEU")
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a worker failed, 2 for a wrong call, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command("gpipe-eval", arguments, __doc__, _run, needs_words=True)
+
+
+def _run(words: Sequence[str]) -> int:
     is_comparison = any(word.startswith(("compare=", "baseline=")) for word in words)
-    work = partial(compare if is_comparison else evaluate, words)
-    return run_command("gpipe-eval", words, HELP, work, needs_words=True)
+    return compare(words) if is_comparison else evaluate(words)
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -63,20 +58,20 @@ def evaluate(words: Sequence[str]) -> int:
         WorkerFailed: a worker failed.
     """
     from gpipe_cli.jobs.job import EntryPoint, launch_program
-    from gpipe_cli.jobs.record import require_writable
     from gpipe_cli.jobs.reopen import open_run
+    from gpipe_cli.jobs.run_directory import require_writable
     from gpipe_cli.terminal.console import Console
 
     line = read_words(words, OWN)
     split = line.own.get("split", "dev")
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
-    run = open_run(line.run(EXAMPLE), overrides, line.own.get("step", "last"), line.own.get("trust", ""))
+    run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ()))
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
     folder = Path(line.own.get("output", default))
     require_writable("output", folder)
     name = run.prepared.settings.name or run.info.run_dir.name
     about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}
-    config = {"settings": run.config, "checkpoint": str(run.info.path.absolute()), "about": about}
+    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
         for warning in run.warnings:
@@ -88,48 +83,29 @@ def evaluate(words: Sequence[str]) -> int:
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
-    """Returns the report as tables: all figures, BLEU by resource level and script, BLEU of every language."""
-    numbers = report["numbers"]
-    lines = [text_table(["figure", "value"], [[name, value] for name, value in numbers.items() if "/" not in name])]
+    """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
+    from gpipe_cli.metrics.translation_scores import languages_of
+
+    numbers, sizes = report["numbers"], report["sizes"]
+    lines = [figures_table([report]).text()]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
     if mistakes := report["mistakes"]:
         lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
-    levels = level_rows([report])
-    if levels:
-        lines += ["", text_table(LEVEL_COLUMNS, levels)]
-        lines += ["", text_table(["language", "pairs", "BLEU"] * 3, language_rows(report))]
+    if languages := [[code, sizes.get(code), f"{bleu:.1f}"] for code, bleu in languages_of(numbers).items()]:
+        third = -(-len(languages) // 3)
+        thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
+        rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 3)]
+        lines += ["", text_table(["language", "pairs", "BLEU"] * 3, rows)]
     return lines
 
 
-def level_rows(reports: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    """Returns a row for each resource level and report: name, parameters, number of languages, BLEU."""
-    from gpipe_cli.metrics.translation_scores import LEVELS
-
-    return [
-        [level, report["name"], report["parameters"], len(_languages(report, level)), f"{bleu:.1f}"]
-        for level in LEVELS
-        for report in reports
-        if (bleu := report["numbers"].get(f"bleu_{level}")) is not None
-    ]
-
-
-def language_rows(report: Mapping[str, Any]) -> list[list[object]]:
-    """Returns rows with the three levels side by side: language, pairs, BLEU; by falling number of pairs."""
-    from gpipe_cli.metrics.translation_scores import LEVELS, languages_of
-
-    scores, sizes = languages_of(report["numbers"]), report["sizes"]
-    columns = [[[code, sizes[code], f"{scores[code]:.1f}"] for code in _languages(report, level)] for level in LEVELS]
-    return [[value for cell in row for value in cell] for row in zip_longest(*columns, fillvalue=[""] * 3)]
-
-
-def _languages(report: Mapping[str, Any], level: str) -> list[str]:
-    """Returns the languages of one resource level."""
-    from gpipe_cli.metrics.translation_scores import languages_of, resource_levels
-
-    scores, sizes = languages_of(report["numbers"]), report["sizes"]
-    levels = resource_levels({code: sizes[code] for code in scores if code in sizes})
-    return [code for code in scores if levels.get(code) == level]
+def figures_table(reports: Sequence[Mapping[str, Any]]) -> Grid:
+    """Returns a table of parameters and all figures but single languages, a column for each report."""
+    figures = [{"parameters": report["parameters"], **report["numbers"]} for report in reports]
+    names = dict.fromkeys(name for found in figures for name in found if not name.startswith("bleu/"))
+    columns = ["figure", *(str(report["name"]) for report in reports)]
+    return Grid(columns, [[name, *(found.get(name) for found in figures)] for name in names])
 
 
 # -- comparing evaluated runs ------------------------------------------------------------------------------------------
@@ -141,22 +117,28 @@ def compare(words: Sequence[str]) -> int:
     Raises:
         ConfigurationError: a word is wrong, a run has not been evaluated, or evaluations cannot be compared.
     """
-    from gpipe_cli.jobs.record import require_writable
+    from gpipe_cli.jobs.run_directory import require_writable
     from gpipe_cli.metrics.translation_scores import languages_of
 
     given = read_words(words, COMPARED, runs=False, overrides=False).own
     runs, baselines, output = given.get("compare"), given.get("baseline", []), Path(given.get("output", "comparison"))
     if not runs:
-        raise ConfigurationError(f"compare= names no run; for example: {COMPARE_EXAMPLE}")
+        raise ConfigurationError("compare= names no run; for example: gpipe-eval compare=[RUN1,RUN2] baseline=[RUN3]")
     reports, single = ([read_report(path) for run in given for path in expand(run)] for given in (runs, baselines))
     require_alike([*reports, *single])
     name_apart(reports)
     require_writable("output", output)
     scores = {str(report["name"]): languages_of(report["numbers"]) for report in reports}
     sizes = {code: size for report in reports for code, size in report["sizes"].items()}
-    tables, pictures = [Grid(LEVEL_COLUMNS, level_rows(reports))], [_draw_languages(scores, sizes)]
+    tables, pictures = [figures_table(reports)], [_draw_languages(scores, sizes)]
     if single:
-        bleu = {code: value for report in single for code, value in _one_language(report).items()}
+        bleu: dict[str, float] = {}
+        for report in single:
+            if len(found := languages_of(report["numbers"])) != 1:
+                raise ConfigurationError(
+                    f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs"
+                )
+            bleu |= found
         tables.append(_difference_table(scores, sizes, bleu))
         pictures.append(_draw_languages(scores, sizes, bleu))
     page = Document("Translation quality", [*tables, *(Picture(str(drawing)) for drawing in pictures)])
@@ -204,12 +186,8 @@ def read_report(path: Path) -> dict[str, Any]:
     found = [path / REPORT] if (path / REPORT).is_file() else reports
     if not found:
         raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
-    try:
-        report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
-        names = list(report["numbers"])
-    except (ValueError, KeyError) as error:
-        raise ConfigurationError(f"{found[-1]} is no report of gpipe-eval ({error}): evaluate again") from error
-    if not any(name.startswith("bleu/") for name in names):
+    report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+    if not any(name.startswith("bleu/") for name in report["numbers"]):
         raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
     return {**report, "folder": str(found[-1].parent)}
 
@@ -243,15 +221,6 @@ def _difference_table(
         differences = [f"{of[code] - baselines[code]:+.1f}" if code in of else None for of in scores.values()]
         rows.append([code, sizes.get(code), f"{baselines[code]:.1f}", *differences])
     return Grid(["language", "pairs", "bilingual", *scores], rows)
-
-
-def _one_language(report: Mapping[str, Any]) -> dict[str, float]:
-    from gpipe_cli.metrics.translation_scores import languages_of
-
-    found = languages_of(report["numbers"])
-    if len(found) != 1:
-        raise ConfigurationError(f"baseline: {report['folder']} is of {len(found)} languages; give bilingual runs")
-    return found
 
 
 if __name__ == "__main__":

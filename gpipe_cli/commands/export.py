@@ -1,20 +1,4 @@
-"""Implements ``gpipe-export``: writes the weights of a checkpoint as one plain state_dict."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-
-from gpipe_cli.checkpoint.files import CheckpointInfo, choose, with_suffix
-from gpipe_cli.disk import writing
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command, show, to_stderr
-from gpipe_cli.terminal.words import read_words
-
-HELP = """\
-gpipe-export: writes the weights of a checkpoint as one plain state_dict.
+"""gpipe-export: writes the weights of a checkpoint as one plain state_dict.
 
     gpipe-export RUN                                                  writes RUN/model.safetensors
     gpipe-export RUN step=best output=best.safetensors
@@ -30,15 +14,25 @@ Weights and buffers are named <layer name>.<parameter>, in model order; optimize
     weights = safetensors.torch.load_file("model.safetensors")
     model = torch.nn.Sequential(OrderedDict((layer.name, layer.build()) for layer in layers))
     model.load_state_dict(weights)
-"""
+"""  # --help prints this
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose, with_suffix
+from gpipe_cli.disk import writing
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import read_words, run_command, show, to_stderr
+
 OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
-EXAMPLE = "gpipe-export checkpoint=RUN output=model.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0; 1 for a file that cannot be written; 2 for a wrong call."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-export", words, HELP, partial(_run, words), needs_words=True)
+    return run_command("gpipe-export", arguments, __doc__, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -46,7 +40,7 @@ def _run(words: Sequence[str]) -> int:
     output = Path(line.own.get("output", "model.safetensors"))
     if output.suffix != ".safetensors":
         raise ConfigurationError(f"output={output}: the name must end in .safetensors")
-    info, warnings = choose(Path(line.run(EXAMPLE)).expanduser(), line.own.get("step", "last"))
+    info, warnings = choose(Path(line.run("gpipe-export")).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
         output = info.run_dir / output
     if output.exists() and not line.own.get("overwrite"):

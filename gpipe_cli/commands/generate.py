@@ -1,35 +1,4 @@
-"""Implements ``gpipe-generate``: continues prompts with the language model of a run. It never imports torch itself."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
-
-from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command
-from gpipe_cli.terminal.words import read_words
-from gpipe_cli.typed_section import Count, NotNegative, PartAboveZero, Seed
-
-if TYPE_CHECKING:
-    from gpipe_cli.jobs.reopen import Reopened
-
-EXAMPLE = "gpipe-generate checkpoint=RUN prompt='Once upon a time'"
-SAMPLING: dict[str, Any] = {
-    "length": Annotated[int, Field(ge=1, le=65_536)],
-    "temperature": NotNegative,
-    "top_k": Count,
-    "top_p": PartAboveZero,
-    "seed": Seed,
-    "samples": Annotated[int, Field(ge=1, le=1024)],
-}
-OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool, **SAMPLING}
-HELP = """\
-gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
+"""gpipe-generate: continues texts with the language model of a run, in cells on workers as in training.
 
     gpipe-generate RUN prompt='Once upon a time'
     gpipe-generate RUN temperature=0 < beginnings.txt > texts.txt
@@ -51,41 +20,51 @@ seed=0            of the draws: the same seed gives the same texts, in any numbe
 samples=1         texts for each beginning
 
 Any key of the run can be typed too, such as pipeline.K=4: any number of cells fits any checkpoint.
-"""
+"""  # --help prints this
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from gpipe_cli.commands.lines import OWN, answer_lines, line_config
+from gpipe_cli.config import SamplingSettings
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import read_words, run_command
+
+if TYPE_CHECKING:
+    from gpipe_cli.jobs.reopen import Reopened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-generate", words, HELP, partial(_generate, words), needs_words=True)
+    return run_command("gpipe-generate", arguments, __doc__, _generate, needs_words=True)
 
 
 def _generate(words: Sequence[str]) -> int:
     prompt = next((word.partition("=")[2] for word in words if word.startswith("prompt=")), None)
-    line = read_words([word for word in words if not word.startswith("prompt=")], OWN)
+    of_sampling = get_type_hints(SamplingSettings, include_extras=True)
+    line = read_words([word for word in words if not word.startswith("prompt=")], {**OWN, **of_sampling})
     if prompt is not None and "input" in line.own:
         raise ConfigurationError("prompt= is one beginning, input= a file of them: leave out one of the two")
-    run = open_for_lines(line, EXAMPLE)
-    sampling = {key: line.own[key] for key in SAMPLING if key in line.own}
-    config = {**worker_config(run), "sampling": {"length": 64, **sampling}}
-    if prompt is not None:
-        config["prompt"] = prompt  # it may be empty, and may look like a number
-    result, writer = answer_lines("gpipe_cli.inference.generate:main", config, line.own)
-    writer.print_end(result)
-    return 0
+    sampling = {key: value for key, value in line.own.items() if key in of_sampling}
+    entry = "gpipe_cli.inference.lines:generate"
+    return answer_lines("gpipe-generate", line, entry, partial(worker_config, sampling=sampling), prompt)
 
 
-def worker_config(run: Reopened) -> dict[str, Any]:
+def worker_config(run: Reopened, sampling: dict[str, Any]) -> dict[str, Any]:
     """Returns the workers' configuration; see `line_config`.
 
     Raises:
         ConfigurationError: the run's model translates, or there is more than one replica.
     """
-    data = run.config["data"]
-    if run.config["task"].get("generation"):
+    data = run.prepared.config["data"]
+    if run.prepared.config["task"].get("generation"):
         raise ConfigurationError(f"{run.info.run_dir} translates, it does not continue texts: use gpipe-translate")
     keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
-    return line_config(run, "gpipe-generate", "PromptSource", **keys)
+    return {**line_config(run, "gpipe-generate", "PromptSource", **keys), "sampling": sampling}
 
 
 if __name__ == "__main__":

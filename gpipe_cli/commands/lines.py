@@ -1,4 +1,4 @@
-"""Passes lines to workers that answer them, and prints the answers; imports no torch."""
+"""Opens a run whose workers answer lines, passes the lines to them and prints the answers; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,72 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.terminal.command import to_stderr as say  # standard output holds answers only
+from gpipe_cli.terminal.text import duration, plural
 
 if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
-    from gpipe_cli.terminal.words import Words
+    from gpipe_cli.terminal.command import Words
+
+OWN: dict[str, Any] = {
+    **dict.fromkeys(("checkpoint", "step", "input", "output"), str),
+    "trust": list[str],
+    "scores": bool,
+}
 
 
-def open_for_lines(line: Words, example: str) -> Reopened:
-    """Opens the run that a command line names, and says what it found.
+def answer_lines(
+    command: str,
+    line: Words,
+    entry: str,
+    configure: Callable[[Reopened], dict[str, Any]],
+    prompt: str | None = None,
+) -> int:
+    """Runs workers that answer the lines of the input, or one prompt; returns the exit code.
+
+    Args:
+        line: with values of `OWN`.
+        entry: of the workers.
+        configure: makes their configuration, without the input.
 
     Raises:
-        ConfigurationError: there is no such run, input or key.
+        ConfigurationError: there is no such run, input or key, or the output cannot be written.
     """
+    from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.jobs.reopen import open_run
 
-    with opened(line.own.get("input", os.devnull)):
-        pass  # it can be read
-    run = open_run(line.run(example), line.overrides, line.own.get("step", "last"), line.own.get("trust", ""))
-    for text in (*run.warnings, *run.prepared.lines):
-        say(text)
-    return run
+    own = line.own
+    with ExitStack() as stack:
+        lines = _open("input", own["input"], "rb") if "input" in own else None
+        run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
+        for text in (*run.warnings, *run.prepared.lines):
+            say(text)
+        config = configure(run)
+        output = stack.enter_context(_open("output", own["output"], "w")) if "output" in own else sys.stdout
+        writer = Writer(output, own.get("scores", False), one_line=prompt is None)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
+        if prompt is None:
+            os.mkfifo(pipe := folder / "lines")
+            # Not sys.stdin: the thread may still be reading it when Python ends and closes it.
+            lines = lines or open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # the thread closes it
+            threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
+            config["input"] = str(pipe)
+        else:
+            config["prompt"] = prompt  # it may be empty, and may look like a number
+        began = time.monotonic()
+        result = launch_program(EntryPoint(entry), config, folder, writer)
+        took = duration(time.monotonic() - began)
+        say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
+        if count := result["left_out"]:
+            limit = f"they have more than {result['most']:,} tokens"
+            say(f"warning: not answered, because {limit}: {plural(count, 'line')}")
+    return 0
 
 
 def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[str, Any]:
@@ -56,60 +95,19 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
     vocabularies = vocabulary_folder(run.info.run_dir)
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
-    launch = {**run.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
-    config = {**run.config, "launch": launch}
+    launch = {**run.prepared.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
+    config = {**run.prepared.config, "launch": launch}
     if vocabulary_file(vocabularies).is_file():
         target = f"gpipe_cli.data.vocabulary.{source}"
         config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
 
 
-def answer_lines(entry: str, config: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Any, Writer]:
-    """Runs workers that answer the lines of the input, or the one prompt in ``config``.
-
-    Args:
-        entry: of the workers.
-        chosen: the command's own keys, among them perhaps `input`, `output` and `scores`.
-
-    Returns:
-        What rank 0 returned, and the writer of the answers.
-    """
-    from gpipe_cli.jobs.job import EntryPoint, launch_program
-
-    with ExitStack() as stack:
-        output, scores = sys.stdout, chosen.get("scores", False)
-        if "output" in chosen:
-            try:
-                output = stack.enter_context(Path(chosen["output"]).expanduser().open("w", encoding="utf-8"))
-            except OSError as error:
-                raise ConfigurationError(f"output={chosen['output']}: {error.strerror}") from error
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
-        given, writer = dict(config), Writer(output, scores, one_line="prompt" not in config)
-        if "prompt" not in config:
-            os.mkfifo(pipe := folder / "lines")
-            given["input"] = str(pipe)
-            lines = stack.enter_context(opened(chosen.get("input")))
-            threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
-        return launch_program(EntryPoint(entry), given, folder, writer), writer
-
-
-@contextmanager
-def opened(path: str | None) -> Iterator[BinaryIO]:
-    """Yields the opened input; None: standard input.
-
-    Raises:
-        ConfigurationError: it cannot be opened.
-    """
-    if path is None:
-        # Not sys.stdin: a thread may still be reading it when Python ends and closes it.
-        yield open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # nothing to close
-        return
+def _open(key: str, path: str, mode: str) -> IO[Any]:
     try:
-        file = Path(path).expanduser().open("rb")
+        return Path(path).expanduser().open(mode, encoding=None if "b" in mode else "utf-8")
     except OSError as error:
-        raise ConfigurationError(f"input={path}: {error.strerror}") from error
-    with file:
-        yield file
+        raise ConfigurationError(f"{key}={path}: {error.strerror}") from error
 
 
 def _pass_on(lines: BinaryIO, path: Path) -> None:
@@ -117,7 +115,7 @@ def _pass_on(lines: BinaryIO, path: Path) -> None:
 
     Bytes that are not UTF-8 become U+FFFD, with a warning that names the line.
     """
-    with suppress(BrokenPipeError, FileNotFoundError), path.open("wb", buffering=0) as pipe:
+    with lines, suppress(BrokenPipeError, FileNotFoundError), path.open("wb", buffering=0) as pipe:
         for number, line in enumerate(lines, start=1):
             text = line.rstrip(b"\r\n").decode(errors="replace")
             if "\ufffd" in text:
@@ -131,39 +129,19 @@ class Writer:
     Args:
         scores: before each answer its log-probability and a tab.
         one_line: of each answer, as of what it answers.
-
-    Attributes:
-        lines: the number of lines that were answered.
     """
 
-    def __init__(self, output: TextIO, scores: bool, one_line: bool) -> None:
+    def __init__(self, output: IO[str], scores: bool, one_line: bool) -> None:
         self._output, self._scores, self._one_line = output, scores, one_line
-        self._began = time.monotonic()
-        self.lines = 0
 
     def __call__(self, event: dict[str, Any]) -> None:
         kind = event.get("kind") or event.get("event")
         if kind == "answers":
-            self._write(event["lines"], event["texts"], event["log_probabilities"])
+            self._write(event["texts"], event["log_probabilities"])
         elif kind in ("message", "warning", "killed"):
             say(str(event.get("text") or event.get("message")))
 
-    def print_end(self, result: Mapping[str, Any]) -> None:
-        """Says how many lines were answered, and how many were too long.
-
-        Args:
-            result: "left_out" lines with more than "most" tokens.
-        """
-        from gpipe_cli.jobs.workers import plural
-        from gpipe_cli.terminal.text import duration
-
-        took = duration(time.monotonic() - self._began)
-        say(f"{plural(self.lines, 'line')} in {took}, the start of the workers included")
-        if result["left_out"]:
-            most, count = result["most"], result["left_out"]
-            say(f"warning: not answered, because they have more than {most:,} tokens: {plural(count, 'line')}")
-
-    def _write(self, lines: int, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
+    def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._one_line:
             texts = [" ".join(text.splitlines()) for text in texts]
         if self._output.isatty():
@@ -171,4 +149,3 @@ class Writer:
         for text, total in zip(texts, log_probabilities, strict=True):
             self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
         self._output.flush()
-        self.lines += lines

@@ -1,42 +1,4 @@
-"""Implements ``gpipe-plan``: computes the memory and the step time of a run, without running it.
-
-The configuration is gpipe-train's, with one more section, `plan`. It writes nothing but `plan.page` and, under
-`plan.device=this`, the profile that a run would write.
-"""
-
-from __future__ import annotations
-
-import json
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from gpipe_cli.disk import write_whole, writing
-from gpipe_cli.errors import Problems
-from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
-from gpipe_cli.jobs.workers import most_workers, plural
-from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
-from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
-from gpipe_cli.terminal.command import run_command, show
-from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
-from gpipe_cli.terminal.runs import read_run
-from gpipe_cli.terminal.text import number, percent, seconds_text, size_text
-from gpipe_cli.terminal.words import OF_PLANS, read_words
-from gpipe_cli.typed_section import shown
-
-if TYPE_CHECKING:
-    from gpipe_cli.config import Settings
-    from gpipe_cli.planner.options import Options
-    from gpipe_cli.planner.plan import Plan
-
-WIDEST_PICTURE = 120  # characters
-MOST_ROWS = 32
-HELP = """\
-gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
+"""gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
 It needs no hardware, data or weights, and takes seconds for any size of model.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
@@ -46,8 +8,8 @@ It needs no hardware, data or weights, and takes seconds for any size of model.
 
 Every key of gpipe-train (gpipe-train --help), and:
 
-    plan.device=NAME        {devices},
-                            this (measured now), or {{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}}
+    plan.device=NAME        h100, a100-80gb, rtx-4090, tpu-v3 and more (conf/plan.yaml), this (measured now), or
+                            {flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}
     plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
@@ -55,7 +17,37 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.page=FILE.html     writes the plan as a page, too
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
-"""
+
+It writes nothing but `plan.page` and, under `plan.device=this`, the profile that a run would write.
+"""  # --help prints this
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.disk import write_whole, writing
+from gpipe_cli.errors import Problems
+from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
+from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
+from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
+from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.runs import read_run
+from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
+from gpipe_cli.typed_section import shown
+
+if TYPE_CHECKING:
+    from gpipe_cli.config import Settings
+    from gpipe_cli.planner.options import Options
+    from gpipe_cli.planner.plan import Plan
+
+WIDEST_PICTURE = 120  # characters
+MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -78,33 +70,19 @@ class Request:
         """
         from gpipe_cli.planner.search import find_plan
 
-        plan = find_plan(self.settings, self.options, _Progress())
+        plan = find_plan(self.settings, self.options, _show_progress)
         return replace(plan, notes=[*self.notes, *plan.notes])
 
 
-class _Progress:
-    """Prints lines of progress on standard error: over one another on a terminal, else one in ten seconds."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        on_terminal = sys.stderr.isatty()
-        if on_terminal or time.monotonic() - self._last > 10:
-            self._last = time.monotonic()
-            print(line, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
+def _show_progress(line: str) -> None:
+    """Prints a line on standard error, over the last one, if it is a terminal."""
+    if sys.stderr.isatty():
+        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or when nothing fits."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-plan", words, _help_text, partial(_run, words))
-
-
-def _help_text() -> str:
-    from gpipe_cli.planner.devices import PRESETS
-
-    return HELP.format(devices=", ".join(PRESETS))
+    return run_command("gpipe-plan", arguments, __doc__, _run)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -131,6 +109,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     """
     from gpipe_cli.config import Settings
     from gpipe_cli.jobs.configuration import composed, plain
+    from gpipe_cli.jobs.machine import most_workers
     from gpipe_cli.jobs.trust import look_here, targets
     from gpipe_cli.planner.options import Options, with_enough_examples
 
@@ -138,8 +117,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
     enough, notes = with_enough_examples(config)
-    settings = Settings.read(enough, problems)
-    problems.refuse()
+    settings = Settings.from_config(enough, problems)
     look_here(targets(config))
     if options.device is None:
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
@@ -219,9 +197,8 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
-    formula = ""
-    if plan.bubble_formula is not None:
-        formula = f", {percent(plan.bubble_formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
+    formula = plan.bubble_formula
+    by_formula = "" if formula is None else f", {percent(formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
     return [
         (
             "memory",
@@ -231,7 +208,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
         ),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
-        ("bubble", f"{percent(plan.bubble)} simulated{formula}"),
+        ("bubble", f"{percent(plan.bubble)} simulated{by_formula}"),
         ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
         ("bound", _bound(plan)),
     ]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import FAILED, run_command, show, to_stderr
+from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.runs import compare, find_runs
-from gpipe_cli.terminal.words import read_words
 
 HELP = """\
 gpipe-report: one table and one plot of several runs of gpipe-train.
@@ -30,8 +28,7 @@ K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not fin
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when there is no run to show, 2 for a wrong call."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-report", words, HELP, partial(_run, words), needs_words=True)
+    return run_command("gpipe-report", arguments, HELP, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:

@@ -1,7 +1,52 @@
-"""Implements ``gpipe-train``: composes the configuration, starts the workers, prints their events. No torch.
+"""gpipe-train: trains a list of layers that is cut into K cells, each on a worker of its own, with every
+mini-batch split into M micro-batches (GPipe). The result is the same for every K.
 
---help, --version and unknown options are answered before Hydra is imported.
-"""
+    gpipe-train model=transformer pipeline.K=16             the main job: 102 languages into English, embedded data
+    gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16       a sweep: nine runs, one table at the end
+    gpipe-train debug=tiny                                  the same code in seconds
+    gpipe-train model=transformer_lm_small data=text data.root=FOLDER      a language model of your own text
+    gpipe-train model=module model.module._target_=NAME     any nn.Module: NAME makes it, as torchvision.models.vgg11
+    gpipe-train model._target_=my_module.my_layers          your own list of layers, from ./my_module.py
+
+Keys (key=value) and their defaults:
+    pipeline.K              4            cells that the model is cut into
+    pipeline.M              4            micro-batches in a mini-batch
+    pipeline.remat          except_last  recompute each forward before its backward: always, except_last, never
+    pipeline.schedule       gpipe        gpipe, 1f1b, interleaved_1f1b, zero_bubble
+    pipeline.workers        auto         processes; auto: one for each cell, up to the number of devices
+    pipeline.replicas       1            copies of the whole pipeline
+    data.batch_size         96           examples in a mini-batch, over all replicas
+    trainer.steps           1100         mini-batches to train on
+    trainer.evaluate_every  550          steps between evaluations
+    optimizer.lr            0.005        peak learning rate
+    checkpoint.every        500          steps between checkpoints
+    checkpoint.resume       null         auto, or the path of a run to resume
+    launch.restarts         0            restarts after a worker's death
+    seed                    1            seed of weights, dropout and data order
+
+Groups (group=option, the default marked *):
+    model       amoebanet  layers  module  transformer*  transformer_lm  transformer_lm_small
+    data        birdsnap  cifar10  cifar100  cldr*  cldr_text  cldr_text_paper  digits  fgvc_aircraft  food101
+                image_folder  imagenet  own  oxford_pets  parallel_text  stanford_cars  text
+    task        classification  language_model  own  own_loss  translation*
+    optimizer   adafactor  adafactor_momentum  adam*  adam_translation  adamw  own  rmsprop  rmsprop_tf  sgd
+    lr_schedule constant*  cosine  exponential  exponential_epochs  inverse_sqrt  linear_warmup  own  step
+                transformer
+    pipeline    auto  default*  kept
+    precision   bf16  fp16  fp32*
+    checkpoint  default*
+    logging     default*
+    experiment  imagenet/amoebanet_b_18_512  imagenet/amoebanet_d_google  nmt/bilingual  nmt/large_batch
+                nmt/t_12_16384_32  nmt/t_24_8192_16  nmt/t_32_16384_32  nmt/t_64_16384_32  nmt/t_6_8192_16
+                nmt_small/bilingual  nmt_small/deep  nmt_small/narrow  nmt_small/very_deep  nmt_small/wide
+                transfer/birdsnap  transfer/cifar10  transfer/cifar100  transfer/fgvc_aircraft
+                transfer/food101  transfer/oxford_pets  transfer/stanford_cars
+    debug       tiny
+
+-m runs a sweep, --cfg job prints the whole configuration, --config-dir DIR adds YAML files of your own.
+Every key with its meaning: the YAML files in conf/. More: README.md and docs/.
+Also: gpipe-plan (before a run), gpipe-verify, -eval, -translate, -generate, -report, -bench and -export.
+"""  # --help prints this
 
 from __future__ import annotations
 
@@ -15,9 +60,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.terminal.command import FAILED, run_command, to_stderr
+from gpipe_cli.terminal.command import FAILED, OF_HYDRA, Words, read_words, run_command, to_stderr
 from gpipe_cli.terminal.text import command_name
-from gpipe_cli.terminal.words import OF_HYDRA, Words, read_words
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,27 +69,18 @@ if TYPE_CHECKING:
     from gpipe_cli.jobs.job import EntryPoint
 
 
-def main(
-    arguments: Sequence[str] | None = None, program: EntryPoint | None = None, help_text: str | None = None
-) -> int:
-    """Runs the command.
+def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None, page: str = __doc__) -> int:
+    """Runs the command; --help, --version and unknown options are answered before Hydra is imported.
 
     Args:
         arguments: the words of the command line; None: those of this process.
         program: the entry point of the workers; None: the trainer.
-        help_text: the page of --help; None: that of gpipe-train.
+        page: of --help.
 
     Returns:
         The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command(command_name(), words, help_text or _help_text, partial(_run, words, program), say=_say)
-
-
-def _help_text() -> str:
-    from gpipe_cli.terminal.help import help_text
-
-    return help_text()
+    return run_command(command_name(), arguments, page, partial(_run, program=program), say=_say)
 
 
 def _say(text: str) -> None:
@@ -59,18 +94,17 @@ def _say(text: str) -> None:
 
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     line = read_words(words, options=OF_HYDRA, runs=False)
-    from gpipe_cli.jobs import sweep
-    from gpipe_cli.jobs.job import EntryPoint
+    from gpipe_cli.jobs import job
 
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
-    sweep.current = sweep.prepared = None
+    job.sweep = None
     try:
-        _run_jobs(line, program or EntryPoint(), started_at, codes)
+        _run_jobs(line, program or job.EntryPoint(), started_at, codes)
     finally:
-        if sweep.current is not None:
-            codes.append(sweep.end(sweep.current))
-    if sweep.current is None:
+        if job.sweep is not None:
+            codes.append(job.end_sweep(job.sweep))
+    if job.sweep is None:
         return next((code for code in codes if code), 0)
     return codes[-1] or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
 

@@ -1,25 +1,4 @@
-"""Implements ``gpipe-translate``: translates lines with the model of a run. It never imports torch itself."""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-from gpipe_cli.commands.lines import answer_lines, line_config, open_for_lines
-from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import run_command
-from gpipe_cli.terminal.command import to_stderr as say  # standard output holds translations only
-from gpipe_cli.terminal.words import read_words
-
-if TYPE_CHECKING:
-    from gpipe_cli.jobs.reopen import Reopened
-
-EXAMPLE = "gpipe-translate checkpoint=RUN < sentences.txt"
-OWN = {**dict.fromkeys(("checkpoint", "step", "input", "output", "trust"), str), "scores": bool}
-HELP = """\
-gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
+"""gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
     gpipe-translate RUN < sentences.txt > translations.txt
     echo 'viernes, 4 de mayo' | gpipe-translate RUN
@@ -38,44 +17,44 @@ pipeline.K=4                  cells; any number fits any checkpoint. pipeline.wo
 task.generation.beam=8        hypotheses kept for each sentence; 1: greedy
 task.generation.length_exponent=0.5   favours longer translations: scores are divided by ((tokens + 5) / 5)^exponent
 task.generation.group=64      sentences that are translated together
-"""
+"""  # --help prints this
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.commands.lines import OWN, answer_lines, line_config
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.terminal.command import read_words, run_command
+
+if TYPE_CHECKING:
+    from gpipe_cli.jobs.reopen import Reopened
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when it failed, 2 when it was refused, 130 after Ctrl-C."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return run_command("gpipe-translate", words, HELP, partial(_translate, words), needs_words=True)
+    return run_command("gpipe-translate", arguments, __doc__, _translate, needs_words=True)
 
 
 def _translate(words: Sequence[str]) -> int:
-    line = read_words(words, OWN)
-    run = open_for_lines(line, EXAMPLE)
-    config = worker_config(run)
-    entry = "gpipe_cli.inference.translate:main"
-    result, writer = answer_lines(entry, config, line.own)
-    writer.print_end(result)
-    if result["longer"]:
-        longest = config["longest"]
-        say(f"warning: {result['longer']:,} lines have more than {longest} tokens, more than any sentence in training")
-    return 0
+    return answer_lines("gpipe-translate", read_words(words, OWN), "gpipe_cli.inference.lines:translate", worker_config)
 
 
 def worker_config(run: Reopened) -> dict[str, Any]:
-    """Returns the workers' configuration, see `line_config`, and the longest source of the training.
+    """Returns the workers' configuration, see `line_config`.
 
     Raises:
         ConfigurationError: the run's model does not translate, or there is more than one replica.
     """
-    config = run.config
-    if not config["task"].get("generation"):
+    if not run.prepared.config["task"].get("generation"):
         raise ConfigurationError(
             f"{run.info.run_dir}: its task has no section generation, so it does not translate; texts are continued by "
             "gpipe-generate. If its model is a translation, type "
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
-    longest = config["data"].get("max_length")
-    longest = longest if isinstance(longest, int) else None
-    return {**line_config(run, "gpipe-translate", "SentenceSource"), "longest": longest}
+    return line_config(run, "gpipe-translate", "SentenceSource")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -40,13 +39,12 @@ Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/ve
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
     from gpipe_cli.commands import train
     from gpipe_cli.jobs.job import EntryPoint
 
     program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify")
     with redirect_stdout(sys.stdout):  # puts it back: verify.format=json changes it
-        return train.main(words, program, HELP)
+        return train.main(arguments, program, HELP)
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
@@ -87,11 +85,6 @@ def as_text(report: dict[str, Any]) -> list[str]:
     steps = ", ".join(str(step["step"]) for step in report["steps"])
     head = f"steps {steps}" if steps else ""
     return ["", head, text_table(columns, rows), "", *report["notes"], *report["findings"], report["verdict"]]
-
-
-def _gravity(found: tuple[int, dict[str, Any]]) -> tuple[bool, float]:
-    beyond, relative = found[1]["beyond"] > 0, found[1]["relative"]
-    return beyond, math.inf if relative is None else relative
 
 
 def _size(value: float | None) -> str:

@@ -69,11 +69,6 @@ class BeamSearch:
         self._best_score = torch.full((count,), DEAD, dtype=torch.float64)
         self._best: list[Hypothesis | None] = [None] * count
 
-    @property
-    def rows(self) -> int:
-        """Returns the number of rows of the next round's probabilities."""
-        return self._totals.numel()
-
     def advance(self, log_probabilities: Tensor) -> Continuation:
         """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
         totals, places, tokens = self._candidates(log_probabilities)

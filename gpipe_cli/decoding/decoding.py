@@ -8,7 +8,7 @@ The result does not depend on where the cells are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -42,13 +42,11 @@ class Sizes(NamedTuple):
     Attributes:
         group: sources that are decoded together.
         width: rows of a source, at most.
-        longest: tokens of a hypothesis, at most.
         uses_caches: whether a call after the first one has the new tokens alone.
     """
 
     group: int
     width: int
-    longest: int
     uses_caches: bool
 
 
@@ -79,15 +77,12 @@ class _Round:
         groups: their numbers; each is one micro-batch of the round, in this order.
         signatures: of the micro-batches.
         micro_batches: on the worker of cell 0; None elsewhere.
-        searches: by group, on the worker of the last cell.
     """
 
-    beam: int
     groups: list[int]
     signatures: tuple[tuple[object, ...], ...]
     micro_batches: list[MicroBatch] | None
     caches: Caches | None
-    searches: dict[int, Search]
 
 
 class Decoder:
@@ -102,12 +97,9 @@ class Decoder:
         self._stop_requested = stop_requested
         self._sizes = sizes = form.sizes
         self._rows_shape = (self._world.replicas, pipeline.codec.M, sizes.group * sizes.width)
-        self._sentences_shape = (self._world.replicas, pipeline.codec.M, sizes.group)
-        rows, sentences = prod(self._rows_shape), prod(self._sentences_shape)
-        group = self._world.all_ranks
-        self._round = Exchange({**pipeline.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}, group)
-        results = {"lengths": sentences, "log_probabilities": sentences, "tokens": sentences * sizes.longest}
-        self._results = Exchange(results, group)
+        rows = prod(self._rows_shape)
+        fields = {**pipeline.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}
+        self._round = Exchange(fields, self._world.all_ranks)
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
         """Generates what follows each source.
@@ -128,10 +120,12 @@ class Decoder:
         for turn in count():
             share = batches[turn * replicas : (turn + 1) * replicas]  # one batch a replica
             own = share[replica] if replica < len(share) else []
-            if not self._run([[sources[i] for i in group] for group in own], beam):
+            made = self._run([[sources[i] for i in group] for group in own], beam)
+            if made is None:
                 break
             for number, groups in enumerate(share):
-                found |= self._read_results(number, groups)
+                for place, group in enumerate(groups):
+                    found |= {i: made[number, place, row] for row, i in enumerate(group)}
         return [found[i] for i in range(len(sources))]
 
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
@@ -143,22 +137,30 @@ class Decoder:
 
     # -- one batch ---------------------------------------------------------------------------------------------
 
-    def _run(self, groups: Sequence[Sources], beam: int) -> bool:
-        """Decodes one batch of groups and exchanges the results; False when no replica had any."""
-        going = self._first_round(groups, beam)
+    def _run(self, groups: Sequence[Sources], beam: int) -> dict[tuple[int, int, int], Hypothesis] | None:
+        """Decodes one batch of groups; returns what all replicas have found, None when no replica had any.
+
+        The keys are replica, group and source: their numbers, the same on every worker.
+        """
+        going = self._first_round(groups)
         if going is None:
-            return False
-        searches = going.searches
+            return None
+        searches: dict[int, Search] = {}  # by group, on the worker of the last cell
         while going is not None:
             if going.groups:
-                self._pipeline.run_forward(going.signatures, going.micro_batches, self._search(going), going.caches)
+                search = self._search(going.groups, searches, beam)
+                self._pipeline.run_forward(going.signatures, going.micro_batches, search, going.caches)
             run_unless_stopped(self._round, self._stop_requested)
             going = self._next_round(going)
-        self._write_results(searches)
-        self._results.run()
-        return True
+        own = [
+            [self._world.replica, group, source, hypothesis.tokens, hypothesis.log_probability]
+            for group, search in searches.items()
+            for source, hypothesis in enumerate(search.best())
+        ]
+        everyone = [each for found in self._world.all_gather(own) for each in found]
+        return {(replica, group, source): Hypothesis(*found) for replica, group, source, *found in everyone}
 
-    def _first_round(self, groups: Sequence[Sources], beam: int) -> _Round | None:
+    def _first_round(self, groups: Sequence[Sources]) -> _Round | None:
         micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
             self._pipeline.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
@@ -167,17 +169,19 @@ class Decoder:
         if plan.total_micro_batches == 0:
             return None
         caches: Caches | None = {} if self._sizes.uses_caches else None
-        return _Round(beam, list(range(len(plan.signatures))), plan.signatures, micro_batches, caches, {})
+        return _Round(list(range(len(plan.signatures))), plan.signatures, micro_batches, caches)
 
-    def _search(self, going: _Round) -> Callable[[int, Tensors, Tensors], None]:
+    def _search(
+        self, groups: Sequence[int], searches: dict[int, Search], beam: int
+    ) -> Callable[[int, Tensors, Tensors], None]:
         """Returns what the worker of the last cell calls with a group's outputs: one step of its search."""
         parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))
 
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
-            group = going.groups[micro_batch]
-            if group not in going.searches:
-                going.searches[group] = self._form.search(targets, going.beam)
-            continuation = going.searches[group].advance(self._form.log_probabilities(outputs, targets))
+            group = groups[micro_batch]
+            if group not in searches:
+                searches[group] = self._form.search(targets, beam)
+            continuation = searches[group].advance(self._form.log_probabilities(outputs, targets))
             place = (self._world.replica, group, slice(0, len(continuation.parents)))
             parents[place] = (continuation.parents + 1).double()  # 0: this row does not go on
             tokens[place] = continuation.tokens.double()
@@ -202,40 +206,11 @@ class Decoder:
             ]
         caches = going.caches
         return _Round(
-            beam=going.beam,
             groups=[group for _, group in left],
             signatures=tuple(("generate on", rows[group]) for _, group in left),
             micro_batches=micro_batches,
             caches=None if caches is None else reorder_caches(caches, chosen, self._world.device),
-            searches=going.searches,
         )
-
-    # -- its results -------------------------------------------------------------------------------------------
-
-    def _write_results(self, searches: dict[int, Search]) -> None:
-        lengths, log_probabilities, tokens = self._result_fields(self._results.own)
-        for group, search in searches.items():
-            for sentence, hypothesis in enumerate(search.best()):
-                place, length = (self._world.replica, group, sentence), len(hypothesis.tokens)
-                lengths[place], log_probabilities[place] = length, hypothesis.log_probability
-                tokens[place][:length] = torch.tensor(hypothesis.tokens, dtype=torch.float64)
-
-    def _result_fields(self, fields: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns lengths and log-probabilities, [replicas, groups, sentences], and tokens, [..., longest length]."""
-        shape = self._sentences_shape
-        numbers = fields["lengths"].view(shape), fields["log_probabilities"].view(shape)
-        return *numbers, fields["tokens"].view(*shape, self._sizes.longest)
-
-    def _read_results(self, replica: int, groups: Sequence[Sequence[int]]) -> dict[int, Hypothesis]:
-        """Returns what was found for a replica's batch by the index of the source."""
-        lengths, log_probabilities, tokens = self._result_fields(self._results.total)
-        found = {}
-        for group, sources in enumerate(groups):
-            for sentence, source in enumerate(sources):
-                place = (replica, group, sentence)
-                ids = tokens[place][: int(lengths[place])].long().tolist()
-                found[source] = Hypothesis(ids, float(log_probabilities[place]))
-        return found
 
 
 def reorder_caches(caches: Caches, chosen: Sequence[tuple[int, Tensor]], device: torch.device) -> Caches:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config import SamplingSettings
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.randomness import derive_seed
@@ -19,28 +20,7 @@ from .beam import Continuation, Hypothesis
 from .decoding import Sizes
 
 DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
-LIMIT, PROMPT, SAMPLE, LAST = range(4)  # columns of the targets; LAST: the place whose output predicts the next token
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Describes how tokens are chosen.
-
-    Attributes:
-        length: tokens after which a continuation ends anyway.
-        temperature: divides the logits; 0: the most probable token, without a draw.
-        top_k: of so many most probable tokens one is drawn; None: of all.
-        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
-        seed: of the draws.
-        samples: continuations of each prompt.
-    """
-
-    length: int
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-    samples: int = 1
+PROMPT, SAMPLE, LAST = range(3)  # columns of the targets; LAST: the place whose output predicts the next token
 
 
 @dataclass(frozen=True)
@@ -70,12 +50,12 @@ class ContinuationForm:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.settings.samples, 1, self.settings.length, uses_caches=self.window is None)
+        return Sizes(self.settings.samples, 1, uses_caches=self.window is None)
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
         """Returns the prompts, which are of one length."""
         ids = torch.tensor([list(source.ids) for source in sources])
-        of_row = torch.tensor([[self.settings.length, source.number, source.sample, 0] for source in sources])
+        of_row = torch.tensor([[source.number, source.sample, 0] for source in sources])
         return self._inputs(ids, of_row)
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
@@ -87,13 +67,10 @@ class ContinuationForm:
         return self._inputs(torch.cat((ids[:, : int(of_row[0, LAST]) + 1], tokens[:, None]), 1), of_row)
 
     def _inputs(self, ids: Tensor, of_row: Tensor) -> MicroBatch:
-        of_row = of_row.clone()
+        ids, of_row = ids[:, -self.window :] if self.window else ids, of_row.clone()
+        of_row[:, LAST] = ids.shape[1] - 1
         if self.window is not None:  # padding on the right: a causal model does not see it
-            ids = ids[:, -self.window :]
-            of_row[:, LAST] = ids.shape[1] - 1
             ids = torch.nn.functional.pad(ids, (0, self.window - ids.shape[1]), value=self.eos_id)
-        else:
-            of_row[:, LAST] = ids.shape[1] - 1
         return (ids,), (of_row,)
 
     def search(self, targets: Tensors, beam: int) -> Sampling:
@@ -119,7 +96,7 @@ class Sampling:
     """Chooses the tokens of one group of rows; a `Search`.
 
     Args:
-        targets: of the group's first call, [rows, 4].
+        targets: of the group's first call, [rows, 3].
         eos_id: ends a row.
     """
 

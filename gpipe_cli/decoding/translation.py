@@ -1,4 +1,4 @@
-"""Defines how sentences are translated: the source and the first token, then one token after the other."""
+"""Defines how sentences are translated, token by token, and translates held-out sentences in an evaluation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..data.source import HeldOutSample, Source
+from ..metrics.records import Sample
+from ..metrics.translation_scores import with_averages
 from ..micro_batch import MicroBatch, Tensors
 from ..tasks.base import GenerationSettings, Task
 from .beam import BeamSearch
-from .decoding import Sizes
+from .decoding import Decoder, Sizes
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class TranslationForm:
     @property
     def sizes(self) -> Sizes:
         settings = self.settings
-        return Sizes(settings.group, settings.widest, settings.max_length, uses_caches=True)
+        return Sizes(settings.group, settings.widest, uses_caches=True)
 
     def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
         """Returns sources and first tokens; as targets the longest length of each translation."""
@@ -59,3 +62,51 @@ class TranslationForm:
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
         """Returns the task's, [rows, V]."""
         return self.task.log_probabilities(outputs[0])
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Translates held-out sentences; every worker calls `evaluate` at the same step.
+
+    Attributes:
+        source: on the first worker of each replica, None elsewhere.
+        samples: how many translations are shown.
+        reports: whether this worker returns the results: rank 0.
+    """
+
+    decoder: Decoder
+    source: Source | None
+    task: Task
+    settings: GenerationSettings
+    samples: int
+    reports: bool
+
+    def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
+        """Returns scores and translations on rank 0, nothing elsewhere.
+
+        The scores are of all sentences, of each language, and averages over languages.
+
+        Args:
+            final: with the effort of the last evaluation.
+        """
+        settings = self.settings
+        wanted = settings.per_language_at_end if final else settings.per_language
+        beam = settings.beam if final else settings.beam_during_run
+        sentences: list[HeldOutSample] = []
+        if self.source is not None:
+            wanted = self.source.evaluation_per_language if wanted is None else wanted
+            sentences = self.source.held_out(self.source.evaluation_split, wanted)
+        found = self.decoder.decode([sentence.source_ids for sentence in sentences], beam)
+        if self.source is None or not self.reports or not sentences:  # a corpus may have no dev set
+            return {}, []
+        texts = [self.source.decode(hypothesis.tokens) for hypothesis in found]
+        pairs = zip(sentences, texts, strict=True)
+        translations = [Sample(of.language, of.source, of.reference, text) for of, text in pairs]
+        references, languages = [of.reference for of in sentences], [of.language for of in sentences]
+        scores = self.task.score(texts, references, languages)
+        return with_averages(scores, self.source.sizes), translations
+
+    def shown(self, translations: Sequence[Sample]) -> list[Sample]:
+        """Returns translations to show, from all languages."""
+        shown = min(len(translations), self.samples)
+        return [translations[number * len(translations) // shown] for number in range(shown)]

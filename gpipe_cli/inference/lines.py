@@ -1,97 +1,205 @@
-"""Answers lines with text, in every worker: reads them from a pipe and emits the answers, in order.
+"""Answers lines with text, in every worker of gpipe-translate and gpipe-generate: from a pipe, in order.
 
 Only rank 0 reads and emits; an exchange passes on to the others whether there are more lines.
 """
 
 from __future__ import annotations
 
-import os
-import select
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+from typing import Any
 
+from ..config import SamplingSettings
+from ..decoding.beam import Hypothesis
+from ..decoding.decoding import Decoder
+from ..decoding.sampling import ContinuationForm, Prompt
 from ..distributed.exchange import Exchange
+from ..errors import ConfigurationError
 from ..launch.context import Context
-from ..trainer.assembly import Assembly
+from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint
 
 TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
-MOST_TOKENS = 1024  # of a line, where no training sentence was longer: attention over more would fill the memory
+MOST_TOKENS = 1024  # of a line: attention over more would fill the memory
+MOST_WAITING = 10_000  # lines that are read ahead
 IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
 
 
-class Answerer(Protocol):
-    """Answers lines; every worker calls `answer` at the same time, with the lines on rank 0 and none elsewhere.
-
-    Attributes:
-        at_once: lines that are answered together, at most.
-    """
-
-    at_once: int
-
-    def answer(self, lines: list[str]) -> None: ...
-
-
-def answer_lines(context: Context, assembly: Assembly, answerer: Answerer, pipe: str) -> None:
-    """Answers all lines of a pipe; every worker calls it at the same time.
+def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
+    """Translates; the entry point of a worker.
 
     Args:
-        pipe: the path of a pipe with UTF-8 lines.
+        config: as in `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines.
+
+    Returns:
+        As `Answerer.counts`.
+
+    Raises:
+        ConfigurationError: the run's task or data cannot translate, or as `assemble_from_checkpoint`.
     """
-    reader = None
-    if assembly.world.rank == 0:
-        reader = PipeReader(pipe, context.stop_requested, lambda: context.emit({"kind": "idle"}))
-    more = Exchange({"more": 1}, assembly.world.all_ranks)
-    while True:
-        lines = reader.read(answerer.at_once) if reader is not None else None
-        more.own["more"][0] = float(lines is not None)
-        more.run()
-        if not more.total["more"][0]:
+    assembly = assemble_from_checkpoint(context, config)
+    generation, settings = assembly.task.generation, assembly.settings
+    if generation is None:
+        raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
+    answerer = Answerer(context, assembly, assemble_decoder(assembly, generation), beam=generation.beam)
+    answerer.answer_all(config["input"], generation.group * settings.pipeline.M)
+    return answerer.counts()
+
+
+def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
+    """Generates; the entry point of a worker.
+
+    Args:
+        config: as in `assemble_from_checkpoint`, and "sampling", the fields of `SamplingSettings`; either "prompt", one
+            text, or "input", the path of a pipe with UTF-8 lines.
+
+    Returns:
+        As `Answerer.counts`.
+
+    Raises:
+        ConfigurationError: the run's model or data cannot generate text, or as `assemble_from_checkpoint`.
+    """
+    assembly, sampling = assemble_from_checkpoint(context, config), SamplingSettings(**config["sampling"])
+    shape, eos = assembly.shape, assembly.tokens.eos_id
+    if shape.inputs != (2,) or len(shape.targets) != 1:
+        raise ConfigurationError(
+            f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
+            "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
+        )
+    window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
+    decoder = Decoder(assembly.pipeline, ContinuationForm(sampling, eos, window))
+    answerer = Answerer(context, assembly, decoder, samples=sampling.samples, begin=eos)
+    if "prompt" in config:
+        answerer.answer([config["prompt"]])
+    else:
+        answerer.answer_all(config["input"], assembly.settings.pipeline.M)
+    return answerer.counts()
+
+
+def _keeps_caches(assembly: Assembly) -> bool:
+    """Returns whether a layer of the model has `decode`; every worker calls it at the same time."""
+    own = any(hasattr(layer.module, "decode") for cell in assembly.cells for layer in cell.layers)
+    return any(assembly.world.all_gather(own))
+
+
+def _window(assembly: Assembly) -> int:
+    """Returns the tokens of a training example; on rank 0."""
+    batch = next(iter(assembly.source.train(None, 1, 0, 1)))  # type: ignore[union-attr]  # rank 0 has the source
+    return int(batch.micro_batches[0][0][0].shape[1])
+
+
+@dataclass
+class Answerer:
+    """Translates or continues lines with a decoder; every worker calls its methods at the same time.
+
+    Attributes:
+        beam: of the decoder.
+        samples: texts for each line.
+        begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
+        answered, left_out: lines so far, on rank 0.
+    """
+
+    context: Context
+    assembly: Assembly
+    decoder: Decoder
+    beam: int = 1
+    samples: int = 1
+    begin: int | None = None
+    answered: int = 0
+    left_out: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Returns, on rank 0, the number of "lines", and of those with more than "most" tokens ("left_out")."""
+        return {"lines": self.answered, "left_out": self.left_out, "most": MOST_TOKENS}
+
+    def answer_all(self, pipe: str, at_once: int) -> None:
+        """Answers all lines of a pipe.
+
+        Args:
+            pipe: its path; its lines are UTF-8.
+            at_once: lines that are answered together, at most.
+        """
+        reader = None
+        if self.assembly.world.rank == 0:
+            reader = PipeReader(pipe, self.context.stop_requested, lambda: self.context.emit({"kind": "idle"}))
+        more = Exchange({"more": 1}, self.assembly.world.all_ranks)
+        while True:
+            lines = reader.read(at_once) if reader is not None else None
+            more.own["more"][0] = float(lines is not None)
+            more.run()
+            if not more.total["more"][0]:
+                return
+            self.answer(lines or [])
+
+    def answer(self, lines: list[str]) -> None:
+        """Emits {"kind": "answers", "texts", "log_probabilities"}: as many texts as samples for each line of rank 0.
+
+        A line of too many tokens has empty texts.
+        """
+        codec = self.assembly.source
+        encoded = [] if codec is None else codec.encode(lines)
+        asked = {n: ids for n, ids in enumerate(encoded) if self.begin is not None or lines[n].strip()}
+        places = [(n, sample) for n, ids in asked.items() if len(ids) <= MOST_TOKENS for sample in range(self.samples)]
+        found = self.decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self.beam)
+        if codec is None or not lines:
             return
-        answerer.answer(lines or [])
+        self.answered += len(lines)
+        self.left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
+        known, texts, log_probabilities = dict(zip(places, found, strict=True)), list[str](), list[float]()
+        for n, sample in product(range(len(lines)), range(self.samples)):
+            hypothesis = known.get((n, sample), Hypothesis([], 0.0))
+            before = asked[n] if self.begin is not None and (n, sample) in known else []
+            texts.append(codec.decode([*before, *hypothesis.tokens]))
+            log_probabilities.append(hypothesis.log_probability)
+        self.context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
+
+    def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
+        """Returns what the decoder reads for a line of this call."""
+        return ids if self.begin is None else Prompt([self.begin, *ids], self.answered + line, sample)
 
 
 class PipeReader:
     """Reads lines from a pipe, as many as have arrived.
 
     Args:
-        path: of the pipe; opening waits for its writer.
+        path: of the pipe.
         stopped: whether to end reading.
         idle: called while nothing arrives, about every `TICK_SECONDS`.
     """
 
     def __init__(self, path: str, stopped: Callable[[], bool], idle: Callable[[], None]) -> None:
-        self._pipe = os.open(path, os.O_RDONLY)
-        self._stopped, self._idle = stopped, idle
-        self._lines: list[str] = []
-        self._rest = b""
-        self._ended = False
+        self._stopped, self._idle, self._ended = stopped, idle, False
+        self._lines: Queue[str | None] = Queue(MOST_WAITING)  # None: the end
+        Thread(target=self._fill, args=(path,), daemon=True).start()
+
+    def _fill(self, path: str) -> None:
+        with Path(path).open(encoding="utf-8", newline="\n") as pipe:
+            for line in pipe:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
 
     def read(self, most: int) -> list[str] | None:
         """Returns at most ``most`` lines; an empty list after `IDLE_SECONDS` without one; None at the end."""
-        until = time.monotonic() + IDLE_SECONDS
-        while not self._lines and not self._ended:
-            if self._stopped():
-                return None
-            if not self._receive(TICK_SECONDS):
+        lines, until = list[str](), time.monotonic() + IDLE_SECONDS
+        while len(lines) < most and not self._ended:
+            try:
+                line = self._lines.get(timeout=LINGER_SECONDS if lines else TICK_SECONDS)
+            except Empty:
+                if lines:
+                    break
+                if self._stopped():
+                    return None
                 self._idle()
                 if time.monotonic() > until:
                     return []
-        while len(self._lines) < most and not self._ended and self._receive(LINGER_SECONDS):
-            pass
-        lines, self._lines = self._lines[:most], self._lines[most:]
+                continue
+            if line is None:
+                self._ended = True
+            else:
+                lines.append(line)
         return lines or None
-
-    def _receive(self, seconds: float) -> bool:
-        """Returns whether anything came within ``seconds``, the end included."""
-        ready, _, _ = select.select([self._pipe], [], [], seconds)
-        if not ready:
-            return False
-        received = os.read(self._pipe, 1 << 16)
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if not received:
-            self._ended = True
-            lines, self._rest = ([self._rest] if self._rest else []), b""
-        self._lines += [line.decode() for line in lines]
-        return True

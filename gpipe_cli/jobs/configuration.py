@@ -5,29 +5,25 @@ A value is checked with all others, so those are told together. No torch is impo
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from gpipe_cli.config import FREE_FORM, Checks, Settings, known_keys
+import gpipe_cli.conf
+from gpipe_cli.config import FREE_FORM, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
-from gpipe_cli.jobs.limits import MACHINE
-from gpipe_cli.jobs.workers import choose_workers
+from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
 from gpipe_cli.launch.join import joined
-from gpipe_cli.terminal import yaml_aliases  # noqa: F401  # from here on all YAML is checked
 from gpipe_cli.typed_section import nearest, unknown_key
 
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.
@@ -38,10 +34,9 @@ LONGEST = 300  # characters of a library's message
 
 def count_folders(root: str | None, folder: str) -> int | str:
     """Returns the number of folders in ``root/folder``, one for each class of images; `MISSING` if there are none."""
-    found = 0
-    with suppress(OSError), os.scandir(Path(root or os.devnull, folder).expanduser()) as entries:
-        found = sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
-    return found or str(MISSING)
+    place = Path(root or os.devnull, folder).expanduser()
+    entries = place.iterdir() if place.is_dir() else ()
+    return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries) or str(MISSING)
 
 
 def folder_name(*words: str | None) -> str:
@@ -50,6 +45,7 @@ def folder_name(*words: str | None) -> str:
     return re.sub(r"[^\w.,=+\-\[\]]+", "_", re.sub(r"(^|,)\++", r"\1", word))[:LONGEST_NAME]
 
 
+CONF = Path(next(iter(gpipe_cli.conf.__path__)))  # the YAML files, in the clone or in the installed package
 OmegaConf.register_new_resolver("gpipe_folders", count_folders, replace=True)
 OmegaConf.register_new_resolver("gpipe_name", folder_name, replace=True)
 
@@ -100,28 +96,28 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
         raise ConfigurationError(in_one_line(error)) from error
 
 
-def prepare(config: DictConfig, checks: Checks = MACHINE, trusted: Sequence[str] | None = None) -> Prepared:
+def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | None = None) -> Prepared:
     """Resolves and checks a composed configuration, and makes what it names in the current directory importable.
 
     Args:
-        checks: beside those of the configuration itself.
+        trains: looks for the folders of the data, too.
         trusted: the `_target_`s that may lie in the current directory; None: all.
 
     Raises:
         ConfigurationError: it has one line for each wrong key or value.
     """
-    problems, values = Problems(), plain(config)
-    settings = Settings.read(values, problems, checks)
-    problems.refuse()
+    values = plain(config)
+    settings = Settings.from_config(values)
+    Problems([*too_much(settings), *(missing_data(settings) if trains else ())]).refuse()
     trust.look_here(trust.targets(values) if trusted is None else trusted)
-    lines = []
     workers, line = choose_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
     values["pipeline"] = {**values["pipeline"], "workers": workers}
     if settings.pipeline.workers != "auto" and "replicas" in settings.pipeline.auto:  # nothing is left to choose
         values["pipeline"]["replicas"] = (torchrun.world_size() or workers) // workers
+    lines = [line]
     if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):
         lines.append("launch.restarts and launch.stall_seconds do nothing here: torchrun watches the workers")
-    return Prepared(values, Settings.from_config(values), [line, *lines])
+    return Prepared(values, Settings.from_config(values), lines)
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -131,7 +127,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ConfigurationError: a value is missing, or refers to nothing.
     """
     try:
-        return dict(OmegaConf.to_container(copy.deepcopy(config), resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
+        return dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
     except OmegaConfBaseException as error:
         raise ConfigurationError(in_one_line(error)) from error
 
@@ -152,8 +148,6 @@ def in_one_line(error: BaseException) -> str:
         return _no_such_key(match[1] if match else str(key), cause)
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} needs a value: type {key}=…"
-    if isinstance(error, yaml.YAMLError):
-        return " ".join(str(error).split())
     if match := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+)'", str(error)):
         return f"{match[1]} is a sweep: give one value (a list has brackets), or, to gpipe-train, type -m too"
     lines = [line.strip() for line in str(cause).splitlines()]

@@ -1,43 +1,52 @@
-"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended."""
+"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended.
+
+Hydra calls it, once or for each job of a sweep, which ends with the table of its jobs.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint import files as checkpoints
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
-from gpipe_cli.config import LaunchConfig, Settings
-from gpipe_cli.disk import DiskError
-from gpipe_cli.disk import explain as explain_disk
+from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.jobs import sweep, torchrun
+from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.page import PLAN, ask_planner, write_page
-from gpipe_cli.jobs.record import RunRecord, sole_writer, where_it_is
-from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.jobs.page import PAGE, PLAN, ask_planner, write_page
+from gpipe_cli.jobs.run_directory import Restarts, RunRecord, require_writable, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
-from gpipe_cli.terminal.command import FAILED, REFUSED
+from gpipe_cli.terminal.command import FAILED, REFUSED, show
+from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.terminal.text import command_name, relative_paths
 from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
+
+
+REFUSALS = (ConfigurationError, OmegaConfBaseException)
 
 
 @dataclass(frozen=True)
@@ -78,13 +87,16 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     is_sweep = place.mode == RunMode.MULTIRUN
     if OmegaConf.select(composed, "verify.format") == "json":
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
+    logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
     record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            console.say(sweep.job_line(int(place.job.num), place.overrides.task))
+            total = f"/{sweep.jobs}" if sweep is not None and sweep.jobs else ""
+            words = " ".join(word.lstrip("+") for word in place.overrides.task)
+            console.say(f"\njob {int(place.job.num) + 1}{total}  {words}")
         try:
             with sole_writer(run_dir), record:
-                prepared = sweep.prepared or prepare(composed)
+                prepared = prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
                 config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console, record)
@@ -95,7 +107,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         except ConfigurationError as error:
             console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
-        except (WorkerFailed, DiskError) as error:
+        except (WorkerFailed, PlainError) as error:
             console.error(relative_paths(str(error)))
             if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
                 write_page(run_dir, console.warn)
@@ -124,21 +136,19 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     Raises:
         CheckpointError: there is no checkpoint, it was made with another configuration, or the directory holds others.
     """
-    config = prepared.config
+    config, section = prepared.config, prepared.settings.checkpoint
     if not torchrun.is_first():
         return config
     resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
-    begun = None if resumed is not None else _begun_with(prepared, console)
+    paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
-        config = _as_begun(config, resumed)
-    paths = {
-        "resume": None if resumed is None else str(resumed.path.absolute()),
-        "init_from": None if begun is None else str(begun.absolute()),
-    }
-    without: dict[str, Any] = {"init_except": []} if begun is None else {}  # it would be refused beside init_from=null
-    return {**config, "checkpoint": {**config["checkpoint"], **paths, **without}}
+        config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
+    elif section.init_from is not None:
+        begun = _begun_with(Path(section.init_from).expanduser(), console)
+        paths = {"resume": None, "init_from": str(begun.absolute())}
+    return {**config, "checkpoint": {**config["checkpoint"], **paths}}
 
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
@@ -150,11 +160,8 @@ def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, A
     return {**config, "pipeline": {**pipeline, **taken}}
 
 
-def _begun_with(prepared: Prepared, console: Console) -> Path | None:
-    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for, if any."""
-    if prepared.settings.checkpoint.init_from is None:
-        return None
-    path = Path(prepared.settings.checkpoint.init_from).expanduser()
+def _begun_with(path: Path, console: Console) -> Path:
+    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for."""
     if is_foreign(path):
         weight_files(path)  # refuses a folder that is not complete, before workers start
         return path
@@ -169,9 +176,8 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     config, checkpoint = prepared.config, prepared.settings.checkpoint
     if checkpoint.resume is None:
         return None
-    own_place = place.mode == RunMode.MULTIRUN or any(
-        word.startswith("hydra.run.dir=") for word in place.overrides.hydra
-    )
+    typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
+    own_place = typed_place or place.mode == RunMode.MULTIRUN
     found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
     for warning in warnings:
         console.warn(warning)
@@ -201,7 +207,9 @@ def _start(
 
     def start(settings: dict[str, Any]) -> Any:
         started = {**config, "settings": settings, "restarts": restarts.records}
-        return _run_program(prepared.settings.launch, started, run_dir, program, on_event)
+        if joined():
+            return join(torchrun.ENTRY, torchrun.wrap(program.entry, started), run_dir, on_event)
+        return launch_program(program, started, run_dir, on_event)
 
     try:
         return restarts.run(start)
@@ -211,32 +219,14 @@ def _start(
 
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
-    """Returns which step of a stopped run is saved, and the command that continues from there."""
+    """Returns which step of a stopped run is saved, and how the run continues from there."""
     saved, place = step_directories(run_dir), HydraConfig.get()
     if program.conclude is not None or not saved:
         return "stopped before its end; no step is saved"
     sweeps = place.mode == RunMode.MULTIRUN
     key, folder = ("hydra.sweep.dir", place.sweep.dir) if sweeps else ("hydra.run.dir", run_dir)
-    last = [f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"]
-    words = [word for word in sys.argv[1:] if not word.startswith((f"{key}=", "checkpoint.resume="))]
-    command = "the same with" if joined() else shlex.join([command_name(), *words])
-    return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type: {command} {shlex.join(last)}"
-
-
-def _run_program(
-    settings: LaunchConfig, config: dict[str, Any], run_dir: Path, program: EntryPoint, on_event: OnEvent
-) -> Any:
-    if joined():
-        return join(torchrun.ENTRY, torchrun.wrap(program.entry, config), run_dir, on_event)
-    try:
-        return launch_program(program, config, run_dir, on_event)
-    except (ConfigurationError, WorkerFailed, DiskError):
-        raise
-    except Exception as error:
-        said = str(error) if isinstance(error, PlainError) else explain_disk(error)
-        if said is None and not settings.inline:
-            raise
-        raise WorkerFailed(said or traceback.format_exc().rstrip()) from error
+    words = shlex.join([f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"])
+    return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type the same with {words}"
 
 
 def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -> Any:
@@ -271,3 +261,72 @@ def _console_settings(composed: DictConfig) -> tuple[int, Any]:
     """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
+
+
+# -- before the first job, and after the last one of a sweep -----------------------------------------------------------
+
+
+@dataclass
+class Sweep:
+    """Describes the sweep that this process runs; `jobs` is None if the sweeper decides on the way."""
+
+    directory: Path
+    jobs: int | None
+
+
+sweep: Sweep | None = None  # that this process runs: set by Hydra's callback, read by the command
+
+
+class CommandCallback(Callback):
+    """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep`.
+
+    Hydra turns every exception into a warning but SystemExit, whose cause the command prints.
+    """
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Checks the configuration and the run directory."""
+        HydraConfig.instance().set_config(config)
+        try:
+            composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+            prepare(composed, trains=True)
+            require_writable("hydra.run.dir", config.hydra.run.dir)
+        except REFUSALS as error:
+            raise SystemExit(REFUSED) from error
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Makes the sweep's directory, counts its jobs, and names their folders by the keys that are swept."""
+        global sweep  # Hydra makes this object and lends no other place
+        try:
+            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
+        except REFUSALS as error:
+            raise SystemExit(REFUSED) from error
+        words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+        swept = [word for word in words if word.is_sweep_override()]
+        counted = all(word.is_choice_sweep() or word.is_range_sweep() for word in swept)
+        jobs = math.prod(len(list(word.sweep_iterator())) for word in swept) if counted else None
+        sweep = Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
+        if fixed := [word.key_or_group for word in words if word not in swept]:
+            # Hydra composes each job from the sweep's overrides of `hydra`.
+            excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
+            with read_write(config.hydra):
+                config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
+
+
+def end_sweep(sweep: Sweep) -> int:
+    """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
+    if not torchrun.is_first():
+        return 0
+    if not sweep.directory.is_dir():
+        return REFUSED
+    runs = find_runs([sweep.directory])[0]
+    table = compare(runs)
+    document = table.document(sweep.directory)
+    content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
+    (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
+    missing = (sweep.jobs or 0) - len(runs)
+    more = f"\n{missing} more were not started" if missing > 0 else ""
+    with suppress(OSError):
+        document.save(sweep.directory / PAGE)
+    with suppress(OSError):  # nobody reads it
+        show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
+    return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED

@@ -1,7 +1,7 @@
 """Opens a run again, for the commands that use its weights: gpipe-eval, -translate, -generate. Imports no torch.
 
     run = open_run("runs/NAME", ["pipeline.K=4"])
-    config = {"settings": run.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
+    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
     launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
@@ -21,12 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint.files import CheckpointInfo, choose
-from gpipe_cli.config import FREE_FORM, TYPED
+from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
-from gpipe_cli.jobs.configuration import Prepared, composed, in_one_line, plain, prepare
+from gpipe_cli.jobs.configuration import CONF, Prepared, composed, in_one_line, plain, prepare
 from gpipe_cli.launch.join import joined
-from gpipe_cli.terminal.help import conf_folder
 
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
@@ -37,8 +36,6 @@ ANEW: Mapping[str, Any] = {
     "checkpoint.init_from": None,
     "launch.inline": False,
 }
-OF_TRAINING = ("optimizer", "lr_schedule", "trainer", "checkpoint", "logging")  # sections that are not read here
-READ = ("trainer.samples", "trainer.average")  # but these keys are
 
 
 @dataclass(frozen=True)
@@ -55,13 +52,8 @@ class Reopened:
     prepared: Prepared
     warnings: list[str]
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Returns the configuration as plain values, with the number of workers."""
-        return self.prepared.config
 
-
-def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: str = "") -> Reopened:
+def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:
     """Opens a checkpoint and applies overrides to the configuration recorded in it.
 
     Args:
@@ -79,7 +71,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     info, warnings = choose(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
     config = _with_overrides(info.state.configuration, words)
-    names = [*trust.trusted_names(trusted), *trust.typed_names(words)]
+    names = [*trusted, *trust.typed_names(words)]
     trust.refuse_foreign(plain(config), names, info.path)
     return Reopened(info, prepare(config, trusted=names), warnings)
 
@@ -88,11 +80,11 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
     """Returns the recorded configuration with overrides, not resolved.
 
     Raises:
-        ConfigurationError: an override is wrong, or of a key that only training reads.
+        ConfigurationError: an override is wrong.
     """
     try:
         overrides = [OverridesParser.create().parse_override(word) for word in words]
-        values = [override for override in overrides if not (conf_folder() / override.key_or_group).is_dir()]
+        values = [override for override in overrides if not (CONF / override.key_or_group).is_dir()]
         default = composed("train", [str(each.input_line) for each in overrides if each not in values])
         config = OmegaConf.create(_with_new_keys(recorded, plain(default)))
         for group in (override.key_or_group for override in overrides if override not in values):
@@ -105,20 +97,11 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
         OmegaConf.set_struct(config, True)
         for override in values:
             key, section = override.key_or_group, override.key_or_group.partition(".")[0]
-            if section in OF_TRAINING and key not in READ:
-                raise ConfigurationError(f"{key}: only training reads this key, leave it out")
             own = f"{section}._target_" in typed or override.is_add() or override.is_force_add()
-            OmegaConf.update(config, key, override.value(), force_add=own or _is_newer(key, section, config, default))
+            OmegaConf.update(config, key, override.value(), force_add=own)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(in_one_line(error)) from error
     return config
-
-
-def _is_newer(key: str, section: str, config: DictConfig, default: DictConfig) -> bool:
-    """Returns whether a function of the run has got this key since."""
-    above, _, name = key.rpartition(".")
-    same = section in FREE_FORM and config[section]._target_ == default[section]._target_
-    return same and name in (OmegaConf.select(default, above) or ())
 
 
 def _with_new_keys(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

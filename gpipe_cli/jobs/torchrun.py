@@ -79,19 +79,17 @@ def refuse_separate_directories(context: Context) -> None:
 
 
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with which `enter` calls the real entry point."""
-    return {"entry": entry, "config": config, "directory": _directory()}
+    """Returns the arguments with which `enter` calls the real entry point.
 
-
-def _directory() -> str:
-    """Returns the override that leads to this command's directory of runs again."""
+    They have the override that leads to this command's directory of runs again.
+    """
     place = HydraConfig.get()
     if place.mode == RunMode.MULTIRUN:
         key, path = "hydra.sweep.dir", place.sweep.dir
     else:
         key, path = "hydra.run.dir", place.runtime.output_dir
     quoted = str(Path(path).absolute()).replace("'", "\\'")
-    return f"{key}='{quoted}'"
+    return {"entry": entry, "config": config, "directory": f"{key}='{quoted}'"}
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:

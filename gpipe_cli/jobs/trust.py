@@ -16,15 +16,16 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from gpipe_cli.config import KINDS
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.targets import OURS
 
+OURS = {  # of models, data and tasks
+    *KINDS,
+    "gpipe_cli.data.torch_datasets.DatasetSource",
+    "gpipe_cli.models.traced.layers.layers",
+    "gpipe_cli.tasks.own_loss.OwnLossTask",
+}
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
-
-
-def trusted_names(word: str) -> list[str]:
-    """Returns the names in the value of `trust=`: ``[a.b,c.d]``, or ``a.b``."""
-    return [name for part in word.strip().removeprefix("[").removesuffix("]").split(",") if (name := part.strip())]
 
 
 def typed_names(words: Sequence[str]) -> list[str]:
@@ -53,7 +54,8 @@ def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None
     Raises:
         ConfigurationError: a text of the recorded configuration contains ``${``.
     """
-    if (found := next((text for text in _texts(recorded) if "${" in text), None)) is not None:
+    texts = (text for entry in _entries(recorded) for text in entry if isinstance(text, str))
+    if (found := next((text for text in texts if "${" in text), None)) is not None:
         raise ConfigurationError(
             f"{checkpoint}/manifest.json: its configuration has the text {found!r}; no run writes ${{…}} there, so the "
             "file was changed: use another copy of the checkpoint"
@@ -82,11 +84,6 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
 def targets(value: Any) -> Iterator[str]:
     """Yields every `_target_`, at any depth."""
     return (str(item) for key, item in _entries(value) if key == "_target_")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yields every text, keys included, at any depth."""
-    return (text for entry in _entries(value) for text in entry if isinstance(text, str))
 
 
 def _entries(value: Any, key: Any = None) -> Iterator[tuple[Any, Any]]:

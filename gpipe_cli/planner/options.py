@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import ConfigurationError, Problems
-from ..typed_section import Count, Positive, read_fields, shown
+from ..typed_section import Count, Positive, read_section, shown
 from .devices import Device, describe, parse_bytes
 
 THIS = "this"
@@ -50,7 +50,9 @@ class Options(_Typed):
             return object.__new__(cls)
         free = {key: section.get(key) for key in ("device", "memory", "fit")}
         rest = {key: value for key, value in section.items() if key not in free}
-        values = {"device": None, "memory": None, "fit": None, **read_fields(_Typed, rest, "plan", problems)}
+        values: dict[str, Any] = {"device": None, "memory": None, "fit": None}
+        with problems.collected():
+            values |= vars(read_section(_Typed, rest, "plan"))
         with problems.collected():
             values["device"] = None if free["device"] == THIS else describe(_device_of(free["device"]))
         for key in ("memory", "fit"):

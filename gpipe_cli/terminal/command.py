@@ -1,4 +1,12 @@
-"""Defines what all commands share: answers to --help and --version, what they print, exit codes. No slow imports."""
+"""Defines what all commands share: the words of a command line, answers to --help, what they print, exit codes.
+
+One grammar of words for all commands. No slow imports.
+
+-m   --config-dir my_conf                     options, which Hydra reads
+runs/NAME   sweeps/NAME/0_pipeline.K=1        paths of runs: no key stands before their =
+step=best   output=FILE                       the command's own keys
+pipeline.K=4   +model.x=1   ~model.y          overrides of the configuration
+"""
 
 from __future__ import annotations
 
@@ -6,26 +14,28 @@ import io
 import os
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
-from gpipe_cli.errors import ConfigurationError, PlainError, visible
+from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
 from gpipe_cli.launch.join import adopt_step
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.text import relative_paths
+from gpipe_cli.typed_section import read_values, unknown_key
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configuration; Ctrl-C
 
 
 def run_command(
     name: str,
-    words: Sequence[str],
-    help_text: str | Callable[[], str],
-    work: Callable[[], int],
+    arguments: Sequence[str] | None,
+    page: str,
+    work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -33,24 +43,25 @@ def run_command(
 
     Args:
         name: of the command, printed before the reason of a refusal.
-        words: of the command line.
-        help_text: the page, or a function that makes it.
+        arguments: the words of the command line; None: those of this process.
+        page: of --help.
+        work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
     """
-    _open_closed_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # its encoding may be Latin-1 or ASCII
     adopt_step(os.environ)
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):
-            show((help_text if isinstance(help_text, str) else help_text()).rstrip("\n"))
+            show(page.rstrip("\n"))
             return REFUSED if needs_words and not words else 0
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
-        return work()
+        return work(words)
 
     code = exit_code(name, answer, say or to_stderr)
     try:
@@ -62,11 +73,6 @@ def run_command(
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
-    try:
-        Path.cwd()
-    except OSError:
-        say(f"{name}: the current directory has been deleted: change to another one with cd")
-        return REFUSED
     try:
         return work()
     except ConfigurationError as error:
@@ -104,15 +110,118 @@ def discard(stream: IO[str]) -> None:
         os.dup2(nothing.fileno(), stream.fileno())
 
 
-def _open_closed_streams() -> None:
-    """Opens /dev/null in place of closed standard streams, so that no other file gets their numbers."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # its number is the lowest that is free
-            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # open to the end
-
-
 def _reader_is_gone() -> bool:
     """Returns whether standard output is a pipe or terminal without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+# -- the words of a command line ---------------------------------------------------------------------------------------
+
+WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--info", "-i")
+OF_HYDRA = (*WITH_VALUE, "--hydra-help", "--resolve", "--multirun", "-m", "--shell-completion", "-sc")
+OF_PLANS = ("--config-dir", "-cd")
+
+
+@dataclass(frozen=True)
+class Words:
+    """Holds what a command line asks for.
+
+    Attributes:
+        own: the command's own keys that were typed, with their values.
+        options: as typed, those with a value in two words or in one.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> str | None:
+        """Returns the folder of `--config-dir`."""
+        words = [part for word in self.options for part in word.split("=", 1)]
+        return next((words[place + 1] for place, word in enumerate(words) if word in WITH_VALUE[:2]), None)
+
+    def run(self, command: str) -> str:
+        """Returns the only run: a bare path, or the value of `checkpoint=`.
+
+        Raises:
+            ConfigurationError: there is none, or more than one.
+        """
+        runs = [*self.runs, *(str(value) for key, value in self.own.items() if key == "checkpoint")]
+        if len(runs) != 1:
+            said = f"one run, not {', '.join(runs)}:" if runs else "which run?"
+            raise ConfigurationError(f"{said} type {command} RUN")
+        return runs[0]
+
+
+def read_words(
+    words: Sequence[str],
+    own: Mapping[str, Any] | None = None,
+    options: Sequence[str] = (),
+    runs: bool = True,
+    overrides: bool = True,
+) -> Words:
+    """Reads a command line.
+
+    Args:
+        own: the type of each of the command's own keys.
+        options: that the command has.
+        runs: whether it takes paths of runs.
+        overrides: whether it takes keys of gpipe-train.
+
+    Raises:
+        ConfigurationError: a word is none of these, or an own key has a wrong value.
+    """
+    line, rest, own, texts = Words(), list(words), own or {}, dict[str, str]()
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.partition("=")
+        if word.startswith("-"):
+            if key not in options:
+                hint = f"keys have no dashes, type {word.lstrip('-')}" if equals else "there is no such option (--help)"
+                raise ConfigurationError(f"{word}: {hint}")
+            line.options.append(word)
+            if key in WITH_VALUE and not equals and rest and not rest[0].startswith("-"):
+                line.options.append(rest.pop(0))
+        elif is_path(word):
+            if not runs:
+                raise ConfigurationError(f"{word}: write key=value (--help shows what there is)")
+            line.runs.append(word)
+        elif key not in own:
+            if not overrides:
+                raise ConfigurationError(unknown_key(key, own))
+            line.overrides.append(word)
+        elif not value or key in texts:
+            raise ConfigurationError(f"{word}: give {key} one value")
+        else:
+            texts[key] = value
+    problems = Problems()
+    line.own.update(read_values(own, {key: read_value(text, own[key]) for key, text in texts.items()}, "", problems))
+    problems.refuse()
+    return line
+
+
+def is_path(word: str) -> bool:
+    """Returns whether a word is a path: it has no =, or no key before it, as the sweep's folder ``0_pipeline.K=1``."""
+    key, equals, _ = word.partition("=")
+    key = key.lstrip("+").removeprefix("hydra/").partition("@")[0].replace(".", "_")
+    return not word.startswith(("-", "~")) and not (equals and key.isidentifier())
+
+
+def read_value(text: str, hint: Any) -> Any:
+    """Reads a value as YAML, unless its type is a text; if it is a list, ``2,4`` and a single ``2`` are lists."""
+    import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+    if hint is str:
+        return text
+    try:
+        value = yaml.safe_load(f"[{text.strip('[]')}]" if "list" in str(hint) and text != "null" else text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)  # 1e9 is a text in YAML 1.1
+    return value

@@ -15,27 +15,24 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
 
 and the launcher's own, with "event": stopping (signal, grace_seconds), killed (message), warning (message). Any other
 event goes only to train.log. Numbers may be null (not finite, or unknown). A run goes on when its output can no longer
-be written: see `OutputStream`.
+be written.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
-from gpipe_cli.disk import cannot_write
 from gpipe_cli.errors import visible
-from gpipe_cli.terminal.command import discard
+from gpipe_cli.terminal.command import discard, to_stderr
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, text_table
 
 PLAIN_SECONDS = 2.0  # minimum between two progress lines: fast steps must not flood a log
@@ -57,10 +54,13 @@ class Console:
     """
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
-        self._every, self._silent, self._brief = every, silent, brief
-        self._output = OutputStream(sys.stdout)
-        self._rich = RichConsole(file=cast("IO[str]", self._output), highlight=False, markup=False, soft_wrap=True)
-        self._bar = _Bar(self._rich) if mode == "auto" and self._rich.is_terminal and not silent else None
+        self._every, self._silent, self._brief, self._lost = every, silent, brief, False
+        self._rich = RichConsole(highlight=False, markup=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        if mode == "auto" and self._rich.is_terminal and not silent:
+            columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
+            self._bar = Progress(*columns, console=self._rich, transient=True, refresh_per_second=4)
+            self._task = self._bar.add_task("training", line="")  # shown from the first step on
         self._began: tuple[float | None, float] | None = None  # share done at the first step, and its time
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
         self._warnings = _WarningsToConsole(self)
@@ -71,14 +71,18 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger().removeHandler(self._warnings)
+        self._stop_bar()
+
+    def _stop_bar(self) -> None:
         if self._bar:
-            self._bar.close()
+            with suppress(OSError):  # the terminal is gone
+                self._bar.stop()
 
     def __call__(self, event: Event) -> None:
         """Prints one event."""
-        show = self._SHOWN.get(event.get("kind") or event.get("event") or "")
+        show = getattr(self, f"_show_{event.get('kind') or event.get('event')}", None)
         if show:
-            show(self, event)
+            show(event)
         else:
             log.info("%s", json.dumps(event, default=str))
 
@@ -98,10 +102,9 @@ class Console:
         """Prints a failure on standard error and, if it is logged, in train.log."""
         if logged:
             log.error("%s", text, extra={"shown": True})
-        if self._bar:
-            self._bar.close()
+        self._stop_bar()
         if not self._silent:
-            print(visible(text), file=OutputStream(sys.stderr), flush=True)
+            to_stderr(text)
 
     def warn(self, text: str) -> None:
         """Prints a warning on standard output and in train.log."""
@@ -109,131 +112,99 @@ class Console:
         self._print(f"warning: {text}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        if self._silent:
+        if self._silent or self._lost:
             return
-        if self._rich.is_terminal:
-            self._rich.print(visible(text), style=style)
-        else:
-            print(visible(text), file=self._output, flush=True)
+        try:
+            if self._rich.is_terminal:
+                self._rich.print(visible(text), style=style)
+            else:
+                print(visible(text), flush=True)
+        except (OSError, ValueError) as error:  # no reader, no terminal, a full disk behind a >; closed in this process
+            self._lost = True
+            discard(sys.stdout)  # with what waits in Python's buffer, which would fail at its end
+            log.info("the output cannot be written to (%s): the run goes on", error)
 
     # -- kinds of events -----------------------------------------------------------------------------------------
 
-    def _message(self, event: Event) -> None:
+    def _show_message(self, event: Event) -> None:
         self.detail(relative_paths(str(event["text"])))
 
-    def _warning(self, event: Event) -> None:
+    def _show_warning(self, event: Event) -> None:
         self.warn(str(event.get("text") or event.get("message")))
 
-    def _stopping(self, event: Event) -> None:
+    _show_killed = _show_warning
+
+    def _show_stopping(self, event: Event) -> None:
         self.say(
             f"{event['signal']}: the run stops after this step and saves, within {event['grace_seconds']:g} s "
             "(once more: stop at once)"
         )
 
-    def _preparation(self, event: Event) -> None:
+    def _show_preparation(self, event: Event) -> None:
         done, total, now = event["done"], event["total"], time.monotonic()
         if (total and done >= total) or now - self._last_preparation >= PREPARATION_SECONDS:
             self._last_preparation = now
             self.detail(f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else ""))
 
-    def _cells(self, event: Event) -> None:
+    def _show_cells(self, event: Event) -> None:
         columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]
         keys = ("cell", "worker", "layers", "first", "last", "parameters")
         rows = [[*(row[key] for key in keys), percent(row["share"])] for row in event["rows"]]
         self.detail(text_table(columns, rows))
 
-    def _table(self, event: Event) -> None:
+    def _show_table(self, event: Event) -> None:
         self.detail(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
 
-    def _progress(self, event: Event) -> None:
-        step, steps = event["step"], event["steps"]
-        done = event["done"]
+    def _show_progress(self, event: Event) -> None:
+        step, steps, done, now = event["step"], event["steps"], event["done"], time.monotonic()
         first = self._began is None
-        share, began = self._began = self._began or (done, time.monotonic())
+        share, began = self._began = self._began or (done, now)
         left = None
         if share is not None and done is not None and share < done < 1:
-            left = (time.monotonic() - began) / (done - share) * (1 - done)
+            left = (now - began) / (done - share) * (1 - done)
+        place = f"{number(step)}{f'/{number(steps)}' if steps else ''}"
+        line = f"{place}  {_figures(event, left)}"
         if self._bar:
-            place = f"{step:,}{f'/{steps:,}' if steps else ''}"
-            self._bar.show(done, f"{place}  {_progress_line(event, left, short=True)}")
-        now = time.monotonic()
+            self._bar.start()
+            total = None if done is None else 1.0
+            self._bar.update(self._task, completed=done or 0.0, total=total, line=line)
         silence = now - self._last_line
         due = step % self._every == 0 and silence >= PLAIN_SECONDS
         last = step == steps and not self._brief  # its figures are in the table of the sweep
         if first or last or (due and not self._brief) or silence >= LONGEST_SILENCE_SECONDS:
             self._last_line = now
-            line = _progress_line(event, left)
-            text = f"step {number(step)}{f'/{number(steps)}' if steps else ''}  {line}"
+            predicted = event.get("bubble_predicted")
+            schedule = "" if predicted is None else f" (schedule {percent(predicted)})"
+            text = f"step {line}  bubble {percent(event['bubble'])}{schedule}"
             if self._bar:
                 log.info("%s", text)
             else:
                 self.say(text)
 
-    def _evaluation(self, event: Event) -> None:
+    def _show_evaluation(self, event: Event) -> None:
         shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # without single languages
         numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
         self.say(f"evaluation after step {number(event['step'])}: {numbers or 'nothing is held out'}")
 
-    def _samples(self, event: Event) -> None:
+    def _show_samples(self, event: Event) -> None:
         width = max((len(label) for row in event["rows"] for label in row), default=0)
         blocks = ["\n".join(f"    {label:<{width}}  {text}" for label, text in row.items()) for row in event["rows"]]
         self.detail("\n\n".join(blocks))
 
-    _SHOWN: dict[str, Callable[[Console, Event], None]] = {  # noqa: RUF012  # not a field: the same for all
-        "message": _message,
-        "warning": _warning,
-        "killed": _warning,
-        "stopping": _stopping,
-        "preparation": _preparation,
-        "cells": _cells,
-        "table": _table,
-        "progress": _progress,
-        "evaluation": _evaluation,
-        "samples": _samples,
-    }
 
-
-def _progress_line(event: Event, seconds_left: float | None, short: bool = False) -> str:
-    """Returns the figures of a step; ``short``: in 80 columns, beside a progress bar."""
+def _figures(event: Event, seconds_left: float | None) -> str:
+    """Returns the figures of a step that fit 80 columns beside a progress bar."""
     loss = event["loss"]
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
         f"accuracy {number(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
-        f"{number(event['examples_per_second'], 3)} {'ex/s' if short else 'examples/s'}",
-        _bubble(event["bubble"], event.get("bubble_predicted"), short),
+        f"{number(event['examples_per_second'], 3)} examples/s",
     ]
     if event.get("skipped_updates"):
         parts.append(f"{event['skipped_updates']} skipped")
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-def _bubble(measured: float | None, predicted: float | None, short: bool) -> str:
-    """Returns the measured bubble, and the one that the schedule itself has with the same times."""
-    if measured is None or predicted is None:
-        return f"bubble {percent(measured)}"
-    if short:
-        return f"bubble {100 * measured:.0f}/{100 * predicted:.0f} %"
-    return f"bubble {percent(measured)} (schedule {percent(predicted)})"
-
-
-class _Bar:
-    """Shows a progress bar at the bottom of a terminal."""
-
-    def __init__(self, console: RichConsole) -> None:
-        columns = (BarColumn(bar_width=8), TextColumn("{task.fields[line]}"))
-        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-        self._task: TaskID | None = None
-
-    def show(self, done: float | None, line: str) -> None:
-        if self._task is None:
-            self._task = self._progress.add_task("training", line=line)
-            self._progress.start()
-        self._progress.update(self._task, completed=done or 0.0, total=None if done is None else 1.0, line=line)
-
-    def close(self) -> None:
-        self._progress.stop()
 
 
 class _WarningsToConsole(logging.Handler):
@@ -246,63 +217,3 @@ class _WarningsToConsole(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "shown", False):
             self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
-
-
-class OutputStream(io.TextIOBase):
-    """Wraps standard output or error so that a run goes on when they can no longer be written.
-
-    The reader of a pipe may have died, the terminal may be closed, the disk behind a `>` may be full. After the first
-    failure everything goes to /dev/null: also Python's own buffers, which it would fail to flush at its end, and what
-    the user's code prints.
-    """
-
-    def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream  # None: Python was started with this stream closed
-
-    def write(self, text: str) -> int:
-        self._guard(lambda stream: stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._guard(lambda stream: stream.flush())
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def _guard(self, action: Callable[[IO[str]], object]) -> None:
-        if self._stream is None:
-            return
-        try:
-            action(self._stream)
-        except (OSError, ValueError) as error:  # ValueError: the stream was closed in this process
-            failed, self._stream = self._stream, None
-            discard(failed)
-            # Not a warning, which the console would print: this may be rich's thread, which holds rich's lock.
-            log.info("%s cannot be written to (%s): the run goes on", getattr(failed, "name", "the output"), error)
-
-
-class TrainLog(logging.FileHandler):
-    """Appends records to a file, until it cannot be written: then it warns once, and writes nothing more."""
-
-    def __init__(self, filename: str, encoding: str = "utf-8") -> None:
-        super().__init__(filename, encoding=encoding, delay=True)  # opened by the first record: see emit
-        self._lost = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Writes a record; never raises an OSError, and prints no traceback of one."""
-        if self._lost:
-            return
-        try:
-            if self.stream is None:
-                self.stream = self._open()
-            self.stream.write(f"{self.format(record)}{self.terminator}")
-            self.stream.flush()
-        except OSError as error:
-            self._lost = True
-            self.close()
-            log.warning("%s; the run goes on without it", cannot_write(Path(self.baseFilename), error))
-
-    def close(self) -> None:
-        """Closes the file, also where its last records find no room."""
-        with suppress(OSError):
-            super().close()

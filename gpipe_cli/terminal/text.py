@@ -23,6 +23,11 @@ def number(value: object, digits: int = 4) -> str:
     return f"{value:.{digits}g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def plural(number: int, word: str) -> str:
+    """Returns a number with its noun: "1 cell", "1,024 cells"."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
 def percent(share: object) -> str:
     """Returns a share of 1 as "21.3 %"."""
     return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
@@ -79,10 +84,7 @@ def is_number(value: object) -> bool:
 
 def relative_paths(text: str) -> str:
     """Returns the text with paths below the current directory shortened."""
-    try:
-        here = str(Path.cwd()).rstrip("/")
-    except OSError:  # it has been deleted
-        return text
+    here = str(Path.cwd()).rstrip("/")
     return text.replace(f"{here}/", "") if here else text
 
 

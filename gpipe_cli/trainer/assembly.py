@@ -21,8 +21,7 @@ from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, rest
 from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
-from ..decoding.generation import Generator
-from ..decoding.translation import SpecialTokens, TranslationForm
+from ..decoding.translation import Generator, SpecialTokens, TranslationForm
 from ..distributed.batch_plan import BatchShape
 from ..distributed.exchange import Exchange, never
 from ..distributed.pipeline import Pipeline

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..data.source import Source
-from ..decoding.generation import Generator
+from ..decoding.translation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
 from ..distributed.pipeline import Pipeline
 from ..metrics.records import Evaluation, Sample

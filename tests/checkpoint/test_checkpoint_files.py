@@ -30,7 +30,7 @@ from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
 from gpipe_cli.disk import DiskError
-from gpipe_cli.jobs.record import require_writable
+from gpipe_cli.jobs.run_directory import require_writable
 
 
 def layer_file(run_dir: Path, step: int, layer: str) -> Path:

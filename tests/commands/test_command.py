@@ -14,8 +14,7 @@ import pytest
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.report import WorkerFailed
-from gpipe_cli.terminal.command import exit_code, to_stderr
-from gpipe_cli.terminal.words import Words, read_words
+from gpipe_cli.terminal.command import Words, exit_code, read_words, to_stderr
 
 COMMANDS = {one.name: one.value for one in distribution("gpipe-cli").entry_points}
 RUN_WITHOUT_WORDS = ("gpipe-train", "gpipe-verify", "gpipe-plan")
@@ -73,7 +72,7 @@ def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
         (["step="], "step=: give step one value"),
         (["n=two"], "n=two: should be a valid integer"),
         (["--config-dir=a"], "--config-dir=a: keys have no dashes"),
-        (["-m"], "there is no option -m"),
+        (["-m"], "-m: there is no such option"),
     ],
 )
 def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:

@@ -94,7 +94,7 @@ def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path
         (["split=dev"], "which run?"),
         (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
         (["compare=[]"], "compare= names no run"),
-        (["compare=[a]", "split=test"], "there is no key split; sections and keys: compare, baseline, output"),
+        (["compare=[a]", "split=test"], "there is no key split; here has: compare, baseline, output"),
     ],
 )
 def test_a_wrong_call_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_runs_are_compared_by_resource_and_with_their_baselines(
     words = [f"compare=[{narrow},{deep}]", f"baseline={single}", f"output={tmp_path / 'out'}"]
     assert main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "low narrow 100 1 10.0" in said and "low deep 300 1 18.0" in said
+    assert "figure narrow deep" in said and "parameters 100 300" in said and "bleu_low 10 18" in said
     assert "de 1,000 40.0 -10.0 -7.0" in said and "sw 10 12.5 -2.5 +5.5" in said
     assert (tmp_path / "out" / "report.html").read_text().count("<svg") == 2
 

@@ -156,7 +156,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trains on ImageNet's layout; returns the checkpoint."""
     folder = tmp_path_factory.mktemp("imagenet")
     check(train_tiny(folder, PRETRAINING))
-    checkpoint = resolve(str(folder / "run"), folder / "new", None).checkpoint
+    checkpoint, _ = resolve(str(folder / "run"), folder / "new", None)
     assert checkpoint is not None
     return checkpoint.path
 

@@ -57,9 +57,10 @@ def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(run: Path, capsys: pytes
 
 def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
     info = SimpleNamespace(run_dir=Path("run"))
-    run: Any = SimpleNamespace(info=info, config={"data": {}, "task": {"generation": {"beam": 8}}})
+    prepared = SimpleNamespace(config={"data": {}, "task": {"generation": {"beam": 8}}})
+    run: Any = SimpleNamespace(info=info, prepared=prepared)
     with pytest.raises(ConfigurationError, match="use gpipe-translate"):
-        generate.worker_config(run)
+        generate.worker_config(run, {})
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
             ["checkpoint={run}", "task.generation=null"],
             "no section generation, so it does not translate; texts are continued by gpipe-generate",
         ),
-        (["checkpoint={run}", "optimizer.lr=3"], "optimizer.lr: only training reads this key, leave it out"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -128,7 +127,7 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
 def test_a_line_of_too_many_tokens_is_not_answered_and_told(
     run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("gpipe_cli.inference.translate.MOST_TOKENS", 100)
+    monkeypatch.setattr("gpipe_cli.inference.lines.MOST_TOKENS", 100)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join([LINES[0], "1" * 200, LINES[4]]))
     assert translated(run, lines, *INLINE) == [reference[0], "", reference[4]]

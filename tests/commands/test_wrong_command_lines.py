@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-from processes import command, run
+from processes import command
 
 SCREEN = 24  # lines
 CASES = {  # command line to what the answer must contain
@@ -31,7 +30,7 @@ CASES = {  # command line to what the answer must contain
     "train hydra/launcher=slurm": "hydra",
     "train name='${nowhere}'": "name",
     "train pipeline.workers=5": "use pipeline.workers<=4 or pipeline.K>=5",
-    "train pipeline.K=4 pipeline.partition=[3,5]": "pipeline.partition=[3,5] has 2 sizes but pipeline.K=4",
+    "train pipeline.K=4 pipeline.partition=[3,5]": "pipeline.partition=[3,5] has 2 numbers but pipeline.K=4",
     "train pipeline.M=128": "use data.batch_size>=128 or pipeline.M<=96",
     "train trainer.steps=null": "set one, as trainer.steps=1000",
     "train checkpoint.init_from=a checkpoint.resume=b": "leave out one of them",
@@ -52,7 +51,6 @@ CASES = {  # command line to what the answer must contain
     "bench table=9": "table=9",
 }
 OUTSIDE = [*[*CASES][::9], "train data.pair=klingon"]  # its worker refuses it
-SHELLS = {"gone": 'mkdir gone && cd gone && rmdir ../gone && "$@"', "closed": '"$@" <&- 2>&1 >&-'}
 
 
 def check(case: str, code: object, text: str) -> None:
@@ -65,14 +63,6 @@ def test_a_real_command_refuses_a_wrong_command_line(case: str, tmp_path: Path) 
     name, *words = shlex.split(case)
     done = command(name, *words, cwd=tmp_path, GPIPE_CACHE=str(tmp_path))
     check(case, done.returncode, done.stdout + done.stderr)
-
-
-@pytest.mark.parametrize("kind", SHELLS)
-def test_a_folder_that_is_gone_and_closed_output_end_as_a_refusal(kind: str, tmp_path: Path) -> None:
-    wrong = [sys.executable, "-m", "gpipe_cli.commands.train", "pipeline.K=0"]
-    done = run("bash", "-c", SHELLS[kind], "bash", *wrong, cwd=tmp_path)
-    told = {"gone": "directory", "closed": "pipeline.K=0"}[kind]
-    assert done.returncode == 2 and told in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OUTSIDE])
@@ -105,24 +95,5 @@ def test_the_answer_is_one_line_and_no_more(
     monkeypatch.chdir(tmp_path)
     with suppress(SystemExit):
         import_module("gpipe_cli.commands.train").main(words)
-    written = capsys.readouterr().err
-    assert said in written and written.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: &a\n  b: *a\n", "this value holds itself"),
-        ("a: &a [" + "1," * 99 + "]\nb: &b [" + "*a," * 99 + "]\nc: [" + "*b," * 99 + "]\n", "write fewer of them"),
-    ],
-)
-def test_yaml_without_an_end_is_refused(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(text)
-    with suppress(SystemExit):
-        import_module("gpipe_cli.commands.train").main(["--config-dir", str(tmp_path), "model=mine"])
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1

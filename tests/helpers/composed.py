@@ -6,10 +6,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.config import Checks
 from gpipe_cli.jobs import configuration
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.limits import MACHINE
 
 
 def composed(*words: str, of: str = "train") -> dict[str, Any]:
@@ -23,6 +21,6 @@ def composed(*words: str, of: str = "train") -> dict[str, Any]:
     return config  # type: ignore[return-value]  # its keys are texts
 
 
-def checked(*words: str, of: str = "train", checks: Checks = MACHINE) -> Prepared:
+def checked(*words: str, of: str = "train", trains: bool = False) -> Prepared:
     """Returns the configuration as a command passes it to its workers, or raises what the command refuses it with."""
-    return prepare(configuration.composed(of, words), checks)
+    return prepare(configuration.composed(of, words), trains)

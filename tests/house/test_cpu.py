@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from gpipe_cli import cpu
-from gpipe_cli.cpu import free_memory, torch_threads, usable_cores, usable_memory
+from gpipe_cli.cpu import as_worker, free_memory, usable_cores, usable_memory
 
 
 def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
-    with torch_threads(before + 1):
+    with as_worker(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
-    with torch_threads(None):
+    with as_worker(None):
         assert torch.get_num_threads() == before
 
 

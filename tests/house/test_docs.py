@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from gpipe_cli.config import TYPED, VerifyConfig, keys_of
+from gpipe_cli.config import TYPED, VerifyConfig
 from gpipe_cli.planner.options import Options
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_tests_and_benchmarks_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_of_typed_sections_that_a_page_names_exist(page: Path) -> None:
-    known = {key for section, kind in SECTIONS.items() for key in keys_of(section, kind)}
+    known = {key for section, kind in SECTIONS.items() for key in (f"{section}.{field.name}" for field in fields(kind))}
     pattern = rf"(?<![\w/.-])((?:{'|'.join(SECTIONS)})\.[a-zA-Z_]+)(?![\w(/])"
     named = re.findall(pattern, page.read_text(encoding="utf-8"))
     files = {f"{section}.{suffix}" for section in SECTIONS for suffix in ("py", "svg", "json", "yaml", "md")}

@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
 GROUND = {
     *("", "config", "cpu", "difference", "disk", "errors", "gpus", "layers", "micro_batch", "parent", "position"),
-    *("svg", "targets", "typed_section"),
+    *("svg", "typed_section"),
 }  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
     "conf": set(),
@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "tasks": set(),
     "launch": set(),
     "schedule": set(),
-    "terminal": {"conf", "launch"},
+    "terminal": {"launch"},
     "pipeline": {"schedule"},
     "distributed": {"launch", "partition", "pipeline", "schedule", "tasks"},
     "partition": {"pipeline", "schedule"},
@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "planner": {"factory", "launch", "optim", "partition", "pipeline", "schedule"},
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
-    "jobs": {"checkpoint", "data", "launch", "terminal"},
+    "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
     "commands": {
         *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),
     },

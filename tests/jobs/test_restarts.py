@@ -17,8 +17,7 @@ from run_files import rows
 
 from benchmarks.kills import same_end
 from gpipe_cli.checkpoint.files import step_directory
-from gpipe_cli.jobs import restarts
-from gpipe_cli.jobs.restarts import Restarts
+from gpipe_cli.jobs.run_directory import RESTARTS, Restarts
 from gpipe_cli.launch.report import Failure, WorkerFailed
 from gpipe_cli.terminal.console import Console
 
@@ -73,7 +72,7 @@ def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_
     assert [record["from_step"] for record in made.records] == [5, 7]
     assert made.records[0]["cause"] == KILLED["cause"]
     assert "worker 1 was killed by SIGKILL: restart 2 of 9 from step 7" in capsys.readouterr().out
-    assert rows(tmp_path / restarts.FILE) == made.records
+    assert rows(tmp_path / RESTARTS) == made.records
 
 
 def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from composed import checked, composed
 from gpipe_cli import gpus
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import workers as devices
-from gpipe_cli.jobs.workers import choose_workers
+from gpipe_cli.jobs import machine as this_machine
+from gpipe_cli.jobs.machine import choose_workers
 
 PIPELINE = PipelineConfig(**{**composed()["pipeline"], "K": 16, "cost": "flops", "threads": 1}, auto=[])
 
@@ -32,8 +32,8 @@ PIPELINE = PipelineConfig(**{**composed()["pipeline"], "K": 16, "cost": "flops",
 def test_workers_follow_the_devices(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], machine: tuple[int, int], workers: int, line: str
 ) -> None:
-    monkeypatch.setattr(devices, "count_gpus", lambda: machine[0])
-    monkeypatch.setattr(devices, "usable_cores", lambda: machine[1])
+    monkeypatch.setattr(this_machine, "count_gpus", lambda: machine[0])
+    monkeypatch.setattr(this_machine, "usable_cores", lambda: machine[1])
     assert choose_workers(replace(PIPELINE, **changes), inline=False, world_size=None) == (workers, line)
 
 

@@ -26,7 +26,7 @@ def shown(*events: dict[str, object], every: int = 1) -> str:
 def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
     written = io.BytesIO()
     with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")):
-        assert run_command("gpipe-x", ["K=1"], "", lambda: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
+        assert run_command("gpipe-x", ["K=1"], "", lambda words: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
         assert written.getvalue() == b"8.1 ? 7.9\n"
 
 
@@ -52,7 +52,7 @@ def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pyt
     for terminal in (True, False):
         output = io.StringIO()
         monkeypatch.setattr(output, "isatty", lambda terminal=terminal: terminal)
-        Writer(output, scores=False, one_line=False)._write(1, [HOSTILE], [0.0])
+        Writer(output, scores=False, one_line=False)._write([HOSTILE], [0.0])
         written[terminal] = output.getvalue()
     assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
 

@@ -1,15 +1,49 @@
-"""Chooses the number of workers by the devices of this machine. No torch."""
+"""Chooses the number of workers by the devices, and refuses what this machine cannot run or does not have. No torch."""
 
 from __future__ import annotations
 
-from gpipe_cli.config import PipelineConfig
-from gpipe_cli.cpu import usable_cores
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpipe_cli.config import PipelineConfig, Settings
+from gpipe_cli.cpu import usable_cores, usable_memory
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
+from gpipe_cli.jobs import torchrun
+from gpipe_cli.terminal.text import plural
+
+THREADS_OF_A_CORE = 8  # at most: a run may go on, with the same number of threads, on a smaller machine
+WORKER_BYTES = 32 << 20  # that a worker needs at least, without its part of the model
 
 
-def plural(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+def too_much(settings: Settings) -> Iterator[str]:
+    """Yields a line for each value that this machine cannot run."""
+    pipeline, cores, memory = settings.pipeline, os.cpu_count() or 1, usable_memory()
+    most = max(16, THREADS_OF_A_CORE * cores)
+    if pipeline.threads > most:
+        yield f"pipeline.threads={pipeline.threads}: this machine has {cores} cores, use at most {most}"
+    if pipeline.backend == "nccl" and pipeline.device == "cpu":
+        yield "pipeline.backend=nccl is for GPUs, but pipeline.device=cpu: use pipeline.backend=auto"
+    number = (1 if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
+    if torchrun.world_size() is None and memory is not None and number * WORKER_BYTES > memory:
+        yield (
+            f"pipeline.workers={pipeline.workers} × pipeline.replicas={pipeline.replicas}: {number:,} processes need "
+            f"at least {number * WORKER_BYTES / 1e9:,.0f} GB of memory, this machine has {memory / 1e9:,.0f} GB"
+        )
+
+
+def missing_data(settings: Settings) -> Iterator[str]:
+    """Yields a line for each file or folder of our data sources that is not there."""
+    data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
+    if not data["_target_"].startswith(kinds) or data.get("download") is True:
+        return
+    if data.get("root") is None and not data.get("train"):
+        yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
+        return
+    for key in ("root", "evaluation_root", "tokenizer"):
+        if data.get(key) and not Path(str(data[key])).expanduser().exists():
+            yield f"data.{key}={data[key]}: there is no {data[key]}"
 
 
 def most_workers(pipeline: PipelineConfig) -> tuple[int, str]:
@@ -38,8 +72,8 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
     elif inline:
         workers, why = 1, "launch.inline=true"
     elif pipeline.workers == "auto":
-        room, devices = most_workers(pipeline)
-        workers, why = pipeline.workers_in(room), devices
+        most, why = most_workers(pipeline)
+        workers = pipeline.workers_in(most)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
