@@ -96,6 +96,7 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 def _in_words(error: ValidationError, hint: Any) -> str:
     """Returns what a value should be: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
+    told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
     told += ["Input should be null"] if type(None) in get_args(hint) else []
     return " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ").removeprefix("Input ")
 

@@ -13,7 +13,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
 from gpipe_cli.trainer.update import replay
 
-FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_lr_schedules.falling"}
+FUNCTION = {"_target_": "hydra.utils.get_method", "path": "test_lr_schedule_state.falling"}
 BY_NAME: dict[str, dict[str, Any]] = {
     "ConstantLR": {"factor": 0.5, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": 7},
@@ -69,8 +69,8 @@ def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[
 
 SECTIONS = [
     *({"_target_": f"torch.optim.lr_scheduler.{name}", **keys} for name, keys in BY_NAME.items()),
-    {"_target_": "test_lr_schedules.one_after_the_other"},
-    {"_target_": "test_lr_schedules.both_at_once"},
+    {"_target_": "test_lr_schedule_state.one_after_the_other"},
+    {"_target_": "test_lr_schedule_state.both_at_once"},
 ]
 
 
