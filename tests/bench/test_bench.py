@@ -16,7 +16,6 @@ from gpipe_cli.bench.tables.capacity_table import search
 from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.runs import ideal_throughput
 
 CPU = torch.device("cpu")
@@ -74,22 +73,6 @@ def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer
     assert slow.link["carry"] == pytest.approx([0.0, 2000 / 500 * 3 / 8])
     assert slow.link["latency"] == pytest.approx(0.5 * 3 / 8)
     assert (slow.limit("gpipe") or 0) > (free.limit("gpipe") or 0) + 2 * slow.link["carry"][1] - 1e-9
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["K=2"], "which table?"),
-        (["table=5"], "table=5: should be 1, 2, 3 or 4"),
-        (["tabel=2"], "did you mean table?"),
-        (["table=2", "K"], "K: write key=value"),
-        (["table=2", "K=[0]"], "K=[0]: should be greater than or equal to 1 or null"),
-    ],
-)
-def test_a_wrong_word_is_refused_with_what_to_type(words: list[str], told: str) -> None:
-    with pytest.raises(ConfigurationError, match=r".") as refusal:
-        parse(words)
-    assert told in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -65,21 +65,6 @@ def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
     assert read_words(words, {"step": str}) == Words(["+task.x=1", "model@a.b=c"], {"step": "best"}, [run])
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["step=1", "step=2"], "step=2: give step one value"),
-        (["step="], "step=: give step one value"),
-        (["n=two"], "n=two: should be a valid integer"),
-        (["--config-dir=a"], "--config-dir=a: keys have no dashes"),
-        (["-m"], "-m: there is no such option"),
-    ],
-)
-def test_a_wrong_word_says_what_to_type(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        read_words(words, {"step": str, "n": int})
-
-
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
 SLOW_TO_IMPORT = {"torch", "numpy", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}

@@ -88,20 +88,6 @@ def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path
     assert "bleu_average" in said and "sw" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["split=dev"], "which run?"),
-        (["compare=[nowhere]"], "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere"),
-        (["compare=[]"], "compare= names no run"),
-        (["compare=[a]", "split=test"], "there is no key split; here has: compare, baseline, output"),
-    ],
-)
-def test_a_wrong_call_says_what_to_type(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
-
-
 # -- comparing -----------------------------------------------------------------------------------------------------
 
 SIZES = {"de": 1000, "ru": 200, "sw": 10}

@@ -61,18 +61,3 @@ def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
     run: Any = SimpleNamespace(info=info, prepared=prepared)
     with pytest.raises(ConfigurationError, match="use gpipe-translate"):
         generate.worker_config(run, {})
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["checkpoint={run}", "prompt=a", "input=b"], "leave out one of the two"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_wrong_call_says_what_to_type(
-    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate.main([word.format(run=run) for word in words]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and not printed.out

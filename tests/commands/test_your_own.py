@@ -122,7 +122,6 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
             "evaluate() must return a v",
         ),
         ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches"),
-        ("", "", ["pipeline.K=9"], "pipeline.K=9 but the model has 8 layers"),
     ],
 )
 def test_mistakes_are_named(train: Train, old: str, new: str, words: list[str], message: str) -> None:

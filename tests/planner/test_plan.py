@@ -175,28 +175,6 @@ def test_more_micro_batches_than_examples_are_planned_with_a_note(capsys: pytest
     assert "data.batch_size=32 has no 64 micro-batches: planned with data.batch_size=64" in capsys.readouterr().out
 
 
-def described(figure: str) -> str:
-    return f"plan.device={{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10, {figure}}}"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["plan.device=h1000"], "did you mean h100"),
-        (["plan.device={flops: 1e12}"], "plan.device has no memory, bandwidth, link"),
-        ([described("overhead: abc")], "plan.device.overhead=abc: should be a valid number"),
-        (["plan.foo=1"], "there is no key plan.foo; plan has: device, efficiency"),
-        (["plan.fit=16 apples"], "plan.fit=16 apples: use a number of bytes, as 16GB"),
-        (["plan.fit=1GB", "plan.best=true"], "give one of them"),
-        (["plan.grow=model.LL"], "plan.grow=model.LL: use a key with a whole number"),
-        (["pipeline.K=99"], "pipeline.K=99 but the model has 20 layers"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_sizes_are_read_with_their_units() -> None:
     assert [parse_bytes(text, "x") for text in ("16GB", "16 GiB", "1.5e9", 7)] == [
         16 * 10**9,
