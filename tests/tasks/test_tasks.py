@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hydra.utils import get_object
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn import functional as F
 
-import gpipe_cli.conf
 from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.tasks.translation import TranslationTask, corpus_bleu
 
 LN2 = math.log(2)
 HALF_QUARTER_QUARTER = [math.log(0.5), math.log(0.25), math.log(0.25)]
-CONF = Path(inspect.getfile(gpipe_cli.conf)).parent
-YAML = ["task/classification", "task/language_model", "task/own_loss", "task/translation"]
-YAML += ["model/transformer", "model/transformer_lm"]
 
 
 def logits_of(*rows: list[float]) -> Tensor:
@@ -162,15 +153,3 @@ def test_classification_loss_is_a_sum_over_examples() -> None:
     assert task.weight(targets) == 2
     assert dict(zip(task.statistics, statistics.tolist(), strict=True)) == {"accuracy": 1.0, "examples": 2.0}
     assert task.evaluate((logits,), targets)[0].item() == pytest.approx(3 * LN2)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [CONF / f"{name}.yaml" for name in YAML],
-    ids=lambda p: p.stem,
-)
-def test_yaml_shows_every_key_of_what_it_names(path: Path) -> None:
-    keys: Any = OmegaConf.load(path)
-    keys.pop("defaults", None)
-    parameters = inspect.signature(get_object(keys.pop("_target_"))).parameters
-    assert set(keys) == set(parameters)
