@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import tiny_images
 import torch
-from tiny_images import CLASSES, COLOURS
+from tiny_images import CLASSES, COLOURS, opened, refusal
 from torch import Tensor
 
-from gpipe_cli.data.images.source import ImageSource
-from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.data.source import Batch
 from gpipe_cli.errors import ConfigurationError
 
 
@@ -24,13 +23,6 @@ def own_folder(tmp_path: Path) -> Path:
     """Makes 12 training and 6 evaluation images in three classes."""
     tiny_images.image_folder(tmp_path / "images")
     return tmp_path / "images"
-
-
-def images(root: Path, **changes: Any) -> ImageSource:
-    settings = {"dataset": "image_folder", "classes": CLASSES, "image_size": 16, "batch_size": 5, "workers": 0}
-    source = ImageSource(root=str(root), **{"drop_last": False, **settings, **changes})
-    source.prepare(no_report)
-    return source
 
 
 def first(batches: Iterator[Batch], count: int) -> list[Batch]:
@@ -43,19 +35,13 @@ def whole(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat([of[0] for of in inputs]), torch.cat([of[0] for of in targets])
 
 
-def refusal(root: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        images(root, **changes)
-    return str(error.value)
-
-
 # --- the layouts of the real data sets
 
 
 @pytest.mark.parametrize("make", tiny_images.DATASETS, ids=lambda make: str(make.__name__))
 def test_each_data_set_is_read_in_its_own_layout(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_images.accept_any_cifar(monkeypatch)
-    source = images(tmp_path / "root", **make(tmp_path / "root"))
+    source = opened(tmp_path / "root", **make(tmp_path / "root"))
     assert len(source.class_names) == CLASSES
     for batch in [*first(source.train(None, 2, 0, 1), 2), *source.evaluation(2)]:
         inputs, labels = whole(batch)
@@ -102,7 +88,7 @@ def test_what_is_missing_in_a_folder_is_named(
 
 def test_an_evaluation_class_may_be_missing_and_the_others_keep_their_numbers(own_folder: Path) -> None:
     shutil.rmtree(own_folder / "val" / "n00000001")
-    labels = torch.cat([whole(batch)[1] for batch in images(own_folder).evaluation(1)])
+    labels = torch.cat([whole(batch)[1] for batch in opened(own_folder).evaluation(1)])
     assert labels.tolist() == [0, 0, 2, 2]
 
 
@@ -122,9 +108,9 @@ BROKEN = ("train/n00000000/n00000000_3.JPEG", "train/n00000001/n00000001_0.JPEG"
 def test_broken_training_images_are_replaced_by_the_next_good_one_named_and_counted(
     own_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = first(images(own_folder, batch_size=12).train(None, 1, 0, 1), 1)[0]
+    good = first(opened(own_folder, batch_size=12).train(None, 1, 0, 1), 1)[0]
     paths = spoil(own_folder, *BROKEN)
-    source = images(own_folder, batch_size=12, broken_images_limit=2)
+    source = opened(own_folder, batch_size=12, broken_images_limit=2)
     labels = whole(first(source.train(None, 1, 0, 1), 1)[0])[1]
     assert sorted(source.broken_images) == paths
     assert all(path in caplog.text for path in paths)
@@ -134,14 +120,14 @@ def test_broken_training_images_are_replaced_by_the_next_good_one_named_and_coun
 @pytest.mark.parametrize("workers", [0, 1])
 def test_more_broken_images_than_the_limit_end_the_run_with_the_last_one_s_name(own_folder: Path, workers: int) -> None:
     spoil(own_folder, *BROKEN)
-    source = images(own_folder, workers=workers, broken_images_limit=1)
+    source = opened(own_folder, workers=workers, broken_images_limit=1)
     with pytest.raises(ConfigurationError, match=r"n0000000\d_\d\.JPEG is broken .*data\.broken_images_limit is 1"):
         first(source.train(None, 1, 0, 1), 3)
 
 
 def test_broken_evaluation_images_are_left_out_and_the_parts_stay_even(own_folder: Path) -> None:
     spoil(own_folder, "val/n00000000/n00000000_0.JPEG", "val/n00000000/n00000000_1.JPEG")
-    source = images(own_folder, batch_size=6, broken_images_limit=2)
+    source = opened(own_folder, batch_size=6, broken_images_limit=2)
     (batch,) = source.evaluation(2)
     assert [labels.tolist() for _, (labels,) in batch.micro_batches] == [[1, 1], [2, 2]]
     assert len(source.broken_images) == 2

@@ -7,21 +7,21 @@ import os
 import shutil
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import imagenet_layouts
 import pytest
+import tiny_images
 import torch
 from image_tars import add, write_shards
 from imagenet_layouts import DEVKIT, KAGGLE, TRUTH, WNIDS, class_folders, flat_with_devkit, kaggle, name, official_tars
 from torch import Tensor
 
 from gpipe_cli.data.images import tars
-from gpipe_cli.data.images.source import ImageSource
-from gpipe_cli.data.source import Batch, no_report
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.data.source import Batch
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +30,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def opened(root: Path, **changes: Any) -> ImageSource:
-    settings: dict[str, Any] = {"classes": 3, "image_size": 16, "batch_size": 5, "workers": 0, "drop_last": False}
-    source = ImageSource(**{"dataset": "imagenet", "root": str(root), "images": [12, 6], **settings, **changes})
-    source.prepare(no_report)
-    return source
+IMAGENET: dict[str, Any] = {"dataset": "imagenet", "images": [12, 6]}
+opened = partial(tiny_images.opened, **IMAGENET)
+refusal = partial(tiny_images.refusal, **IMAGENET)
 
 
 def tensors(batches: Iterator[Batch], count: int | None = None) -> list[Tensor]:
@@ -44,12 +42,6 @@ def tensors(batches: Iterator[Batch], count: int | None = None) -> list[Tensor]:
 
 def equal(one: list[Tensor], two: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-def refusal(root: Path, **changes: Any) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        opened(root, **changes)
-    return str(error.value)
 
 
 def shards(root: Path) -> None:

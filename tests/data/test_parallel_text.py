@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -155,35 +156,20 @@ def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path:
         ParallelTextSource(None if place is None else str(tmp_path / place)).prepare(no_report)
 
 
-def packed_too(root: Path) -> str:
-    parallel_folder.write(root / "train.de.gz", ["a"])
-    return "one text twice"
-
-
-def in_utf_16(root: Path) -> str:
-    (root / "train.de").write_bytes((root / "train.de").read_text().encode("utf-16-be"))
-    return f"no pair of lines has text on both sides; {root}/train.de, line 1: has a NUL byte"
-
-
-def blank_lines(root: Path) -> str:
-    (root / "train.de").write_text("\n" * 300)
-    return "no pair of lines has text on both sides"
-
-
-def nothing(root: Path) -> str:
-    (root / "train.de").write_text("")
-    return f"{root}/train.de is empty"
-
-
-def without_language(root: Path) -> str:
-    parallel_folder.write(root / "train.tsv", ["a\tb"])
-    return "train.tsv has no language in its name"
-
-
-@pytest.mark.parametrize("spoilt", [packed_too, in_utf_16, blank_lines, nothing, without_language])
-def test_text_that_cannot_be_used_is_refused_by_its_name(spoilt: Callable[[Path], str], root: Path) -> None:
-    said = spoilt(root)
-    assert said in refusal(root)
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("train.de.gz", gzip.compress(b"a\n"), "one text twice"),
+        ("train.de", "ja\n".encode("utf-16-be") * 300, "{root}/train.de, line 1: has a NUL byte"),
+        ("train.de", b"\n" * 300, "no pair of lines has text on both sides"),
+        ("train.de", b"", "{root}/train.de is empty"),
+        ("train.tsv", b"a\tb\n", "train.tsv has no language in its name"),
+    ],
+    ids=["packed too", "UTF-16", "blank lines", "empty", "without language"],
+)
+def test_text_that_cannot_be_used_is_refused_by_its_name(file: str, content: bytes, said: str, root: Path) -> None:
+    (root / file).write_bytes(content)
+    assert said.format(root=root) in refusal(root)
 
 
 def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

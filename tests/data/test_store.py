@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -40,17 +39,6 @@ def pairs_of(store: Store, code: str) -> list[tuple[str, str]]:
         for (ids, lengths), vocabulary in zip(sides, vocabularies, strict=True)
     ]
     return list(zip(*texts, strict=True))
-
-
-@pytest.mark.parametrize("code", parallel_folder.SIZES)
-def test_the_store_holds_the_text_and_nothing_else(code: str, store: Store) -> None:
-    vocabularies = store.source_vocabulary, store.target_vocabulary
-    text = parallel_folder.pairs_of(code, parallel_folder.SIZES[code])
-    sides = [
-        [vocabulary.decode(ids) for ids in vocabulary.encode([pair[side] for pair in text])]
-        for side, vocabulary in enumerate(vocabularies)
-    ]
-    assert Counter(pairs_of(store, code)) == Counter(zip(*sides, strict=True))
 
 
 def test_the_pairs_lie_shuffled(store: Store) -> None:

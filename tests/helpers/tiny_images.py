@@ -16,6 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.source import no_report
+from gpipe_cli.errors import ConfigurationError
+
 CLASSES = 3
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
 TRAIN, EVALUATION = 4, 2  # images of a class
@@ -103,6 +107,21 @@ def fgvc_aircraft(root: Path) -> dict[str, Any]:
 DATASETS: list[Callable[[Path], dict[str, Any]]] = [
     imagenet, cifar10, cifar100, oxford_pets, food101, fgvc_aircraft,
 ]  # fmt: skip
+
+
+def opened(root: Path, **changes: Any) -> ImageSource:
+    """Returns a prepared source of images of 16 pixels a side, in mini-batches of five."""
+    settings = {"dataset": "image_folder", "classes": CLASSES, "image_size": 16, "batch_size": 5, "workers": 0}
+    source = ImageSource(root=str(root), **{"drop_last": False, **settings, **changes})
+    source.prepare(no_report)
+    return source
+
+
+def refusal(root: Path, **changes: Any) -> str:
+    """Returns the message with which `opened` refuses."""
+    with pytest.raises(ConfigurationError) as error:
+        opened(root, **changes)
+    return str(error.value)
 
 
 def accept_any_cifar(monkeypatch: pytest.MonkeyPatch) -> None:
