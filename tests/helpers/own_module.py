@@ -35,20 +35,6 @@ class TiedTexts(nn.Module):
         return self.head(self.blocks(self.embedding(ids)))
 
 
-class Branching(nn.Module):
-    """Chooses by the values of its input, which cannot be traced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        means = images.mean((2, 3))
-        if means.sum() > 0:  # the line that the message names
-            means = -means
-        return self.head(means)
-
-
 class Noisy(nn.Module):
     """Draws noise, shares one table between its first and its last call, and branches on `training`."""
 

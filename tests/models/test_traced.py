@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import own_module
 import pytest
 import torch
 import untraceable
 from inline_run import train_inline
-from own_module import Answer, Noisy, mobile_net
+from own_module import Noisy, mobile_net
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +18,6 @@ from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model
-from gpipe_cli.models.traced.module import CallError, output_of
 
 LINE = "        if means.sum() > 0:  # the line that the message names"
 
@@ -83,7 +81,7 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "line", "said"),
     [
-        ("own_module.Branching", LINE, "depends on the values of a tensor"),
+        ("untraceable.Branching", LINE, "depends on the values of a tensor"),
         ("untraceable.Prints", '        print(f"{images.max():.3f}")', "torch.export says: "),
         ("untraceable.OneSize", None, "only for mini-batches of 2 examples"),
         ("untraceable.LargeImages", None, "Expected 224 but got 32!"),
@@ -99,15 +97,7 @@ def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out(
         build_model({**model, "module": {"_target_": name, "_partial_": True}})
     assert str(refusal.value).startswith(f"model.module._target_={name}") and said in str(refusal.value)
     if line is not None:
-        module = {"own_module": own_module, "untraceable": untraceable}[name.partition(".")[0]]
-        number = 1 + Path(module.__file__).read_text().splitlines().index(line)
-        assert f"{name.partition('.')[0]}.py, line {number}" in str(refusal.value)
+        number = 1 + Path(untraceable.__file__).read_text().splitlines().index(line)
+        assert f"untraceable.py, line {number}" in str(refusal.value)
     assert "Missing" in name or "docs/your-own-model.md" in str(refusal.value)
     assert not any(capfd.readouterr())  # torch.export prints the whole graph
-
-
-def test_an_answer_without_the_named_output_lists_what_there_is() -> None:
-    answer = Answer(None, torch.zeros(2))
-    assert output_of(answer, None) is answer.logits
-    with pytest.raises(CallError, match=r"model\.output=loss: the module returns the tensors logits: name one"):
-        output_of(answer, "loss")

@@ -107,15 +107,10 @@ def test_an_output_inside_others_is_named_by_its_path_and_bytes_may_stay_bytes()
         Called(Nested(), Call(output="heads"))(images)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"module": "torchvision.models.vgg11"}, r"^model\.module=torchvision\.models\.vgg11: name what makes"),
-    ],
-)
-def test_keys_of_another_kind_are_refused_by_name(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        layers(**keys, example=[("float32", [4, 3])])
+def test_a_module_that_is_only_a_name_is_refused_with_what_to_type() -> None:
+    named: Any = "torchvision.models.vgg11"
+    with pytest.raises(ConfigurationError, match=r"^model\.module=torchvision\.models\.vgg11: name what makes"):
+        layers(named, example=[("float32", [4, 3])])
 
 
 def test_a_mask_of_no_input_is_refused() -> None:
