@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,30 +40,6 @@ def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(name: str, 
     assert snapshot(resumed, [resumed_optimizer]) == saved
     train(resumed, [resumed_optimizer], range(3, 6))
     assert snapshot(resumed, [resumed_optimizer]) == snapshot(layers, [optimizer])
-
-
-@pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 3)], ids=["K=1", "K=2", "K=4"])
-def test_any_number_of_workers_loads_what_two_have_saved(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    layers = make_layers()
-    names = list(layers)
-    parts = [{name: layers[name] for name in names[:3]}, {name: layers[name] for name in names[3:]}]
-    optimizers = [OPTIMIZERS["Adam"](parameters_of(part)) for part in parts]
-    train(layers, optimizers, range(3))
-    writers = [CheckpointWriter(tmp_path, worker, names_of(layers)) for worker in range(2)]
-    for writer, part, optimizer in zip(writers, parts, optimizers, strict=True):
-        writer.begin(3, {name: layer_state(layer, optimizer) for name, layer in part.items()})
-    for writer in writers:
-        writer.wait()
-    assert [writer.finished_step for writer in writers] == [3, 3]
-    info = writers[0].commit(3, RunState(), workers=2)
-
-    resumed = make_layers(seed=1)
-    bounds = [0, *cuts, len(names)]
-    cells = [{name: resumed[name] for name in names[a:b]} for a, b in pairwise(bounds)]
-    new_optimizers = [OPTIMIZERS["Adam"](parameters_of(cell) or [nn.Parameter(torch.zeros(1))]) for cell in cells]
-    for cell, optimizer in zip(cells, new_optimizers, strict=True):
-        restore(info, cell, optimizer)
-    assert snapshot(resumed, new_optimizers) == snapshot(layers, optimizers)
 
 
 def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from checkpoint_tools import saved
 from inline_run import train_inline
-from processes import command, succeeded
 from run_files import rows
 from tiny_images import CLASSES, image_folder
 from torch import Tensor
@@ -56,13 +55,14 @@ def test_all_but_the_classifier_comes_from_the_other_run(digits: Path, birds: li
 
 
 @pytest.mark.slow
-def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words(
-    digits: Path, birds: list[str], tmp_path: Path
+def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words_and_does_not_begin_again(
+    digits: Path, birds: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*TINY, *birds, f"checkpoint.init_from={digits}", "checkpoint.init_except=[head]", "launch.inline=true"]
     words += ["lr_schedule.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert main([*words, "trainer.steps=1"]) == 0
-    assert main([*words, "trainer.steps=2", "checkpoint.resume=auto"]) == 0
+    for steps in (1, 2):
+        assert main([*words, f"trainer.steps={steps}", "checkpoint.resume=auto"]) == 0
+        assert ("weights from" in capsys.readouterr().out) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
@@ -94,13 +94,3 @@ def test_buffers_come_along_and_the_weights_themselves_when_averages_are_not_wan
 def test_what_does_not_fit_is_named(digits: Path, tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         begin(tmp_path / "run", digits, *words)
-
-
-@pytest.mark.slow(2)
-def test_resume_auto_goes_on_and_does_not_begin_again(digits: Path, tmp_path: Path) -> None:
-    words = [f"checkpoint.init_from={digits}", "checkpoint.resume=auto", f"hydra.run.dir={tmp_path / 'run'}"]
-    words += ["launch.inline=true", "lr_schedule.steps=9"]
-    for steps in (1, 2):
-        said = succeeded(command("train", *words, *TINY, f"trainer.steps={steps}", cwd=tmp_path))
-        assert ("weights from" in said) == (steps == 1)
-    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]

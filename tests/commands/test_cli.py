@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cli_jobs
 import pytest
+from launch_command import wait_for
 from run_files import bytes_of
 from small_disk import small_disk
 
@@ -112,18 +112,11 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, *words, f"seed={cli_jobs.SLOW}"], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
     ) as first:
-        wait_for(tmp_path / "here" / "workers" / "starter.log")
+        wait_for((tmp_path / "here" / "workers" / "starter.log").exists)
         second = run(tmp_path, *words)
         first.terminate()
     assert second.returncode == 2
     assert "another gpipe-train is writing to" in second.stderr
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -84,25 +84,6 @@ def test_a_checkpoint_that_the_run_was_told_to_go_back_behind_is_not_used(tmp_pa
     assert script.resumed == ["step_00000003", "step_00000003"]
 
 
-def test_a_damaged_new_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-
-    def damage(settings: dict[str, Any]) -> None:
-        if not script.starts:
-            for step in (5, 7):
-                save(tmp_path, step, make_layers())
-            file = next(step_directory(tmp_path, 7).rglob("*.safetensors"))
-            content = file.read_bytes()
-            file.write_bytes(content[:-1])
-        script.starts.append(settings)
-        if len(script.starts) == 1:
-            raise failed(**KILLED)
-
-    with Console(1, "plain") as console:
-        Restarts(script.config, tmp_path, console).run(damage)
-    assert script.resumed == [None, "step_00000005"]
-
-
 def test_what_the_run_found_out_itself_is_not_tried_again(tmp_path: Path) -> None:
     script = Script(tmp_path)
     with pytest.raises(WorkerFailed):

@@ -79,16 +79,6 @@ def test_a_run_goes_on_with_another_schedule_of_the_same_bits(tmp_path: Path) ->
     assert not changed(saved(tmp_path / "whole", 4), saved(tmp_path / "other", 4))
 
 
-def test_a_run_that_would_write_over_another_is_refused_before_it_does(tmp_path: Path) -> None:
-    words = (*WORDS, "trainer.evaluate_every=null", "trainer.steps=2")
-    train_inline(tmp_path, *words)
-    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
-    with pytest.raises(ConfigurationError, match="already holds checkpoints"):
-        train_inline(tmp_path, *words)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.jsonl")} == kept
-    assert all(kept.values())
-
-
 EVERY_STEP = ("++model.middle=Ending", "trainer.evaluate_every=1", "optimizer.lr=0", "trainer.steps=5")
 
 

@@ -42,11 +42,6 @@ def test_every_yaml_trains_a_tiny_step(words: tuple[str, ...], tmp_path: Path) -
     assert summary["skipped_updates"] == 0
 
 
-def test_layers_without_a_declared_cost_are_named_when_costs_should_be_declared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"source_embedding.*pipeline\.cost"):
-        train_inline(tmp_path, "debug=tiny", "pipeline.cost=declared")
-
-
 def test_a_run_leaves_what_other_programs_rely_on(tmp_path: Path) -> None:
     _, events = train_inline(tmp_path, "debug=tiny", "pipeline.K=3", "trainer.trace_steps=3")
     shown = [event["kind"] for event in events if event["kind"] in ("evaluation", "samples")]
