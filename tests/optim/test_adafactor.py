@@ -35,19 +35,6 @@ def test_a_vector_by_hand() -> None:
     assert parameter.tolist() == pytest.approx([0.625, 0.5], rel=1e-14)
 
 
-# A matrix in its first step, where 1 − 1^−0.8 = 0 and so V is of this gradient alone: g² = [[1, 4], [9, 36]], means of
-# rows R = (2.5, 22.5), of columns C = (5, 20), mean(R) = 12.5: V = [[1, 4], [9, 36]], u = signs, rms 1.
-# With g² = [[1, 9], [0, 4]]: R = (5, 2), C = (0.5, 6.5), mean(R) = 3.5; V = [[2.5, 32.5], [1, 13]] / 3.5.
-def test_a_matrix_is_factored_in_rows_and_columns() -> None:
-    parameter = weight([[0.0, 0.0], [0.0, 0.0]])
-    step(Adafactor([parameter], lr=1.0, beta1=0.0, clip=None), parameter, [[1.0, -2.0], [3.0, -6.0]])
-    assert parameter.flatten().tolist() == pytest.approx([-1.0, 1.0, -1.0, 1.0], rel=1e-12)
-    parameter = weight([[0.0, 0.0], [0.0, 0.0]])
-    step(Adafactor([parameter], lr=1.0, beta1=0.0, clip=None), parameter, [[1.0, 3.0], [0.0, 2.0]])
-    expected = [-1 / math.sqrt(2.5 / 3.5), -3 / math.sqrt(32.5 / 3.5), 0.0, -2 / math.sqrt(13 / 3.5)]
-    assert parameter.flatten().tolist() == pytest.approx(expected, rel=1e-12)
-
-
 # Their squares are eps = 1e-30 alone, and the product of two of those is 0 in float32.
 @pytest.mark.parametrize("gradient", [[[0.0, 0.0], [0.0, 0.0]], [[2.0, 0.0], [0.0, 0.0]]], ids=["all", "row, column"])
 def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[list[float]]) -> None:

@@ -16,7 +16,6 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT
 
 
 @pytest.fixture(autouse=True)
@@ -35,16 +34,6 @@ def test_every_gradient_equals_the_plain_models(K: int) -> None:
 
 def test_workers_wires_and_numbers_of_kept_graphs_change_no_bit() -> None:
     assert run_workers("engine_jobs:compare", 2, {}) == []
-
-
-@pytest.mark.parametrize("remat", REMAT)
-def test_a_backward_in_two_halves_has_the_bits_of_a_whole_one(remat: str) -> None:
-    torch.set_default_dtype(torch.float32)
-    for K in (1, 3, 7):
-        halves = run_case(Case(K, 4, "zero_bubble", remat, 11, True, 0.3), (0,) * K, 0, None)
-        whole = run_case(Case(K, 4, "1f1b", remat, 11, True, 0.3), (0,) * K, 0, None)
-        assert sorted(halves[0]["gradients"]) == sorted(whole[0]["gradients"])
-        assert other_bits(halves, whole) == [], K
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])

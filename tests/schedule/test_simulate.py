@@ -37,16 +37,6 @@ class TestClosedFormula:
             assert line.span == 3 * M + (K - 1)
         assert line.span <= timeline("1f1b", K, M, backward=2.0).span
 
-    @pytest.mark.parametrize("v", [2, 3])
-    def test_interleaved_idles_for_a_part_of_it(self, K: int, M: int, v: int) -> None:
-        placement = tuple(range(K)) * v
-        line = simulate(
-            scheduled("interleaved_1f1b", placement, M, "never"), placement, cost_durations([1 / v] * len(placement))
-        )
-        if M >= K:
-            assert line.span == pytest.approx(3 * M + 3 * (K - 1) / v)
-        assert line.span <= timeline("1f1b", K, M, backward=2.0).span + 1e-9
-
 
 @pytest.mark.parametrize("M", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize(("kind", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)])
