@@ -17,6 +17,7 @@ from gpipe_cli.bench.options import BenchOptions
 from gpipe_cli.bench.tables.table import Table
 from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.text import duration
 from gpipe_cli.typed_section import read_section
@@ -71,10 +72,8 @@ def run(options: BenchOptions) -> int:
     name = MAKERS[options.table]
     make: Callable[..., Table] = getattr(import_module(f"gpipe_cli.bench.tables.{name}"), name)
     folder = Path(options.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"output={folder}: {error.strerror}; name a directory that can be written") from error
+    is_new = not folder.exists()
+    require_writable("output", folder)
     where, began = machine_line(), time.monotonic()
     show(where)
     try:
@@ -82,6 +81,10 @@ def run(options: BenchOptions) -> int:
     except CommandFailed as error:
         to_stderr(f"gpipe-bench: {error}")
         return FAILED
+    except ConfigurationError:
+        if is_new:
+            folder.rmdir()  # what is refused leaves nothing
+        raise
     seconds = time.monotonic() - began
     show(f"\n{table.title}\n\n{table.document().text()}")
     about = {"options": dataclasses.asdict(options), "machine": machine(), "seconds": round(seconds, 1)}
