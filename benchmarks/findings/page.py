@@ -52,7 +52,8 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return markdown_table(columns, [[row.get(name, "–") for name in columns] for row in rows])
 
 
 def rates(of: Experiment, figure: str, log: Log) -> str:
@@ -83,7 +84,8 @@ def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
         for figure in of.figures:
             values = [record["metrics"][figure] for record in found]
             low, high = (shown(figure, value) for value in (min(values), max(values)))
-            row[NAMES.get(figure, figure)] = f"{shown(figure, fmean(values))} ({low}…{high})"
+            between = f" ({low}…{high})" if len(found) > 1 else ""
+            row[NAMES.get(figure, figure)] = shown(figure, fmean(values)) + between
         yield row
 
 
@@ -94,32 +96,37 @@ def shown(figure: str, value: float) -> str:
 def differences(
     of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences: Path
 ) -> Iterator[dict[str, str]]:
-    """Yields differences between variants: of BLEU for each seed, else the first figure over seeds."""
+    """Yields a row for each pair of variants: differences of BLEU for each seed, else of the first figure over seeds.
+
+    Each has half of its 95 % interval.
+    """
     for names in of.compare:
-        named = " − ".join(names)
+        row = {"difference, 95 %": " − ".join(names)}
         split = [name.rpartition("/") for name in names]
         pairs = [[Piece(all_of.get(other, of), variant, seed) for other, _, variant in split] for seed in of.seeds]
         found = [pair for pair in pairs if all(log.record(piece) for piece in pair)]
         if of.test is not None:
             for pair in found:
-                yield from bleu_rows(named, pair[0].seed, *(sentences / sentences_name(piece) for piece in pair))
+                row |= bleu_differences(pair[0].seed, *(sentences / sentences_name(piece) for piece in pair))
         elif found:
             records = [[log.record(piece) or {} for piece in pair] for pair in found]
             one, other = zip(*([of_one["metrics"][of.figures[0]] for of_one in pair] for pair in records), strict=True)
             mean, half = seed_difference(one, other)
             interval = "" if len(found) < 3 else f"±{100 * half:.1f}"
-            kind = f"{of.figures[0]}, points"
-            yield {"difference": named, "figure": kind, "mean, 95 %": f"{100 * mean:+.1f}{interval}"}
+            row[f"{of.figures[0]}, points"] = f"{100 * mean:+.1f}{interval}"
+        if found:
+            yield row
 
 
-def bleu_rows(named: str, seed: int, one: Path, other: Path) -> Iterator[dict[str, str]]:
-    """Yields the difference of BLEU of two runs: over all languages, and over each third of them by training pairs."""
+def bleu_differences(seed: int, one: Path, other: Path) -> dict[str, str]:
+    """Returns the difference of BLEU of two runs: over all languages, and over each third of them by training pairs."""
     mine, theirs = (json.loads(path.read_text()) for path in (one, other))
     levels = resource_levels(mine["sizes"])
     groups = {"all": [code for code in mine["counts"] if code in theirs["counts"]]}
     if len(groups["all"]) > 1:
         groups |= {level: [code for code in groups["all"] if levels[code] == level] for level in LEVELS}
+    found = {}
     for group, languages in groups.items():
         mean, half = bleu_difference(mine["counts"], theirs["counts"], languages)
-        kind = f"BLEU, {group}, seed {seed}" if len(groups) > 1 else f"BLEU, seed {seed}"
-        yield {"difference": named, "figure": kind, "mean, 95 %": f"{mean:+.1f}±{half:.1f}"}
+        found[f"{group}, seed {seed}" if len(groups) > 1 else f"BLEU, seed {seed}"] = f"{mean:+.1f}±{half:.1f}"
+    return found

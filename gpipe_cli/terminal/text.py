@@ -73,8 +73,9 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *([number(value) for value in row] for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = [columns, *([number(value) for value in row] for row in rows)]
+    head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
 
 
 def is_number(value: object) -> bool:

@@ -44,7 +44,7 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     figures = json.loads(output.read_text())
     assert figures["rows"]
-    assert "\n| --- | ---" in done.stdout
+    assert "\n|---|---" in done.stdout
     assert figures["machine"]["torch"]
     return figures["rows"]
 
