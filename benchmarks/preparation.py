@@ -59,7 +59,7 @@ def prepare(root: Path, workers: int, vocabulary: int, vocabulary_pairs: int) ->
 
     source = ParallelTextSource(
         str(root / "text"), source_vocabulary=vocabulary, target_vocabulary=vocabulary, cache_dir=str(cache),
-        vocabulary_pairs=vocabulary_pairs, preparation_workers=workers,
+        vocabulary_pairs=vocabulary_pairs, preparation_workers=workers, smaller_vocabulary=True,
     )  # fmt: skip
     source.prepare(notice)
     bounds = [*reached.values(), (time.perf_counter(), _processor_seconds())]

@@ -9,11 +9,11 @@ output=FILE       ends in .safetensors
 average=true      the moving averages of weights and BatchNorm statistics (trainer.average), as evaluation uses them
 overwrite=true    replaces FILE if it exists
 
-Weights and buffers are named <layer name>.<parameter>, in model order; optimizer state is left out. In Python:
+Weights and buffers are named <layer name>.<parameter>; optimizer state is left out. In Python, for each layer:
 
-    weights = safetensors.torch.load_file("model.safetensors")
-    model = torch.nn.Sequential(OrderedDict((layer.name, layer.build()) for layer in layers))
-    model.load_state_dict(weights)
+    weights, start = safetensors.torch.load_file("model.safetensors"), layer.name + "."
+    own = {name.removeprefix(start): value for name, value in weights.items() if name.startswith(start)}
+    layer.build().load_state_dict(own)
 """  # --help prints this
 
 from __future__ import annotations

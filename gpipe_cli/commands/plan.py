@@ -1,5 +1,5 @@
 """gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
-It needs no hardware, data or weights, and takes seconds for any size of model.
+It needs no hardware, data or weights, and takes seconds; searches (best, fit, grow) up to minutes.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
     gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,14 +71,23 @@ class Request:
         """
         from gpipe_cli.planner.search import find_plan
 
-        plan = find_plan(self.settings, self.options, _show_progress)
+        plan = find_plan(self.settings, self.options, _Progress())
         return replace(plan, notes=[*self.notes, *plan.notes])
 
 
-def _show_progress(line: str) -> None:
-    """Prints a line on standard error, over the last one, if it is a terminal."""
-    if sys.stderr.isatty():
-        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
+class _Progress:
+    """Prints lines of progress on standard error: over one another on a terminal, else one in ten seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        on_terminal = sys.stderr.isatty()
+        if on_terminal or time.monotonic() - self._last > 10:
+            self._last = time.monotonic()
+            print(
+                f"{line}\x1b[K" if on_terminal else line, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True
+            )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

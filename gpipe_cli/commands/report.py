@@ -19,7 +19,7 @@ gpipe-report: one table and one plot of several runs of gpipe-train.
     gpipe-report sweeps/NAME
 
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
-output=DIR   report.md, .html, .json and .svg go there; default: bench
+output=DIR   report.md, .html, .json go there, .svg where runs can be compared; default: bench
 
 Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
 K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.

@@ -8,7 +8,7 @@ mini-batch split into M micro-batches (GPipe). The result is the same for every 
     gpipe-train model=module model.module._target_=NAME     any nn.Module: NAME makes it, as torchvision.models.vgg11
     gpipe-train model._target_=my_module.my_layers          your own list of layers, from ./my_module.py
 
-Keys (key=value) and their defaults:
+Keys (key=value) and the defaults of model=transformer:
     pipeline.K              4            cells that the model is cut into
     pipeline.M              4            micro-batches in a mini-batch
     pipeline.remat          except_last  recompute each forward before its backward: always, except_last, never
@@ -24,7 +24,7 @@ Keys (key=value) and their defaults:
     launch.restarts         0            restarts after a worker's death
     seed                    1            seed of weights, dropout and data order
 
-Groups (group=option, the default marked *):
+Groups (group=option; * is the default, unless the model chooses another):
     model       amoebanet  layers  module  transformer*  transformer_lm  transformer_lm_small
     data        birdsnap  cifar10  cifar100  cldr*  cldr_text  cldr_text_paper  digits  fgvc_aircraft  food101
                 image_folder  imagenet  own  oxford_pets  parallel_text  stanford_cars  text

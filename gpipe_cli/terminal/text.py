@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+NUMBER = re.compile(r"\d[\d.,:]*(e[+-]?\d+)?( ?%| \S+)?$")  # as text: 1,024 or 21.3 % or 8.05 s, not 1f1b
 
 
 def number(value: object, digits: int = 4) -> str:
@@ -80,7 +83,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 def is_number(value: object) -> bool:
     """Returns whether a value is a number; True also for numbers written as text, such as "21.3 %"."""
-    return value is None or isinstance(value, (int, float)) or str(value)[:1].isdigit() or value == "-"
+    return value is None or isinstance(value, (int, float)) or value == "-" or bool(NUMBER.match(str(value)))
 
 
 def relative_paths(text: str) -> str:

@@ -138,7 +138,9 @@ def notes(setting: Setting, rows: Sequence[Row]) -> list[str]:
         f"require. Median of {options.timed_steps} step(s) after a warm-up. docs/tables.md says more.",
         f"Units: our own run of {'; '.join(units)}; the paper's its own, at the smallest K and M that it has.",
         "simulated: the same instruction lists with nothing between them, in units of its own; of limit: its step over "
-        "ours. torch: torch.distributed.pipelining, a dash where it refuses M; plain: a loop on one device.",
+        "ours.",
+        *["torch: torch.distributed.pipelining, a dash where it refuses M; plain: a loop on one device."]
+        * (options.peers and not setting.linked),
     ]
     if setting.linked:
         said.append(
