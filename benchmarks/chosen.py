@@ -180,10 +180,11 @@ def worker(context: Context, config: Mapping[str, Any]) -> dict[str, float]:
 def real(model: str, number: int, rounds: int) -> Row:
     """Makes the row of a model."""
     found = contenders(REAL[model], number)
-    first = {str(facts): name for name, facts in reversed(found.items())}  # equal ones are measured once
+    alike = {name: f"{name.startswith(TORCH)} {facts}" for name, facts in found.items()}
+    first = {facts: name for name, facts in reversed(alike.items())}  # equal ones are measured once
     config = {"words": REAL[model], "contenders": {name: found[name] for name in first.values()}, "rounds": rounds}
     taken = run_workers("benchmarks.chosen:worker", W, config, ("torch.distributed.pipelining",))
-    seconds: dict[str, float] = {name: taken[first[str(facts)]] for name, facts in found.items()}
+    seconds: dict[str, float] = {name: taken[first[facts]] for name, facts in alike.items()}
     chosen = max((name for name in found if name.startswith("chosen")), key=seconds.__getitem__)
     best = min((name for name in found if "remat=" in name), key=seconds.__getitem__)
     peer = min((name for name in found if name.startswith(TORCH)), key=seconds.__getitem__, default=None)

@@ -1,41 +1,60 @@
-"""Measures what grows with the number of workers W, by processes that compute nothing, and extrapolates to 4,096.
+"""Measures what grows with the number of workers W, by processes that compute next to nothing; extrapolates to 4,096.
 
-Every process joins gloo over a store that counts, as under torchrun, and exchanges as many numbers as a step's report
-has. On a few cores W processes share, so seconds of a whole exchange show the work of all of them; on a cluster each
-has cores of its own, and what counts is the longest chain of messages. So the last table takes the seconds of a hop
-from pairs, with as many numbers as W workers exchange.
+Every process starts as gpipe-train does under torchrun (gloo, over a store that counts): it cuts a model of a small
+layer for each worker, builds its cell, and all agree on the parts. Then they exchange as many numbers as a step's
+report has. On a few cores W processes share, so seconds show the work of all of them; on a cluster each has cores of
+its own, and what counts is the longest chain of messages. So the last table takes the seconds of a hop from pairs, with
+as many numbers as W workers exchange.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from math import ceil, log2
 from multiprocessing import get_context
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.chosen import linears
 from benchmarks.common import Row, parser, report
+from gpipe_cli.config import Settings
+from gpipe_cli.distributed import exchange
 from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
 from gpipe_cli.distributed.exchange import Exchange, Tree, all_gather_json
 from gpipe_cli.distributed.world import World
+from gpipe_cli.factory.build import build_task
+from gpipe_cli.jobs.configuration import composed, plain
+from gpipe_cli.launch.context import Context
+from gpipe_cli.metrics.journal import Notices
 from gpipe_cli.metrics.step_report import StepReporter
+from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.engine import TASK
+from gpipe_cli.schedule.posting import post_when_sent
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
+from gpipe_cli.trainer.assembly import assemble_model, start_worker
+from gpipe_cli.trainer.training_assembly import assemble_training, require_equal_replicas
 
 SIZES = (2, 8, 16, 32, 64, 128, 256)
 FAR = (16, 256, 4096)  # workers of the last table
+MOST_CELLS, M = 128, 512  # of a pipeline in the last table; further workers are replicas
 ROUNDS = 31
-PATIENCE = timedelta(seconds=120)
-COLUMNS = {"workers": ",", "exchange, ms": ".2f", "rank 0's CPU, ms": ".2f"}
-COLUMNS |= {"store MB, all at once": ".3f", "store MB": ".3f"}
+PATIENCE = timedelta(seconds=600)
+WIDTH = 4
+MODEL_BYTES = 72e9  # weights and Adam's state of the paper's 6 billion parameters
+DISK = 1e9  # bytes a second
+COLUMNS = {"workers": ",", "start, s": ".1f", "rank 0's CPU, s": ".2f", "meetings": "d", "messages of rank 0": "d"}
+COLUMNS |= {"told, KB": ".1f", "store, KB": ".1f", "exchange, ms": ".2f", "rank 0's CPU in it, ms": ".2f"}
 
 
 def main() -> None:
@@ -44,17 +63,30 @@ def main() -> None:
     arguments = line.parse_args()
     torch.set_num_threads(1)
     most = min(arguments.most, 16) if arguments.quick else arguments.most
-    report(COLUMNS, measured([size for size in SIZES if size <= most]), arguments.output, extrapolated)
+    rows = (run_processes(size) for size in SIZES if size <= most)
+    report(COLUMNS, rows, arguments.output, extrapolated)
 
 
-def measured(sizes: Sequence[int]) -> Iterator[Row]:
-    """Yields the figures of each number of processes."""
-    for size in sizes:
-        at_once = run_processes(size, "0", lambda rank, size: {})["store MB"]
-        yield {"workers": size, "store MB, all at once": at_once, **run_processes(size, "1", exchange)}
+def configuration(workers: int) -> Row:
+    """Returns the configuration of a run with one small layer for each worker."""
+    model = ["model._target_=benchmarks.chosen.linears", f"model.widths={[WIDTH] * (workers + 1)}"]
+    data = ["data._target_=benchmarks.chosen.Zeros", f"data.inputs={WIDTH}", f"data.outputs={WIDTH}"]
+    pipeline = [f"pipeline.K={workers}", f"pipeline.workers={workers}", "pipeline.M=4", "pipeline.cost=flops"]
+    loss, device = "task._target_=torch.nn.functional.mse_loss", "pipeline.device=cpu"
+    return plain(composed("train", [*model, *data, *pipeline, loss, device, "data.batch_size=8"]))
 
 
-def exchange(rank: int, size: int) -> Row:
+def start(context: Context, config: Row) -> World:
+    """Starts a worker as `gpipe_cli.trainer.run` does, up to the first step; returns the world that it has joined."""
+    settings, journal = Settings.from_config(config), Notices(context.emit, False)
+    world = start_worker(context, settings)
+    assembly = assemble_model(context, settings, world, build_task(settings.task, settings.seed), journal)
+    assemble_training(context, {"settings": config}, assembly, journal, None)
+    require_equal_replicas(assembly.pipeline)
+    return world
+
+
+def exchange_of_step(size: int) -> Row:
     """Returns the milliseconds of an exchange over the tree, and rank 0's share on its core."""
     tree = Tree(dist.group.WORLD, 1)
 
@@ -63,14 +95,14 @@ def exchange(rank: int, size: int) -> Row:
 
     wall, busy, _ = timed_for(size)
     hops = {f"hop {far}": timed_for(far)[2] / 2 for far in FAR} if size == 2 else {}
-    return {"exchange, ms": wall, "rank 0's CPU, ms": busy, **hops}
+    return {"exchange, ms": wall, "rank 0's CPU in it, ms": busy, **hops}
 
 
 def of_step(workers: int) -> tuple[StepReporter, Exchange]:
-    """Returns reporter and exchange of a step: at most 128 cells, M=512, two inputs, 3,000 parameters."""
-    K, cpu = min(workers, 128), torch.device("cpu")
+    """Returns reporter and exchange of a step: at most `MOST_CELLS` cells, M=512, two inputs, 3,000 parameters."""
+    K, cpu = min(workers, MOST_CELLS), torch.device("cpu")
     world = World(0, K, workers // K, cpu, cpu, None, None, None)
-    codec = BatchPlanCodec(BatchShape((2,), (2,)), 512, 0, world.replicas)
+    codec = BatchPlanCodec(BatchShape((2,), (2,)), M, 0, world.replicas)
     pipeline: Any = SimpleNamespace(world=world, codec=codec, placement=range(K))
     reporter = StepReporter(pipeline, [TASK], parameters=3000, statistics=2)
     return reporter, Exchange({**codec.fields(), **reporter.fields()}, None)
@@ -84,10 +116,10 @@ def numbers(workers: int) -> int:
 def bookkeeping(workers: int) -> float:
     """Returns the milliseconds in which rank 0 writes the plan of a step, and reads plan and report."""
     reporter, exchange = of_step(workers)
-    codec, batch = reporter.pipeline.codec, [((torch.zeros(4, 9),), (torch.zeros(4, 9),))] * 512
+    codec, batch = reporter.pipeline.codec, [((torch.zeros(4, 9),), (torch.zeros(4, 9),))] * M
 
     def keep_books() -> None:
-        codec.write(exchange, batch, [1.0] * 512)
+        codec.write(exchange, batch, [1.0] * M)
         exchange.run()
         codec.read(exchange, "train")
         reporter.read(exchange, 1.0)
@@ -128,44 +160,101 @@ class CountingStore(dist.Store):
         self.bytes += sum(map(len, keys))
 
 
-def run_processes(size: int, on_demand: str, work: Callable[[int, int], Row]) -> Row:
-    """Forks so many processes, which join gloo and do ``work``; returns rank 0's figures and the store's megabytes."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = on_demand
+class CountingTree(Tree):
+    """Counts in ``counted`` what this rank takes part in and sends, where values are told or gathered."""
+
+    counted: ClassVar[Row] = {"meetings": 0, "messages of rank 0": 0, "told, KB": 0.0}
+
+    def gather(self, own: bytes) -> bytes:
+        self.counted["meetings"] += 1
+        return super().gather(own)
+
+    def spread(self, content: bytes) -> bytes:
+        self.counted["meetings"] += 1
+        told = super().spread(content)
+        self.counted["told, KB"] += len(told) / 1e3
+        return told
+
+    def _send(self, tensors: list[torch.Tensor], ranks: list[int], *timeout: timedelta) -> None:
+        self.counted["messages of rank 0"] += len(tensors) * len(ranks)
+        super()._send(tensors, ranks, *timeout)
+
+
+def run_processes(size: int) -> Row:
+    """Forks so many processes, which start a run and then exchange; returns the row, as rank 0 sees it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    fork = get_context("fork")
+    fork, config = get_context("fork"), configuration(size)
     results = fork.SimpleQueue()
-    started = [fork.Process(target=_join, args=(rank, size, port, results, work)) for rank in range(size)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
+    with tempfile.TemporaryDirectory(prefix="gpipe-scale-") as folder:
+        arguments = (size, port, Path(folder), config, results)
+        started = [fork.Process(target=_worker, args=(rank, *arguments)) for rank in range(size)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
     if failed := sum(process.exitcode != 0 for process in started):
         raise RuntimeError(f"{failed} of {size} processes failed")
     found: Row = results.get()
     return found
 
 
-def _join(rank: int, size: int, port: int, results: Any, work: Callable[[int, int], Row]) -> None:
+def _worker(rank: int, size: int, port: int, folder: Path, config: Row, results: Any) -> None:
+    exchange.Tree = CountingTree  # type: ignore[misc]  # in this process alone
     store = CountingStore(dist.TCPStore("127.0.0.1", port, size, rank == 0, PATIENCE))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    Tree(dist.group.WORLD, 1).add_up(torch.zeros(1))
-    found = {"store MB": sum(all_gather_json(store.bytes, dist.group.WORLD)) / 1e6, **work(rank, size)}
-    all_gather_json(None, dist.group.WORLD)
+    began, used = time.perf_counter(), time.process_time()
+    context = Context(rank, size, rank, folder, lambda: store, emit=lambda event: None, stop_requested=exchange.never)
+    world = start(context, config)
+    row: Row = {"workers": size, "start, s": time.perf_counter() - began, "rank 0's CPU, s": time.process_time() - used}
+    row |= CountingTree.counted
+    row["store, KB"] = sum(all_gather_json(store.bytes, world.all_ranks)) / 1e3
+    row |= exchange_of_step(size)
+    all_gather_json(None, world.all_ranks)
     if rank == 0:
-        results.put(found)
+        results.put(row)
+
+
+@cache
+def seconds_of_start(K: int) -> tuple[float, float, float]:
+    """Returns the seconds in which rank 0 cuts K layers, a worker lists all instructions, and times its receives."""
+    config = Settings.from_config(configuration(K)).pipeline
+    example = ((torch.zeros(2, WIDTH),), (torch.zeros(2, WIDTH),))
+    moments = [time.perf_counter()]
+    cut_model(linears([WIDTH] * (K + 1)), config, K, example)
+    moments.append(time.perf_counter())
+    lists = schedule("1f1b", range(K), M, kept_graphs("except_last", K, M))
+    moments.append(time.perf_counter())
+    post_when_sent(lists)
+    moments.append(time.perf_counter())
+    cut, listed, posted = (after - before for before, after in pairwise(moments))
+    return cut, listed, posted
 
 
 def extrapolated(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of the table at `FAR` workers."""
-    pair, W, gigabytes = rows[0], rows[-1]["workers"], rows[-1]["store MB, all at once"] / 1e3
+    pair, last = rows[0], rows[-1]
+    W, meetings = last["workers"], last["meetings"]
+
+    def chain(workers: int) -> float:
+        return float(ceil(log2(workers)) * pair[f"hop {workers}"] / 1e3)
+
+    def alone(workers: int) -> tuple[float, float, float]:
+        return seconds_of_start(min(workers, MOST_CELLS))
+
     terms: list[tuple[str, Callable[[int], float], str]] = [
-        ("exchange over the tree, s", lambda w: 2 * ceil(log2(w)) * pair[f"hop {w}"] / 1e3, "2·log₂W × hop of a pair"),
-        ("joining, all at once: store GB", lambda w: gigabytes * (w / W) ** 3, f"W³, from {W}"),
-        ("bookkeeping of rank 0 in a step, ms", bookkeeping, "measured, without the lines of logging.every"),
+        ("exchange of a step, s", lambda w: 2 * chain(w), "2 log₂W hops"),
+        ("rank 0's bookkeeping of a step, ms", bookkeeping, "measured, without the lines of logging.every"),
+        ("start: values told and gathered, s", lambda w: 2 * meetings * chain(w), f"{meetings} times 2 log₂W hops"),
+        ("start: told to each worker, KB", lambda w: last["told, KB"] * w / W, f"W, from {W}: a line a layer"),
+        ("start: all workers' traffic at the store, KB", lambda w: last["store, KB"] * w / W, f"W, from {W}"),
+        ("start: connections of a worker", lambda w: ceil(log2(w)) + 2, "log₂W and two neighbours, at most"),
+        ("start: rank 0 cuts, s", lambda w: alone(w)[0], "measured, a layer for each cell"),
+        ("start: each lists instructions, s", lambda w: alone(w)[1], f"measured, M={M}"),
+        ("start: each times its receives (NCCL), s", lambda w: alone(w)[2], f"measured, M={M}"),
+        ("checkpoint: each writes or reads, s", lambda w: MODEL_BYTES / w / DISK, "72 GB / W at 1 GB/s"),
     ]
     lines = [f"| term | {' | '.join(f'{far:,}' for far in FAR)} | how |", "|---|" + "---|" * (len(FAR) + 1)]
-    return lines + [f"| {name} | {' | '.join(f'{at(far):,.4g}' for far in FAR)} | {how} |" for name, at, how in terms]
+    return lines + [f"| {name} | {' | '.join(f'{at(far):,.3g}' for far in FAR)} | {how} |" for name, at, how in terms]
 
 
 if __name__ == "__main__":

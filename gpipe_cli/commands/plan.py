@@ -85,9 +85,7 @@ class _Progress:
         on_terminal = sys.stderr.isatty()
         if on_terminal or time.monotonic() - self._last > 10:
             self._last = time.monotonic()
-            print(
-                f"{line}\x1b[K" if on_terminal else line, end="\r" if on_terminal else "\n", file=sys.stderr, flush=True
-            )
+            print(line, end="\x1b[K\r" if on_terminal else "\n", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ from ..partition.fake_layers import TensorShape
 from ..partition.model_profile import profile_layers
 from .build import boundary_type_of, build_autocast, build_task
 
-FORMAT = 4  # of the files; profiles in another format are measured again
+FORMAT = 5  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 

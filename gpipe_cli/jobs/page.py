@@ -200,7 +200,7 @@ def beside_rivals(best: Row) -> Grid:
     rows = [[seconds_text(best["step_seconds"]), size_text(best["memory"]), "", _in_short(best["found"])]]
     for rival in best["rivals"]:
         more = rival["step_seconds"] / best["step_seconds"] - 1
-        slower = f"{percent(more)} slower: {rival['why']}" if more >= 0 else rival["why"]
+        slower = f"{percent(more)} slower: {rival['why']}" if more > 0 else rival["why"]
         sizes = [seconds_text(rival["step_seconds"]), size_text(rival["memory"])]
         rows.append([*sizes, slower, _in_short(rival["keys"])])
     return Grid(["step", "memory", "", "pipeline"], rows)

@@ -5,9 +5,10 @@ With `partition=auto` by the seconds that workers spend in a step, with what the
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from ..pipeline.tied_parameters import Use
 from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Op
 from ..schedule.orders import ROUND_ROBIN
 from ..schedule.schedule import kept_graphs, schedule
+from ..schedule.simulate import simulate
 from .balance import Bytes, NothingFits, Totals, balance, balance_rounds
-from .cost import LayerCost, LayerTimes, keep_shapes_that_depend_on_values_together, layer_costs
+from .cost import LayerCost, LayerTimes, keep_shapes_that_depend_on_values_together, layer_costs, total_times
 from .fake_layers import CostError
 from .partition import (
     cell_costs,
@@ -32,7 +34,10 @@ from .partition import (
     refuse_more_workers_than_cells,
     round_robin,
 )
+from .shorten import shortened
 from .tie_search import Ties, find_ties
+
+MOST_SIMULATED = 100_000  # instructions for one cut, less than a second; larger steps are only balanced
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,9 @@ def cut_by_time(
     bytes_: Bytes | None = None,
     room: Sequence[float] = (),
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the layers of each cell, and the worker of each cell, with the least seconds of the busiest worker.
+    """Returns the layers of each cell, and the worker of each cell, of which a step takes the least seconds.
+
+    Workers are balanced first; then layers move while the simulated step becomes shorter.
 
     Args:
         times: of each layer, in any unit.
@@ -209,11 +216,50 @@ def cut_by_time(
 
     known = None if bytes_ is None else bytes_of
     if config.schedule in ROUND_ROBIN:
-        groups = balance_rounds(totals, config.K, known, room)
+        parts, least = balance_rounds(totals, config.K, known, room), [1] * config.K
     else:
-        groups = _cells_inside(balance(totals, [*Counter(placement).values()], known, room), totals, placement)
-    layers = [ends[group.stop] - ends[group.start] for group in cell_layers(groups)]
-    return layers, placement
+        least = [*Counter(placement).values()]
+        parts = balance(totals, least, known, room)
+
+    def layers_of(parts: Sequence[int]) -> list[int]:
+        groups = parts if config.schedule in ROUND_ROBIN else _cells_inside(parts, totals, placement)
+        return [ends[group.stop] - ends[group.start] for group in cell_layers(groups)]
+
+    lists = schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
+
+    def seconds(parts: Sequence[int]) -> float:
+        """Returns the simulated seconds of a step; infinite where a worker has more bytes than room."""
+        held = [0.0] * workers
+        for part, range_ in enumerate(cell_layers(parts)):
+            held[part % workers] += bytes_of(part % workers, range_.start, range_.stop)
+        if known is not None and any(most > space * (1 + 1e-9) for most, space in zip(held, room, strict=True)):
+            return math.inf
+        return step_seconds(times, layers_of(parts), placement, config.speeds, lists)
+
+    trials = MOST_SIMULATED // sum(map(len, lists)) if workers > 1 else 0
+    return layers_of(shortened(parts, least, seconds, trials)), placement
+
+
+def step_seconds(
+    times: Sequence[LayerTimes],
+    sizes: Sequence[int],
+    placement: Sequence[int],
+    speeds: Sequence[float] | None,
+    lists: InstructionLists,
+) -> float:
+    """Returns the seconds of one step by simulation, messages free, in the unit of ``times``."""
+    cells = [
+        total_times(times[layers.start : layers.stop]).slower(1 / speeds[worker] if speeds else 1.0)
+        for layers, worker in zip(cell_layers(sizes), placement, strict=True)
+    ]
+    cells[0] = replace(cells[0], weight_gradient=0.0)  # it is in the first half (`phases`)
+    return simulate(lists, placement, durations(cells, lists)).span
+
+
+def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[[Instruction], float]:
+    """Returns the function that `simulate` calls for the seconds of each computation; ``times``: of each cell."""
+    phase = phases(lists)
+    return lambda instruction: float(getattr(times[instruction.cell], phase(instruction)))
 
 
 def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
@@ -253,16 +299,21 @@ def passes(lists: InstructionLists) -> dict[int, Counter[str]]:
     """Returns for each cell how often a step runs each phase of `LayerTimes`."""
     phase, found = phases(lists), dict[int, Counter[str]]()
     for instruction in (i for each in lists for i in each if i.op in COMPUTE):
-        found.setdefault(instruction.cell, Counter())[phase(instruction)] += 1
+        if instruction.cell or instruction.op is not Op.WEIGHT_GRADIENT:
+            found.setdefault(instruction.cell, Counter())[phase(instruction)] += 1
     return found
 
 
 def phases(lists: InstructionLists) -> Callable[[Instruction], str]:
-    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is."""
+    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is.
+
+    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it.
+    """
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
     def phase(i: Instruction) -> str:
         without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
-        return "inference" if without_graph else i.op.name.lower()
+        whole = i.op is Op.INPUT_GRADIENT and i.cell == 0
+        return "inference" if without_graph else "backward" if whole else i.op.name.lower()
 
     return phase

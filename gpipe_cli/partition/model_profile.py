@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -19,7 +19,7 @@ from ..cpu import waited_for_core
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
 from ..pipeline.cell import BuiltLayer, Cell, require_values
-from ..pipeline.halves import backward_of_inputs
+from ..pipeline.halves import WeightHalf, backward_of_inputs
 from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from ..pipeline.meter import event_now
@@ -32,9 +32,10 @@ Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # inputs; False to rec
 _REPEATS = 5  # timed rounds per layer, after one that warms up
 _LEAST = 2  # of them
 _ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
-# Graphs kept at the same time, as with several micro-batches: small memory that is reused at once would be faster than
-# memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
-_IN_FLIGHT = 4
+# Graphs kept at the same time, as with several micro-batches, for a whole backward and for one in halves: small memory
+# that is reused at once would be faster than memory that the allocator takes anew. It always gives back large memory,
+# and always keeps a GPU's.
+_IN_FLIGHT = 2, 2
 _LOSS = "loss"  # among the keys of layers
 
 
@@ -155,6 +156,7 @@ class LayerTrial:
     def __init__(self, run: Run, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext) -> None:
         self._run, self._inputs, self._autocast, self.clock = run, inputs, autocast, _Clock(device)
         self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
+        self._put_off: deque[WeightHalf] = deque()
 
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
@@ -185,16 +187,21 @@ class LayerTrial:
                 torch.autograd.backward(roots, gradients)
             _hand_back(leaves)
 
-    def backward_in_halves(self) -> None:
-        """Runs backward of the latest graph, the gradients of weights after those of the inputs."""
+    def input_gradient(self) -> None:
+        """Runs the first half of the backward of the latest graph."""
         leaves, roots = self._latest_graph()
         gradients = [torch.ones_like(root) for root in roots]
         with self.clock.running("input_gradient"):
-            weights = backward_of_inputs(roots, gradients, leaves) if roots else None
+            self._put_off.append(backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(()))
             _hand_back(leaves)
+
+    def weight_gradient(self) -> None:
+        """Runs the oldest second half of a backward that was put off."""
         with self.clock.running("weight_gradient"):
-            if weights is not None:
-                weights.run()
+            self._put_off.popleft().run()
+
+    def drop_graphs(self) -> None:
+        self._kept.clear()
 
     def _latest_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         leaves, outputs, losses = self._kept.pop()
@@ -241,7 +248,7 @@ class Trials:
     def run(self) -> None:
         """Times the layers added since the last call."""
         trials = list(self._waiting.values())
-        in_flight = 1 if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
+        whole, halved = (1, 0) if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
         for repeat in range(1 + _REPEATS):
             if repeat > _LEAST and time.perf_counter() > self._until:
                 break
@@ -249,17 +256,28 @@ class Trials:
                 trial.infer()
             for trial in trials:  # one graph at a time, as with re-materialization
                 trial.forward("recompute")
-            for trial in reversed(trials):
-                trial.backward_in_halves()
-            for trial in trials * in_flight:
+            if not halved:
+                _backward_in_halves(trials)
+            for trial in trials:
+                trial.drop_graphs()
+            for trial in trials * (whole + halved):
                 trial.forward()
-            for trial in trials[::-1] * in_flight:
+            for trial in trials[::-1] * whole:
                 trial.backward()
+            _backward_in_halves(trials * halved)
             if repeat == 0:
                 for trial in trials:
                     trial.clock.forget()
         self.times |= {key: trial.clock.times() for key, trial in self._waiting.items()}
         self._waiting, self._bytes = {}, 0
+
+
+def _backward_in_halves(trials: Sequence[LayerTrial]) -> None:
+    """Runs the backward of a graph of each; as in a schedule, others' memory is used between its two halves."""
+    for trial in reversed(trials):
+        trial.input_gradient()
+    for trial in reversed(trials):
+        trial.weight_gradient()
 
 
 class _Clock:

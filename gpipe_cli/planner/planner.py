@@ -23,7 +23,7 @@ from ..factory.memory_check import optimizer_state_bytes
 from ..micro_batch import MicroBatch
 from ..optim.sharding import shares
 from ..partition.cost import LayerCost, LayerTimes, layer_costs
-from ..partition.cut import Cut, places_without_cut
+from ..partition.cut import Cut, durations, places_without_cut
 from ..partition.fake_layers import CostError
 from ..partition.model_profile import ModelProfile, profile_layers
 from ..partition.tie_search import Ties, find_ties
@@ -39,7 +39,7 @@ from .measure.this_device import measure_device, present_device, workers_on_a_gp
 from .memory import Wire, most_alive, sent_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
-from .timing import TimeModel, cell_times, durations
+from .timing import TimeModel, cell_times
 
 LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer; timing takes about six of them
 

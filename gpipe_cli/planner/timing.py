@@ -6,12 +6,10 @@ run reaches a share of both rates (`plan.efficiency`), and every operation costs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..partition.cost import LayerTimes, cell_total
-from ..partition.cut import phases
-from ..schedule.instruction import Instruction
 from .cells import CellFacts
 from .devices import Device
 from .measure.layer_facts import LayerFacts, ModelFacts
@@ -97,9 +95,3 @@ def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]
             total = replace(total, input_gradient=total.backward, weight_gradient=0.0)
         result.append(total)
     return result
-
-
-def durations(times: Sequence[LayerTimes], lists: Sequence[Sequence[Instruction]]) -> Callable[[Instruction], float]:
-    """Returns the function that `simulate` calls for the seconds of each computation in ``lists``."""
-    phase = phases(lists)
-    return lambda instruction: float(getattr(times[instruction.cell], phase(instruction)))

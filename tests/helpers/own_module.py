@@ -68,7 +68,7 @@ class Counting(Noisy):
 
 
 def other_when_real() -> nn.Module:
-    """Returns a module to whoever traces it without memory, and another one that really runs."""
+    """Returns one module while it is traced without memory, and another where it is built for a run."""
     return Noisy() if isinstance(torch.empty(0), FakeTensor) else Counting()
 
 

@@ -55,7 +55,7 @@ def run(layers: dict[str, nn.Module], *inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("L", "parameters"), [(3, 282_178_816), (1663, 83_876_910_336)])
 def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) -> None:
-    """Those of translation models are counted in tests/commands/test_experiments.py."""
+    """Counts the paper's language models; tests/commands/test_experiments.py counts its translation models."""
     assert sum(count_parameters(transformer_lm(L, 8192, 32, 32000, d_model=2048))) == parameters
 
 
