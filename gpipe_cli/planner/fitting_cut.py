@@ -58,8 +58,9 @@ def bytes_of_workers(
 ) -> Bytes:
     """Returns the function for the most bytes of a worker with the layers start to stop - 1, as of one cell.
 
-    It is a little more than the plan of that cut says: two messages of each kind may be on their way, and where a worker
-    has several cells, not all of them are at their worst at the same moment. Parameters that several layers share count in each.
+    It is a little more than the plan of that cut says: two messages of each kind may be on their way, and where a
+    worker has several cells, not all of them are at their worst at the same moment. Parameters that several layers
+    share count in each.
 
     Args:
         cut: its placement decides what is in flight.
