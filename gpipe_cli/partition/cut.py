@@ -5,7 +5,6 @@ With `partition=auto` by the seconds that workers spend in a step, with what the
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -194,7 +193,7 @@ def cut_by_time(
 ) -> tuple[list[int], tuple[int, ...]]:
     """Returns the layers of each cell, and the worker of each cell, of which a step takes the least seconds.
 
-    Workers are balanced first; then layers move while the simulated step becomes shorter.
+    Workers are balanced; where all fits, layers then move while the simulated step becomes shorter.
 
     Args:
         times: of each layer, in any unit.
@@ -228,16 +227,11 @@ def cut_by_time(
     lists = schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
 
     def seconds(parts: Sequence[int]) -> float:
-        """Returns the simulated seconds of a step; infinite where a worker has more bytes than room."""
-        held = [0.0] * workers
-        for part, range_ in enumerate(cell_layers(parts)):
-            held[part % workers] += bytes_of(part % workers, range_.start, range_.stop)
-        if known is not None and any(most > space * (1 + 1e-9) for most, space in zip(held, room, strict=True)):
-            return math.inf
         return step_seconds(times, layers_of(parts), placement, config.speeds, lists)
 
-    trials = MOST_SIMULATED // sum(map(len, lists)) if workers > 1 else 0
-    return layers_of(shortened(parts, least, seconds, trials)), placement
+    if bytes_ is None and workers > 1:
+        parts = shortened(parts, least, seconds, MOST_SIMULATED // sum(map(len, lists)))
+    return layers_of(parts), placement
 
 
 def step_seconds(

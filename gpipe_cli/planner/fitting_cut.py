@@ -58,9 +58,8 @@ def bytes_of_workers(
 ) -> Bytes:
     """Returns the function for the most bytes of a worker with the layers start to stop - 1, as of one cell.
 
-    It is a little more than the plan of that cut says: two messages of each kind may be on their way, and where a
-    worker has several cells, not all of them are at their worst at the same moment. Parameters that several layers
-    share count in each.
+    It is a little more than the plan of that cut says, where a worker has several cells: not all of them are at their
+    worst at the same moment. Parameters that several layers share count in each.
 
     Args:
         cut: its placement decides what is in flight.
@@ -84,8 +83,7 @@ def bytes_of_workers(
             backward = max(graph + size.input_half, size.put_off + size.weight_half)
             left = max(graph, size.put_off)
         working = (graphs - 1) * left + max(size.forward, backward)
-        on_their_way = 2 * (size.message + size.outputs + size.input_gradients + size.output_gradients)
-        return size.gathered + working + on_their_way + (waiting if start else pipeline.M) * size.message
+        return size.gathered + working + (waiting if start else pipeline.M) * size.message
 
     def bytes_(worker: int, start: int, stop: int) -> float:
         if stop == start:
