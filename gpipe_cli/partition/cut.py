@@ -36,7 +36,7 @@ from .partition import (
 from .shorten import shortened
 from .tie_search import Ties, find_ties
 
-MOST_SIMULATED = 100_000  # instructions for one cut, less than a second; larger steps are only balanced
+MOST_SIMULATED = 30_000  # instructions for one cut, a tenth of a second; larger steps are only balanced
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Moves layers between neighbouring cells for as long as the simulated step becomes shorter.
 
-Even workers are not the end of it. Of few micro-batches much time goes into filling and draining the pipeline, and
-there a layer costs more in front of the others than behind them, or less, as the order of the work has it.
+Balanced workers do not always make the shortest step: with few micro-batches the pipeline fills and drains for a large
+part of it, and what a layer adds there depends on its place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
+Move = tuple[tuple[int, int], ...]  # each: the place of a cell, and 1 or -1, by which it grows at the cost of the next
 GAIN = 2e-3  # of a step: times are not known so exactly that less would be worth another cut
 
 
@@ -22,13 +23,16 @@ def shortened(
     Args:
         sizes: of each cell, or of all cells of each worker.
         least: sizes that each has at least.
-        seconds: of a step with such sizes; infinite where they do not fit.
-        trials: how often ``seconds`` may be called.
+        seconds: of a step with such sizes.
+        trials: how often ``seconds`` may be called; two moves at once are tried where it may be for all single ones.
     """
+    if trials < 2:
+        return list(sizes)
     best, known = list(sizes), seconds(sizes)
-    single = [((place, step),) for place in range(len(best) - 1) for step in (1, -1)]
-    moves = deque([*single, *((one, other) for (one,), (other,) in combinations(single, 2))])
-    tried = 0  # moves in a row that were not worth it
+    moves: deque[Move] = deque(((place, step),) for place in range(len(best) - 1) for step in (1, -1))
+    if len(moves) < trials:
+        moves += [one + other for one, other in combinations(moves, 2)]
+    tried = 0  # moves in a row that gained too little
     while tried < len(moves) and trials > 1:
         moved = [*best]
         for place, step in moves[0]:
