@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from gpipe_cli.commands.plan import main as plan
 from gpipe_cli.jobs import page
 from gpipe_cli.jobs.page import PAGE, PLAN, run_page, write_page
 
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), "")
+MEASURE = "<script>document.body.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script>"
 ORDER = ["Did it work", "Where did the time go", "What would make it faster", "What it was"]
 
 
@@ -71,6 +75,21 @@ def test_the_questions_are_answered_in_order_by_one_file_that_loads_nothing(run:
     assert not found.addresses and "script" not in found.tags and "://" not in text
     assert found.pictures and all(found.pictures)
     assert len(text) < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="needs chromium")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_a_browser_shows_the_page_without_errors_and_without_cutting_it_off(run: Path, width: int) -> None:
+    file = run / PAGE
+    text = run_page(run).html().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    file.write_text(text + MEASURE)
+    words = ["--headless=new", "--no-sandbox", "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom"]
+    command = [BROWSER, *words, f"--user-data-dir={run / 'browser'}", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert "CONSOLE" not in done.stderr
+    found = re.search(r'title="(\d+) of (\d+)"', done.stdout)
+    assert found and int(found[1]) <= int(found[2]) <= width
 
 
 def test_the_page_has_the_traced_step_the_loss_samples_cells_and_commands(run: Path) -> None:

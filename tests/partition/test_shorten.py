@@ -24,8 +24,7 @@ def drawn(draw: random.Random) -> LayerTimes:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_cut_has_a_much_shorter_step(kind: str, seed: int) -> None:
-    draw = random.Random(seed)
-    times = [drawn(draw) for _ in range(10)]
+    times = list(map(drawn, [random.Random(seed)] * 10))
     K = 4 if kind == "interleaved_1f1b" else 2
     config = checked(f"pipeline.K={K}", "pipeline.workers=2", f"pipeline.schedule={kind}", "pipeline.M=4").settings
     sizes, placement = cut_by_time(times, config.pipeline, 2, {})
