@@ -85,8 +85,8 @@ def test_a_browser_shows_the_page_without_errors_and_without_cutting_it_off(run:
     text = run_page(run).html().replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     file.write_text(text + MEASURE)
     words = ["--headless=new", "--no-sandbox", "--enable-logging=stderr", f"--window-size={width},900", "--dump-dom"]
-    command = [BROWSER, *words, f"--user-data-dir={run / 'browser'}", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    command, home = [BROWSER, *words, file.as_uri()], {"HOME": str(run)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, env=home)
     assert "CONSOLE" not in done.stderr
     found = re.search(r'title="(\d+) of (\d+)"', done.stdout)
     assert found and int(found[1]) <= int(found[2]) <= width
