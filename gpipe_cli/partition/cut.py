@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -224,14 +224,18 @@ def cut_by_time(
         groups = parts if config.schedule in ROUND_ROBIN else _cells_inside(parts, totals, placement)
         return [ends[group.stop] - ends[group.start] for group in cell_layers(groups)]
 
-    lists = schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
-
-    def seconds(parts: Sequence[int]) -> float:
-        return step_seconds(times, layers_of(parts), placement, config.speeds, lists)
-
     if bytes_ is None and workers > 1:
+        lists = _lists(config, placement)
+
+        def seconds(parts: Sequence[int]) -> float:
+            return step_seconds(times, layers_of(parts), placement, config.speeds, lists)
+
         parts = shortened(parts, least, seconds, MOST_SIMULATED // sum(map(len, lists)))
     return layers_of(parts), placement
+
+
+def _lists(config: PipelineConfig, placement: Sequence[int]) -> InstructionLists:
+    return schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
 
 
 def step_seconds(
@@ -246,14 +250,18 @@ def step_seconds(
         total_times(times[layers.start : layers.stop]).slower(1 / speeds[worker] if speeds else 1.0)
         for layers, worker in zip(cell_layers(sizes), placement, strict=True)
     ]
-    cells[0] = replace(cells[0], weight_gradient=0.0)  # it is in the first half (`phases`)
     return simulate(lists, placement, durations(cells, lists)).span
 
 
 def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[[Instruction], float]:
     """Returns the function that `simulate` calls for the seconds of each computation; ``times``: of each cell."""
     phase = phases(lists)
-    return lambda instruction: float(getattr(times[instruction.cell], phase(instruction)))
+
+    def seconds(instruction: Instruction) -> float:
+        name = phase(instruction)
+        return 0.0 if name is None else float(getattr(times[instruction.cell], name))
+
+    return seconds
 
 
 def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
@@ -275,8 +283,7 @@ def _cells_inside(groups: Sequence[int], totals: Sequence[Totals], placement: Se
 
 def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Totals]:
     """Returns for each worker the running total over the layers of what they would cost it in a step."""
-    keep = kept_graphs(config.policy, config.K, config.M)
-    lists = schedule(config.schedule, placement, config.M, keep)
+    lists = _lists(config, placement)
     counts = passes(lists)
     cells = Counter(placement)
     seconds = {phase: np.array([getattr(each, phase) for each in times]) for phase in asdict(times[0])}
@@ -293,21 +300,22 @@ def passes(lists: InstructionLists) -> dict[int, Counter[str]]:
     """Returns for each cell how often a step runs each phase of `LayerTimes`."""
     phase, found = phases(lists), dict[int, Counter[str]]()
     for instruction in (i for each in lists for i in each if i.op in COMPUTE):
-        if instruction.cell or instruction.op is not Op.WEIGHT_GRADIENT:
-            found.setdefault(instruction.cell, Counter())[phase(instruction)] += 1
+        if (name := phase(instruction)) is not None:
+            found.setdefault(instruction.cell, Counter())[name] += 1
     return found
 
 
-def phases(lists: InstructionLists) -> Callable[[Instruction], str]:
+def phases(lists: InstructionLists) -> Callable[[Instruction], str | None]:
     """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is.
 
-    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it.
+    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it, the second None.
     """
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
-    def phase(i: Instruction) -> str:
+    def phase(i: Instruction) -> str | None:
+        if i.cell == 0 and i.op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT):
+            return "backward" if i.op is Op.INPUT_GRADIENT else None
         without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
-        whole = i.op is Op.INPUT_GRADIENT and i.cell == 0
-        return "inference" if without_graph else "backward" if whole else i.op.name.lower()
+        return "inference" if without_graph else i.op.name.lower()
 
     return phase

@@ -24,6 +24,8 @@ from .cells import cell_sizes
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 
+MESSAGES = 0.02  # of the bytes of a worker, at most: `bytes_of_workers` leaves out those on their way
+
 
 def cut_that_fits(
     builders: Sequence[LayerBuilder],
@@ -48,7 +50,7 @@ def cut_that_fits(
     used, bytes_ = [0.0] * pipeline.worker_count, bytes_of(cut)
     for layers, worker in zip(cut.layers, cut.placement, strict=True):
         used[worker] += bytes_(worker, layers.start, layers.stop)
-    if sum(used) > sum(limits) or all(most <= limit for most, limit in zip(used, limits, strict=True)):
+    if sum(used) > sum(limits) or all((1 + MESSAGES) * most <= limit for most, limit in zip(used, limits, strict=True)):
         return cut  # another would not fit, or need not
     return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, bytes_, limits)
 

@@ -80,8 +80,8 @@ def test_fit_finds_no_more_devices_than_any_pipeline_that_a_person_could_type() 
     plans = typed_plans(*ELEVEN, workers=range(1, 12), schedule=["1f1b"])
     for devices in (5, 7, 11):
         limit = min(made.memory for made in plans if made.workers == devices)
-        found = asked(*ELEVEN, f"plan.fit={1.02 * limit}")  # a cut is made to fit without messages on their way
-        assert found.memory <= 1.02 * limit
+        found = asked(*ELEVEN, f"plan.fit={limit}")
+        assert found.memory <= limit
         assert found.workers <= min(made.workers for made in plans if made.memory <= limit)
 
 
