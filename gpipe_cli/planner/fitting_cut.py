@@ -47,12 +47,20 @@ def cut_that_fits(
     cut = cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties)
     if pipeline.partition != "auto" or pipeline.worker_count == 1:
         return cut
-    used, bytes_ = [0.0] * pipeline.worker_count, bytes_of(cut)
-    for layers, worker in zip(cut.layers, cut.placement, strict=True):
-        used[worker] += bytes_(worker, layers.start, layers.stop)
-    if sum(used) > sum(limits) or all((1 + MESSAGES) * most <= limit for most, limit in zip(used, limits, strict=True)):
+    bytes_ = bytes_of(cut)
+
+    def used(cut: Cut) -> list[float]:
+        """Returns the share of each worker's limit."""
+        total = [0.0] * pipeline.worker_count
+        for layers, worker in zip(cut.layers, cut.placement, strict=True):
+            total[worker] += bytes_(worker, layers.start, layers.stop) / limits[worker]
+        return total
+
+    whole = sum(share * limit for share, limit in zip(used(cut), limits, strict=True))
+    if whole > sum(limits) or (1 + MESSAGES) * max(used(cut)) <= 1:
         return cut  # another would not fit, or need not
-    return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, bytes_, limits)
+    fitting = cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, bytes_, limits)
+    return min(cut, fitting, key=lambda each: max(used(each)))
 
 
 def bytes_of_workers(
