@@ -17,7 +17,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from gpipe_cli.commands import evaluate, export, train
+from gpipe_cli.commands import eval as evaluate
+from gpipe_cli.commands import export, train
 
 HOME = Path(__file__).parent / "old_checkpoint"
 EXPECTED = json.loads((HOME / "expected.json").read_text())

@@ -61,7 +61,7 @@ def test_interrupted_pieces_go_on_and_their_figures_reach_the_page(
     def here(command: str, words: Sequence[str]) -> None:
         """Runs a command in this process; the seventh is lost after its first half."""
         typed.append(words)
-        module = importlib.import_module(f"gpipe_cli.commands.{'train' if command == 'gpipe-train' else 'evaluate'}")
+        module = importlib.import_module(f"gpipe_cli.commands.{command.removeprefix('gpipe-')}")
         assert module.main(list(words)) == 0
         if len(typed) == 7:
             run = Path(words[-1].removeprefix("hydra.run.dir="))

@@ -13,7 +13,8 @@ import pytest
 from inline_run import train_inline
 from own_model import WORDS
 
-from gpipe_cli.commands import evaluate, translate
+from gpipe_cli.commands import eval as evaluate
+from gpipe_cli.commands import translate
 from gpipe_cli.jobs.trust import OURS, SECTIONS
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -67,6 +67,11 @@ ROOMS: dict[str, set[str]] = {
 }
 
 
+def test_a_command_is_the_module_of_its_name() -> None:  # `bench.workers.run_command` needs no installation
+    for command, target in PROJECT["project"]["scripts"].items():
+        assert target == f"gpipe_cli.commands.{command.removeprefix('gpipe-')}:main"
+
+
 def source_files() -> dict[str, Path]:
     """Returns every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
     roots = {"": ROOT / "gpipe_cli", **{name: ROOT / name for name in SIDE_BY_SIDE}}

@@ -10,7 +10,7 @@ import pytest
 from inline_run import train_inline
 from processes import command, succeeded
 
-from gpipe_cli.commands.evaluate import main
+from gpipe_cli.commands.eval import main
 from gpipe_cli.tasks.translation import TranslationTask
 
 INLINE = ("launch.inline=true", "pipeline.workers=1", "trainer.samples=0")
@@ -83,7 +83,7 @@ def test_it_is_refused_under_torchrun(
 def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     folder, found = run
     words = [f"checkpoint={folder}", f"output={tmp_path}", "pipeline.K=4", "pipeline.workers=2"]
-    said = succeeded(command("evaluate", *words))
+    said = succeeded(command("eval", *words))
     assert json.loads((tmp_path / "evaluation.json").read_text())["numbers"] == found
     assert "bleu_average" in said and "sw" in said
 
