@@ -15,7 +15,8 @@ from gpipe_cli.commands.plan import document, make_request
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.orders import KINDS
-from gpipe_cli.schedule.schedule import REMAT
+from gpipe_cli.schedule.schedule import REMAT, most_kept, schedule
+from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 SLACK = 1e-9  # of rounding
 PLACEMENTS = [(0,), (0, 0), (0, 1), (1, 0), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]
@@ -70,6 +71,25 @@ def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]]
         reached[halves] += ceil(bound - SLACK) == shortest
     assert tuple(reached) == expected
     assert len(cases) == expected[0]  # all, where backwards are whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep", "M", "graphs", "ours", "shortest"),
+    [
+        ("zero_bubble", (4, 4), 4, 2, 13, 13),
+        ("zero_bubble", (3, 3, 3), 3, 3, 11, 11),
+        ("1f1b", (0, 1), 4, 1, 17, 14),
+        ("1f1b", (0, 2, 1), 3, 2, 15, 12),
+    ],
+)
+def test_the_best_kind_is_the_shortest_schedule_where_each_worker_has_room_for_w_graphs(
+    kind: str, keep: tuple[int, ...], M: int, graphs: int, ours: int, shortest: int
+) -> None:
+    W = len(keep)
+    lists = schedule(kind, range(W), M, keep)
+    assert max(most_kept(each).together for each in lists) <= graphs
+    assert simulate(lists, range(W), cost_durations([1.0] * W)).span == ours
+    assert Search([even(1)] * W, range(W), M, [graphs] * W, True).shortest() == shortest
 
 
 # -- our schedules -----------------------------------------------------------------------------------------------------
