@@ -78,15 +78,13 @@ def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]]
     [
         ("zero_bubble", (4, 4), 4, 2, 13, 13),
         ("zero_bubble", (3, 3, 3), 3, 3, 11, 11),
-        ("1f1b", (0, 1), 4, 1, 17, 14),
         ("1f1b", (0, 2, 1), 3, 2, 15, 12),
     ],
 )
 def test_the_best_kind_is_the_shortest_schedule_where_each_worker_has_room_for_w_graphs(
     kind: str, keep: tuple[int, ...], M: int, graphs: int, ours: int, shortest: int
 ) -> None:
-    W = len(keep)
-    lists = schedule(kind, range(W), M, keep)
+    lists = schedule(kind, range(W := len(keep)), M, keep)
     assert max(most_kept(each).together for each in lists) <= graphs
     assert simulate(lists, range(W), cost_durations([1.0] * W)).span == ours
     assert Search([even(1)] * W, range(W), M, [graphs] * W, True).shortest() == shortest
