@@ -70,7 +70,7 @@ def measure(modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], r
     plain, parameters = seconds["plain"], sum(p.numel() for module in modules for p in module.parameters())
     for kind in KINDS:
         shares = [mine / other - 1 for mine, other in zip(seconds[kind], plain, strict=True)]
-        low, middle, high = statistics.quantiles(shares, n=4)
+        low, middle, high = statistics.quantiles(shares if repetitions > 1 else shares * 2, n=4)
         row: Row = {"parameters": parameters, "schedule": kind, "plain, s": statistics.median(plain)}
         row |= {"engine, s": statistics.median(seconds[kind]), "slower by": middle, "seconds": seconds}
         yield row | {"quartiles": f"{low:+.2%} … {high:+.2%}"}
