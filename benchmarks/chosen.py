@@ -41,6 +41,7 @@ from gpipe_cli.factory.example import example_micro_batch, with_example
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import build_layer
+from gpipe_cli.planner.fitting_cut import MESSAGES
 from gpipe_cli.planner.options import Options
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
@@ -55,7 +56,6 @@ REAL |= {"resnet18": MODELS["traced"]}
 NOT_BY_TORCH = ("transformer",)  # its stages pass on ids, and torch tries each stage on memory as it is found
 STEPS = {"model": "", "chosen": "", "its step, s": ".3f", "defaults": ".3f", "best typed": "", "its step": ".3f"}
 STEPS |= {"chosen / best typed": ".3f", "torch's best": "", "torch / chosen": ".3f"}
-MARGIN = 1.02  # of the least memory: a cut for a memory leaves out messages
 W, CHOICES = 2, 3  # workers, and searches
 TORCH_CUTS = {"1f1b": "K=2 schedule=1f1b remat=never", "interleaved": "K=4 schedule=interleaved_1f1b remat=never"}
 
@@ -102,7 +102,9 @@ def answers(cases: int, free: bool = False) -> Iterator[Plan]:
         tried = list(candidates(planner.settings.pipeline, FREE, devices, len(planner.builders), ()))
         whole = [planner.plan(section).memory for section in tried]
         least = min(*whole, *(planner.plan(replace(section, remat="always")).memory for section in tried))
-        planner.options = replace(planner.options, memory=1 + round(draw.uniform(MARGIN * least, draw.choice(whole))))
+        planner.options = replace(
+            planner.options, memory=1 + round(draw.uniform((1 + MESSAGES) * least, draw.choice(whole)))
+        )
         yield Search(planner, FREE).fastest(devices)
 
 

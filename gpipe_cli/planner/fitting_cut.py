@@ -50,17 +50,20 @@ def cut_that_fits(
     bytes_ = bytes_of(cut)
 
     def used(cut: Cut) -> list[float]:
-        """Returns the share of each worker's limit."""
+        """Returns the bytes of each worker."""
         total = [0.0] * pipeline.worker_count
         for layers, worker in zip(cut.layers, cut.placement, strict=True):
-            total[worker] += bytes_(worker, layers.start, layers.stop) / limits[worker]
+            total[worker] += bytes_(worker, layers.start, layers.stop)
         return total
 
-    whole = sum(share * limit for share, limit in zip(used(cut), limits, strict=True))
-    if whole > sum(limits) or (1 + MESSAGES) * max(used(cut)) <= 1:
+    def fullest(cut: Cut) -> float:
+        """Returns the largest share that a worker uses of its limit."""
+        return max(most / limit for most, limit in zip(used(cut), limits, strict=True))
+
+    if sum(used(cut)) > sum(limits) or (1 + MESSAGES) * fullest(cut) <= 1:
         return cut  # another would not fit, or need not
     fitting = cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, bytes_, limits)
-    return min(cut, fitting, key=lambda each: max(used(each)))
+    return min(cut, fitting, key=fullest)
 
 
 def bytes_of_workers(

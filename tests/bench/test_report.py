@@ -87,6 +87,11 @@ def test_broken_runs_are_named_and_the_others_shown(
     assert "nowhere is not there" in capsys.readouterr().err
 
 
+def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
+    folder = sweep / "3_pipeline.K=4,pipeline.M=4"
+    assert len(report(tmp_path / "out", folder / "summary.json", folder)) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "status"), [([], 2), (["output=x"], 2), (["out=x", "y"], 2), (["--runs=x", "y"], 2), (["nowhere"], 1)]
 )

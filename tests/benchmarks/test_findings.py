@@ -23,12 +23,21 @@ TINY = {
     "common": ["debug=tiny", "launch.inline=true", "pipeline.K=1", "pipeline.M=2", "trainer.evaluate_first=false"],
     "depth": {
         "words": ["task.generation.beam=1", "task.generation.per_language_at_end=1", "trainer.evaluate_every=null"],
+        "steps": 4,
         "variants": {"narrow": ["model.L=1"], "deep": ["model.L=2"]},
+        "rates": [0.001, 0.01],
+        "rate_share": 0.5,
+        "seeds": [1, 2],
         "test": ["task.generation.per_language_at_end=5"],
-    }
-    | {"steps": 4, "rates": [0.001, 0.01], "rate_share": 0.5, "seeds": [1, 2], "minutes": 0.1}
-    | {"figures": ["bleu_average", "nll"], "compare": [["deep", "narrow"]]},
+        "figures": ["bleu_average", "nll"],
+        "compare": [["deep", "narrow"]],
+        "minutes": 0.1,
+    },
 }
+
+
+class Interrupted(Exception):
+    pass
 
 
 @pytest.fixture
@@ -58,10 +67,10 @@ def test_interrupted_pieces_go_on_and_their_figures_reach_the_page(
             run = Path(words[-1].removeprefix("hydra.run.dir="))
             (run / "summary.json").unlink()
             shutil.rmtree(run / "checkpoints" / "step_00000004")
-            raise EOFError
+            raise Interrupted
 
     monkeypatch.setattr(runs, "run_command", here)
-    with pytest.raises(EOFError):
+    with pytest.raises(Interrupted):
         findings(folder)
     findings(folder)
     assert len(typed) == 4 + 4 * 2 + 1  # the search, four runs with their tests, and the one that was interrupted
@@ -101,13 +110,24 @@ def test_a_record_made_with_other_words_does_not_count(folder: Path) -> None:
     assert log.record(changed) is None
 
 
+def test_what_has_not_run_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.findings.__main__.work", lambda *_: None)
+    findings(folder)
+    page = (folder / "page.md").read_text()
+    assert "0 of 8 pieces." in page and "**Not run.**" in page
+
+
 def test_all_experiments_take_at_most_three_hours_of_two_cores_by_estimate() -> None:
     pieces = [piece for of in read_experiments(EXPERIMENTS).values() for piece in of.pieces()]
     assert sum(piece.minutes for piece in pieces) <= 2 * 180
 
 
 def test_the_bootstrap_counts_what_bleu_counts(tmp_path: Path) -> None:
-    pairs = [("a b c d e f", "a b c d x f"), ("one two three four", "one two three four"), ("short", "shorter")]
+    pairs = [
+        ("a b c d e f", "a b c d x f"),
+        ("one two three four five", "one two three four five"),
+        ("short", "shorter"),
+    ]
     (tmp_path / "de.txt").write_text("".join(f"source\t{reference}\t{output}\n" for reference, output in pairs))
     counts = sentence_counts(tmp_path)["de"]
     whole = [sum(of) for of in zip(*counts, strict=True)]

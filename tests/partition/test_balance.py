@@ -1,4 +1,4 @@
-"""Tests that balancing gives the busiest worker the least to do, against a search of all cuts."""
+"""Tests that balanced workers, and the default cut made from them, are the best of all cuts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from itertools import accumulate, combinations, pairwise
 
 import numpy as np
 import pytest
+from composed import checked
 
-from gpipe_cli.partition.balance import NothingFits, Totals, balance
+from gpipe_cli.partition.balance import NothingFits, Totals, balance, balance_rounds
+from gpipe_cli.partition.cost import LayerTimes
+from gpipe_cli.partition.cut import cut_by_time, step_seconds
+from gpipe_cli.partition.partition import round_robin
+from gpipe_cli.partition.shorten import GAIN
+from gpipe_cli.schedule.orders import KINDS
+from gpipe_cli.schedule.schedule import kept_graphs, schedule
 
 
 def cuts(layers: int, cells: int) -> list[list[int]]:
@@ -75,3 +82,33 @@ def test_the_other_workers_are_even_and_of_equal_cuts_the_later_worker_has_more(
 
 def test_each_worker_has_as_many_layers_as_it_has_cells() -> None:
     assert balance([np.cumsum([0.0, 1.0, 1.0, 1.0, 9.0])] * 2, [1, 2], None, []) == [2, 2]
+
+
+def test_a_step_of_cells_in_rounds_is_nearly_as_fast_as_with_any_cut() -> None:
+    draw, over, placement = random.Random(0), [], round_robin(4, 2)
+    lists = schedule("interleaved_1f1b", placement, 8, [8] * 4)
+    for _ in range(30):
+        total = drawn_totals(draw, 8, 1)[0]
+        times = [LayerTimes(cost, cost, cost, 2 * cost, cost, cost) for cost in np.diff(total).tolist()]
+        best = min(step_seconds(times, sizes, placement, None, lists) for sizes in cuts(8, 4))
+        found = balance_rounds([total] * 2, 4, None, [])
+        over.append(step_seconds(times, found, placement, None, lists) / best - 1)
+    assert max(over) < 0.3 and sorted(over)[len(over) // 2] < 0.02, over
+
+
+def drawn_times(draw: random.Random) -> LayerTimes:
+    """Draws the times of a layer; its backward in halves takes a little longer than the whole."""
+    forward, backward, more = draw.uniform(1, 4), draw.uniform(2, 8), draw.uniform(1, 1.3)
+    return LayerTimes(forward, forward, forward, backward, backward * more * 0.5, backward * more * 0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_has_a_much_shorter_step(kind: str, seed: int) -> None:
+    times = list(map(drawn_times, [random.Random(seed)] * 10))
+    K = 4 if kind == "interleaved_1f1b" else 2
+    config = checked(f"pipeline.K={K}", "pipeline.workers=2", f"pipeline.schedule={kind}", "pipeline.M=4").settings
+    sizes, placement = cut_by_time(times, config.pipeline, 2, {})
+    lists = schedule(kind, placement, 4, kept_graphs(config.pipeline.policy, K, 4))
+    best = min(step_seconds(times, each, placement, None, lists) for each in cuts(10, K))
+    assert step_seconds(times, sizes, placement, None, lists) <= best * (1 + GAIN) ** 2
