@@ -8,6 +8,8 @@ in the forwards, never in recomputes, and applied once when the step ends.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,28 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .gradients import sum_over_replicas
 
 
-class DeferredBatchNorm(nn.Module):
-    """Replaces an ``nn.BatchNorm*d``, with the same parameters and buffers under the same names.
+class DeferredBatchNorm(_BatchNorm):
+    """Replaces torch's own BatchNorm among the base classes of a module, so that a subclass keeps what it adds to it.
 
-    Args:
-        replaced: the module whose parameters, buffers and settings are taken over.
+    Attributes:
         group: replicas that share the training statistics of each micro-batch; None: each replica has its own.
+        gathering: off while a micro-batch is recomputed.
     """
 
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-
-    def __init__(self, replaced: _BatchNorm, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.momentum = replaced.num_features, replaced.eps, replaced.momentum
-        self.weight, self.bias = replaced.weight, replaced.bias
-        self.register_buffer("running_mean", replaced.running_mean)
-        self.register_buffer("running_var", replaced.running_var)
-        self.register_buffer("num_batches_tracked", replaced.num_batches_tracked)
-        self.group = group
-        self.gathering = True  # off while a micro-batch is recomputed
-        self._pooled: Tensor | None = None  # float64 (3, C): count, sum, sum of squares about zero
+    group: dist.ProcessGroup | None
+    gathering: bool
+    _pooled: Tensor | None  # float64 (3, C): count, sum, sum of squares about zero
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x`` of shape (n, C, …), normalised over all dimensions but the second."""
@@ -128,13 +119,39 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Replaces each BatchNorm in ``module`` by one `DeferredBatchNorm`, wherever it is used; returns the new module."""
-    found = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    deferred: dict[nn.Module, nn.Module] = {part: DeferredBatchNorm(part, group) for part in found}
-    for path, part in [*module.named_modules(remove_duplicate=False)]:
-        if path and part in deferred:
-            module.set_submodule(path, deferred[part])
-    return deferred.get(module, module)
+    """Returns the module with a `DeferredBatchNorm` for each BatchNorm, wherever it is used.
+
+    The given module stays as it is: parts that lead to a BatchNorm are copied, and share its parameters and buffers.
+    """
+    return _deferred(module, group, {})
+
+
+def _deferred(module: nn.Module, group: dist.ProcessGroup | None, made: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module not in made:
+        parts = {name: part and _deferred(part, group, made) for name, part in module._modules.items()}
+        if isinstance(module, _BatchNorm):
+            made[module] = _copied(module, parts, _deferring(type(module)), group=group, gathering=True, _pooled=None)
+        elif any(part is not module._modules[name] for name, part in parts.items()):
+            made[module] = _copied(module, parts, type(module))
+        else:
+            made[module] = module
+    return made[module]
+
+
+@cache
+def _deferring(kind: Any) -> Any:
+    """Returns a subclass of ``kind`` in which torch's forward, called as ``super()`` too, is the deferred one."""
+    if issubclass(kind, nn.SyncBatchNorm):  # its forward is another; pipeline.sync_batchnorm has its effect
+        return DeferredBatchNorm if kind is nn.SyncBatchNorm else kind
+    return type(kind.__name__, (kind, DeferredBatchNorm), {"__module__": kind.__module__})
+
+
+def _copied(module: nn.Module, parts: dict[str, nn.Module | None], kind: type[nn.Module], **more: object) -> nn.Module:
+    """Returns a module with the attributes of ``module``, the same parameters and buffers, and these parts."""
+    copy = kind.__new__(kind)
+    own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers), "_modules": parts}
+    copy.__dict__.update(module.__dict__ | own | more)
+    return copy
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_a_batchnorm_in_two_places_is_updated_once() -> None:
     finish_batchnorm([part for part in layer.modules() if isinstance(part, DeferredBatchNorm)], None)
     assert norm.running_mean is not None and norm.num_batches_tracked == 1
     torch.testing.assert_close(norm.running_mean, torch.cat([EXAMPLES, between]).mean(0))
+
+
+class NormAndReLU(nn.BatchNorm1d):
+    """Adds an activation, as many libraries' classes do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+def test_a_subclass_keeps_its_own_forward_and_the_users_module_stays_as_it_is() -> None:
+    plain = NormAndReLU(6)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(plain))
+    deferred: Any = defer_batchnorm(model)
+    assert model[1][0] is plain and isinstance(deferred[1][0], NormAndReLU)
+    assert list(deferred.state_dict()) == list(model.state_dict())
+    outputs = deferred(EXAMPLES)
+    assert plain.num_batches_tracked == 0 and (plain.running_mean == 0).all()  # until the mini-batch has ended
+    torch.testing.assert_close(outputs, model(EXAMPLES))
+    assert outputs.min() == 0
 
 
 def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch() -> None:
