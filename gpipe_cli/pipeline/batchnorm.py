@@ -130,7 +130,8 @@ def _deferred(module: nn.Module, group: dist.ProcessGroup | None, made: dict[nn.
     if module not in made:
         parts = {name: part and _deferred(part, group, made) for name, part in module._modules.items()}
         if isinstance(module, _BatchNorm):
-            made[module] = _copied(module, parts, _deferring(type(module)), group=group, gathering=True, _pooled=None)
+            kind: Any = type(module)
+            made[module] = _copied(module, parts, _deferring(kind), group=group, gathering=True, _pooled=None)
         elif any(part is not module._modules[name] for name, part in parts.items()):
             made[module] = _copied(module, parts, type(module))
         else:
