@@ -8,7 +8,6 @@ import importlib
 import io
 import json
 import lzma
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +20,7 @@ PACKED = (".gz", ".zst", ".xz", ".bz2")
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
 ROWS = 1_024  # of a Parquet file, read at once
-
-
-def visible_files(root: Path) -> Iterator[Path]:
-    """Yields the files in and below a folder, without those whose name, or folder's name, begins with a dot."""
-    for folder, below, names in os.walk(root):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 
 
 def unpacked(path: Path) -> Path:
@@ -67,7 +60,8 @@ def _opened(path: Path) -> BinaryIO:
     if path.suffix == ".zst":
         import zstandard
 
-        reader = zstandard.ZstdDecompressor().stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
+        unpacker = zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW)
+        reader = unpacker.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
         return io.BufferedReader(cast(Any, reader), 1 << 20)
     return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
 

@@ -133,8 +133,11 @@ class Source(ABC):
         """Returns the token ids of each text, as the model reads them."""
         raise self._lacks("encode(texts), which gives their token ids")
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, up to the first end token."""
+    def decode(self, ids: Sequence[int], after: int = 0) -> str:
+        """Returns the text of token ids, up to the first end token at place `after` or later.
+
+        A place above 0 is given for a prompt with end tokens alone.
+        """
         raise self._lacks("decode(ids), which gives their text")
 
     def held_out(self, split: str, per_language: int | None) -> list[HeldOutSample]:

@@ -66,12 +66,22 @@ def train_vocabulary(
             minloglevel=2,
         )
     except RuntimeError as error:
-        said = f"data.{key}={size}: SentencePiece could not train it: {error}"
-        if largest := re.search(r"set it to a value <= (\d+)", str(error)):
-            said = f"data.{key}={size}, but this corpus supports {largest[1]} pieces: use data.{key}={largest[1]}, or "
-            said += "data.smaller_vocabulary=true to train as many as there are"
-        raise ConfigurationError(said) from error
+        raise ConfigurationError(_refusal(str(error), key, size, character_coverage)) from error
     return model.getvalue()
+
+
+def _refusal(error: str, key: str, size: int, coverage: float) -> str:
+    """Returns what SentencePiece's error means for the keys under `data`."""
+    if found := re.search(r"set it to a value <= (\d+)", error):
+        use = f"use data.{key}={found[1]}, or data.smaller_vocabulary=true to train as many as there are"
+        return f"data.{key}={size}, but this corpus supports {found[1]} pieces: {use}"
+    if found := re.search(r"required_chars. \d+ vs (\d+)", error):
+        return (
+            f"data.{key}={size}, but the characters of this corpus alone need {found[1]} pieces: use data.{key}="
+            f"{found[1]} or more, or lower data.character_coverage={coverage}, and the rarest are unknown"
+        )
+    reason = error.rpartition("] ")[2].strip() or error  # before it come lines of its source
+    return f"data.{key}={size}: SentencePiece could not train a vocabulary on this corpus: {reason}"
 
 
 def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
@@ -115,10 +125,14 @@ class Vocabulary:
         ids: list[list[int]] = self._pieces.encode(list(texts), out_type=int, num_threads=threads)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
+    def decode(self, ids: Sequence[int], after: int = 0) -> str:
+        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.
+
+        Args:
+            after: ids before this place are of a prompt, in which an end token ends nothing.
+        """
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
-        kept = [piece for piece in _before_end(ids, EOS) if piece not in (PAD, BOS) and piece < len(self)]
+        kept = [piece for piece in _before_end(ids, EOS, after) if piece not in (PAD, BOS, EOS) and piece < len(self)]
         return CONTROL.sub("\ufffd", str(self._pieces.decode(kept)))
 
 
@@ -166,14 +180,14 @@ class TokenizerFile:
         """Returns the ids of each text, without special tokens."""
         return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD."""
-        return CONTROL.sub("\ufffd", self._tokenizer.decode(_before_end(ids, self.eos_id)))
+    def decode(self, ids: Sequence[int], after: int = 0) -> str:
+        """Returns the text as `Vocabulary.decode` does."""
+        return CONTROL.sub("\ufffd", self._tokenizer.decode(_before_end(ids, self.eos_id, after)))
 
 
-def _before_end(ids: Sequence[int], end: int) -> list[int]:
+def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
     kept = [int(number) for number in ids]
-    return kept[: kept.index(end)] if end in kept else kept
+    return kept[: kept.index(end, after)] if end in kept[after:] else kept
 
 
 # -- in folders --------------------------------------------------------------------------------------------------------
@@ -235,9 +249,9 @@ class VocabularySource(Source):
         ends = [EOS] if self.reads_ends else []
         return [[*ids, *ends] for ids in self.source_vocabulary.encode(texts)]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of target ids, up to the first end token."""
-        return self.target_vocabulary.decode(ids)
+    def decode(self, ids: Sequence[int], after: int = 0) -> str:
+        """Returns the text of target ids, up to the first end token from `after` on."""
+        return self.target_vocabulary.decode(ids, after)
 
 
 class _VocabulariesOnly(VocabularySource):

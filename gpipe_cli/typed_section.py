@@ -89,6 +89,8 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
             except ValidationError as error:
                 wrong = _in_words(error, hints[name])
         else:
+            if "string" in wrong and any(each is False for each in (value if isinstance(value, Iterable) else [value])):
+                wrong += "; YAML reads no as false: write 'no'"  # the code of Norwegian
             problems.append(f"{prefix}{name}={shown(value)}: {wrong}")
     return taken
 

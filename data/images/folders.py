@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ...errors import ConfigurationError
 from ..source import Report
+from ..tree import files_below, refuse_dead_links, visible_entries
 from .files import ImageFiles
 
 log = logging.getLogger(__name__)
@@ -33,10 +35,11 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         ConfigurationError: the folder, class folders or the images of a class are missing, or a class is not known;
             the message says what was found.
     """
+    refuse_dead_links([split])
     if not split.is_dir():
         found = some_of([path.name for path in split.parent.glob("*")])
         raise ConfigurationError(f"data.root={split.parent} has no folder '{split.name}', only {found}")
-    classes = sorted(path.name for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
+    classes = in_order(entry.name for entry in visible_entries(split) if entry.is_dir())
     if not classes:
         found = some_of([path.name for path in split.iterdir()])
         raise ConfigurationError(f"{split} has no class folders, only {found}: sort its images into one folder a class")
@@ -79,6 +82,12 @@ def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple
     return labels, list(classes)
 
 
+def in_order(classes: Iterable[str]) -> list[str]:
+    """Returns names of classes in the order of their labels: numbers by their size, so that 10 comes after 2."""
+    names = sorted(classes)
+    return sorted(names, key=int) if all(re.fullmatch("[0-9]+", name) for name in names) else names
+
+
 def some_of(names: Sequence[str]) -> str:
     """Returns the first names, and how many there are, as text."""
     shown = ", ".join(sorted(names)[:4])
@@ -87,14 +96,14 @@ def some_of(names: Sequence[str]) -> str:
 
 def is_flat(folder: Path) -> bool:
     """Returns whether a folder has images and no folders, as of classes."""
-    visible = [entry for entry in os.scandir(folder) if entry.name[0] != "."] if folder.is_dir() else []
+    visible = visible_entries(folder) if folder.is_dir() else []
     return any(_is_image(entry) for entry in visible) and not any(entry.is_dir() for entry in visible)
 
 
 def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
     """Returns the paths from `split` of the images in and below one of its folders, and those of other files."""
     begin = len(f"{split}/")
-    files = list(_files(split / name))
+    files = [(entry.path, _is_image(entry)) for entry in files_below(split / name, has_suffix)]
     return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
 
 
@@ -105,16 +114,10 @@ def _warned_of(split: Path, others: Sequence[str]) -> int:
     return len(others)
 
 
-def _files(folder: str | Path) -> Iterator[tuple[str, bool]]:
-    """Yields the path of each file in and below a folder, sorted, and whether it is an image."""
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith("."):  # such as ._n01440764_18.JPEG, which archivers on a Mac leave
-            continue
-        if entry.is_dir():
-            yield from _files(entry.path)
-        else:
-            yield entry.path, _is_image(entry)
+def has_suffix(name: str) -> bool:
+    """Returns whether a file's name ends as an image's."""
+    return name.lower().endswith(SUFFIXES)
 
 
 def _is_image(entry: os.DirEntry[str]) -> bool:
-    return entry.name.lower().endswith(SUFFIXES) and entry.is_file()  # a pipe would be waited for
+    return has_suffix(entry.name) and entry.is_file()  # a pipe would be waited for

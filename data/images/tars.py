@@ -10,7 +10,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,8 +21,9 @@ from ...disk import writing
 from ...errors import ConfigurationError
 from ..cache import cache_folder, made
 from ..source import Report, fingerprint_of
+from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
-from .folders import SUFFIXES, FoldersOf, numbered, some_of
+from .folders import SUFFIXES, FoldersOf, in_order, numbered, some_of
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
 IN_TAR = ".tar/"  # in a name: between a tar in a tar, which has the images of one class, and its image
@@ -68,12 +69,13 @@ def tars_of(root: Path, splits: Sequence[str]) -> list[list[Path]]:
 
 def _tars_of(root: Path, split: str) -> list[Path]:
     if (root / split).is_dir():
-        files = sorted(path for path in (root / split).iterdir() if not path.name.startswith("."))
+        files = [Path(entry) for entry in visible_entries(root / split)]
         unpacked = any(path.is_dir() or path.name.lower().endswith(SUFFIXES) for path in files)
         return [] if unpacked else [path for path in files if path.suffix == ".tar"]
     imagenet = root / f"ILSVRC2012_img_{split}.tar"  # may lie beside others, as ILSVRC2012_img_train_t3.tar
     a_word = re.compile(rf"(?<![^\W_]){re.escape(split)}")  # val, as in images_validation.tar, not as in interval.tar
     named = [path for path in sorted(root.glob("*.tar")) if a_word.search(path.name) and path.name[0] != "."]
+    refuse_dead_links(named)
     return [imagenet] if imagenet in named else named
 
 
@@ -102,7 +104,7 @@ def read_tars(
         order = sorted(range(len(found)), key=in_folders.__getitem__)
         names = in_folders = [in_folders[place] for place in order]
         found, places = [found[place] for place in order], places[order]
-        classes = known or sorted({name.partition("/")[0] for name in names})
+        classes = known or in_order({name.partition("/")[0] for name in names})
     paths = [f"{tars[tar].name}/{name}" for tar, name in zip(places[:, 0].tolist(), found, strict=True)]
     return ImagesInTars(tars, places, names, *numbered(in_folders, classes, tars[0].parent), paths)
 
@@ -146,16 +148,17 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
                     content = os.pread(file.fileno(), size, first).strip()
                     if not content.isdigit():
                         raise ConfigurationError(f"{tar / name}: {content[:20]!r} is not the number of a class")
-                    classes[_key(name)] = int(content)
+                    classes[name.removesuffix(CLASS)] = int(content)
         report(f"listing the images of {tar}", 1, 1)
-        found = Counter(map(_key, images))
+        stems = [_stem(name, classes) for name in images]
+        found = Counter(stems)
         if (classes or labels) and (odd := (found - Counter(classes.keys())) + (Counter(classes.keys()) - found)):
             raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {some_of(list(odd))}")
         if classes and len(labels) < len(names):
             raise ConfigurationError(f"{tar} has {CLASS} files, but {tars[0]} has none")
         names += [os.fsencode(name) for name in images]
         places += [(number, *place) for place in images.values()]
-        labels += [classes[_key(name)] for name in images] if classes else []
+        labels += [classes[stem] for stem in stems] if classes else []
     arrays = {"places": np.array(places, np.int64).reshape(-1, 3), "labels": np.array(labels, np.int64)}
     return {"names": np.array(names), **arrays}
 
@@ -188,7 +191,9 @@ def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> It
         raise ConfigurationError(f"{path / folder} is cut off or damaged after {last}: load it again")
 
 
-def _key(name: str) -> str:
-    """Returns what an image has in common with its label: the name up to the first dot."""
+def _stem(name: str, labels: Collection[str]) -> str:
+    """Returns what an image has in common with its label: a.b of a.b.jpg, or, where only that has one, a."""
     folder, slash, file = name.rpartition("/")
-    return folder + slash + file.partition(".")[0]
+    parts = file.split(".")
+    stems = [folder + slash + ".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+    return next((stem for stem in stems if stem in labels), stems[0])

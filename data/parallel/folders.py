@@ -15,13 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked, visible_files
+from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked
+from ..tree import files_below, refuse_dead_links
 
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
 """By language: files of the source side, globs or pairs of files."""
@@ -84,7 +86,8 @@ def find_pairs(
     """
     named, only = named or {}, languages[0] if languages is not None and len(languages) == 1 else None
     folder = Path(root or "").expanduser()
-    seen = [] if root is None else list(visible_files(folder))
+    refuse_dead_links([folder])
+    seen = [] if root is None else [Path(file) for file in files_below(folder, _NAME.match)]
     pairs = [pair for pair in _pairs(folder, seen, target, only) if pair.split not in named]
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
@@ -92,7 +95,8 @@ def find_pairs(
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
         of_records = (columns or (pair.language, target)) if has_records(pair.source) and pair.target is None else None
-        same = corpora.setdefault(unpacked(pair.source), replace(pair, columns=of_records, number=len(corpora)))
+        text = unpacked(pair.source.resolve())
+        same = corpora.setdefault(text, replace(pair, columns=of_records, number=len(corpora)))
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
@@ -137,11 +141,19 @@ def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[Pair
 def _matching(folder: Path, name: str, key: str) -> list[Path]:
     """Returns the file of this name, or those that a glob finds, in the order of their names."""
     path = folder / Path(name).expanduser()
-    found = [path] if path.is_file() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-    found = [file for file in found if file.is_file() and not file.name.startswith(".")]
+    refuse_dead_links([path])
+    found = [path] if path.is_file() else _globbed(path)
     if not found:
         raise ConfigurationError(f"{key}={name}: there is no file {path}")
     return found
+
+
+def _globbed(path: Path) -> list[Path]:
+    """Returns the files that a pattern finds, each once; a folder that is there is no pattern, whatever its name."""
+    base = next(folder for folder in path.parents if folder.exists())
+    names = glob(str(path.relative_to(base)), root_dir=base, recursive=True)  # noqa: PTH207  # it follows links
+    files = sorted((base / name for name in names if (base / name).is_file()), key=lambda file: -len(file.parts))
+    return sorted({file.resolve(): file for file in files}.values())  # a link may lead into its own folder
 
 
 def _other(source: Path, language: str, target: str, key: str) -> Path:

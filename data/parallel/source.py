@@ -61,7 +61,7 @@ class ParallelTextSource(PairSource):
         source_vocabulary: Vocabulary = 64_000,
         target_vocabulary: Vocabulary = 32_000,
         vocabulary: Vocabulary | None = None,
-        character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.999995,
+        character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.999995,
         vocabulary_pairs: Count = 1_000_000,
         vocabulary_temperature: Temperature = 5.0,
         smaller_vocabulary: bool = False,

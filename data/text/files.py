@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -20,8 +19,8 @@ from ..lines import (
     reading,
     texts_in,
     unpacked,
-    visible_files,
 )
+from ..tree import files_below, refuse_dead_links
 
 PLAIN = (".txt", ".text", ".md")
 MOST_LINE = 2**23  # bytes; a longer line is dropped
@@ -57,20 +56,26 @@ def find_texts(root: str | None, key: str) -> list[Path]:
         ConfigurationError: there is no text in it, or one twice.
     """
     place = Path(root or "").expanduser()
+    refuse_dead_links([place])
     if place.is_file():
         return [place]
-    seen = [] if root is None else visible_files(place)
-    found = [path for path in seen if ending_of(path) in PLAIN or has_records(path)]
+    seen = () if root is None else files_below(place, _is_text)
+    found = [Path(file) for file in seen if _is_text(file.name)]
     if not found:
         raise ConfigurationError(
             f"{key}={root}: there is no text. Expected a file, or a folder, of plain text ({', '.join(PLAIN)}) "
             f"or JSON lines ({', '.join(JSON)}), each may end in {', '.join(PACKED)} too, or Parquet ({PARQUET})"
         )
     found.sort(key=lambda path: path.relative_to(place).as_posix())
-    for one, other in pairwise(found):
-        if unpacked(one) == unpacked(other):
-            raise ConfigurationError(f"{one} and {other} are one text twice: keep one of the two")
+    known: dict[Path, Path] = {}
+    for path in found:
+        if (same := known.setdefault(unpacked(path.resolve()), path)) != path:
+            raise ConfigurationError(f"{same} and {path} are one text twice: keep one of the two")
     return found
+
+
+def _is_text(name: str) -> bool:
+    return ending_of(Path(name)) in PLAIN or has_records(Path(name))
 
 
 def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[TextPiece]:

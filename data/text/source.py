@@ -117,7 +117,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         end_token: str | None = None,
         vocabulary: Vocabulary = 32_000,
         smaller_vocabulary: bool = True,
-        character_coverage: Annotated[float, Field(ge=0.9, le=1)] = 0.9995,
+        character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995,
         vocabulary_samples: Count = 20_000,
         on_defect: Mapping[str, str] | None = None,
         strict: bool = False,

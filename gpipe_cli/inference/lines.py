@@ -154,7 +154,8 @@ class Answerer:
         for n, sample in product(range(len(lines)), range(self.samples)):
             hypothesis = known.get((n, sample), Hypothesis([], 0.0))
             before = asked[n] if self.begin is not None and (n, sample) in known else []
-            texts.append(codec.decode([*before, *hypothesis.tokens]))
+            after = [len(before)] if codec.eos_id in before else []  # as of a conversation, whose turns have ends
+            texts.append(codec.decode([*before, *hypothesis.tokens], *after))
             log_probabilities.append(hypothesis.log_probability)
         self.context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
 

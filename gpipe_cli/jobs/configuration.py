@@ -5,9 +5,10 @@ A value is checked with all others, so those are told together. No torch is impo
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,14 @@ def for_hydra(words: Sequence[str]) -> list[str]:
 
     A typed `model._target_` alone chooses `model=layers`, and likewise in the other groups. Beside a typed `_target_`
     no key needs a plus.
+
+    Raises:
+        ConfigurationError: an option is null or a number, which Hydra refuses without naming its group.
     """
+    words = [word for word in words if word not in ("experiment=null", "debug=null")]  # there is none, then
+    for group, _, option in (word.partition("=") for word in words):
+        if re.fullmatch(r"null|true|false|[-+.\d]*", option, re.IGNORECASE) and (CONF / group).is_dir():
+            raise ConfigurationError(f"{group}={option}: {group} needs one of {', '.join(_options(group))}")
     keys = {word.partition("=")[0] for word in words}
     chosen = [f"{group}={own}" for group, own in OWN.items() if f"{group}._target_" in keys and group not in keys]
     own = {word.partition(".")[0] for word in words if "_target_" in word}
@@ -127,9 +135,19 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ConfigurationError: a value is missing, or refers to nothing.
     """
     try:
-        return dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
+        values = dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
     except OmegaConfBaseException as error:
         raise ConfigurationError(in_one_line(error)) from error
+    return {key: _with_nan_as_name(value) if key == "data" else value for key, value in values.items()}
+
+
+def _with_nan_as_name(value: Any) -> Any:
+    """Returns a value of the data with the language nan as a text: Hydra reads it as a number."""
+    if isinstance(value, dict):
+        return {_with_nan_as_name(key): _with_nan_as_name(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_with_nan_as_name(of) for of in value]
+    return "nan" if isinstance(value, float) and math.isnan(value) else value
 
 
 # -- what Hydra says ---------------------------------------------------------------------------------------------------
@@ -165,10 +183,23 @@ def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
 
 def _no_such_option(error: MissingConfigException) -> str:
     """Returns the refusal of an option that a group does not have."""
-    path, options = (error.missing_cfg_file or "").removesuffix(".yaml"), list(error.options or ())
+    path = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     if not slash:
         return f"there is no configuration {path}.yaml: leave out --config-name, or give --config-dir too"
-    near = nearest(option, options)
+    options = sorted({*(error.options or ()), *_options(group, re.findall(r"path=file://(.+)", str(error)))})
+    near = nearest(option, options) or [name for name in options if name.startswith(f"{option.strip('/')}/")][:3]
     guess = f"did you mean {' or '.join(f'{group}={name}' for name in near)}? " if near else ""
-    return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or '(nothing yet)'}"
+    return f"there is no {group}={option}; {guess}{group} can be: {', '.join(options) or 'nothing'}"
+
+
+def _options(group: str, more: Iterable[str] = ()) -> list[str]:
+    """Returns the options of a group, those in its folders too; a folder `recipe` holds parts of options.
+
+    Args:
+        more: folders of YAML files beside those of the package.
+    """
+    found = (path for place in (CONF, *map(Path, more)) for path in (place / group).rglob("*.yaml"))
+    names = {str(path).rpartition(f"/{group}/")[2].removesuffix(".yaml") for path in found}
+    parts = {f"{name}/" for name in names}  # debug/tiny/ holds parts of debug/tiny.yaml
+    return sorted(name for name in names if "recipe" not in name and not name.startswith(tuple(parts)))

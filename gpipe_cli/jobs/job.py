@@ -308,8 +308,9 @@ class CommandCallback(Callback):
         if fixed := [word.key_or_group for word in words if word not in swept]:
             # Hydra composes each job from the sweep's overrides of `hydra`.
             excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
+            of_hydra = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)  # each job resolves its ${…}
             with read_write(config.hydra):
-                config.hydra.overrides.hydra = [excluded, *config.hydra.overrides.hydra]
+                config.hydra.overrides.hydra = [excluded, *cast(list[str], of_hydra)]
 
 
 def end_sweep(sweep: Sweep) -> int:

@@ -183,6 +183,15 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
     assert "thirteen is unlucky" in (failed / "train.log").read_text()
 
 
+@pytest.mark.parametrize(
+    ("subdir", "names"),
+    [("K${pipeline.K}", {"K0", "K-1"}), ("${hydra.job.override_dirname}", {"pipeline.K=0", "pipeline.K=-1"})],
+)
+def test_a_sweep_s_folders_are_named_by_each_job_s_own_values(subdir: str, names: set[str], tmp_path: Path) -> None:
+    run(tmp_path, "-m", "pipeline.K=0,-1", "seed=3", "hydra.sweep.dir=all", f"hydra.sweep.subdir={subdir}")
+    assert {path.name for path in (tmp_path / "all").iterdir() if path.is_dir()} == names
+
+
 def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(tmp_path: Path) -> None:
     words = [*COMMAND, "-m", f"seed={cli_jobs.SLOW},1", "trainer.steps=100", "pipeline.K=1"]
     with subprocess.Popen(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:

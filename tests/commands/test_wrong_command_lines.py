@@ -76,6 +76,11 @@ CASES = {  # command line to what the answer must contain
     "generate nowhere length=two": "length=two: should be a valid integer",
     "translate --config-dir=a": "--config-dir=a: keys have no dashes",
     "translate -m": "-m: there is no such option",
+    "train experiment=nmt": "did you mean experiment=nmt/bilingual or",
+    "train experiment=nowhere": "experiment can be: imagenet/amoebanet_b_18_512, ",
+    "train model=null": "model=null: model needs one of amoebanet, layers, module, ",
+    "train data=3": "data=3: data needs one of birdsnap, ",
+    "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
 OUTSIDE = [*[*CASES][:37:9], "train data.pair=klingon"]  # its worker refuses it
 

@@ -78,6 +78,13 @@ def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: 
         assert source.class_names == WNIDS and source.fingerprint() == wanted.fingerprint()
 
 
+def test_classes_named_by_numbers_are_in_the_order_of_the_numbers(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for number in (10, 2, 0):
+            tiny_images.save_image(tmp_path / split / f"{number}" / "a.png", 0)
+    assert opened(tmp_path, dataset="image_folder", images=None, batch_size=2).class_names == ("0", "2", "10")
+
+
 # --- label files
 
 
@@ -181,6 +188,19 @@ def test_a_tar_may_not_be_of_both_splits_and_parts_of_words_do_not_count(root: P
 TRAIN, VAL = "birds-train-0001.tar", "birds-validation-0001.tar"
 FIFTH = f"{WNIDS[1]}_1"  # the first image of that training shard
 ODD = "has not exactly one image for each .cls file"
+
+
+def test_names_in_shards_may_have_dots(root: Path) -> None:
+    wanted = tensors(opened(root).evaluation(2))
+
+    def with_dots(content: dict[str, bytes]) -> None:
+        for of in list(content):
+            stem, ending = of.rsplit(".", 1)
+            content[f"./v1.0/cam.{stem.removeprefix('./')}.{ending.replace('jpg', 'JPG')}"] = content.pop(of)
+
+    for tar in root.glob("*.tar"):
+        rewrite(tar, with_dots)
+    assert equal(tensors(opened(root).evaluation(2)), wanted)
 
 
 def without_labels(content: dict[str, bytes]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -220,6 +222,17 @@ def test_files_of_any_name_are_one_key_and_other_splits_are_found(tmp_path: Path
     assert made.sizes == {"de": 100} and len(made.held_out("dev")) == 20
 
 
+def test_only_what_is_typed_as_a_pattern_is_one(tmp_path: Path) -> None:
+    for number, folder in enumerate(("v[12]", "v1", "v2")):
+        corpus(tmp_path / folder / "a", 100 * number, 100 * number + 100)
+    (tmp_path / "v[12]" / "again").symlink_to(".")
+    for root, name in (("v[12]", "a*.de"), ("v[12]", "**/*.de"), ("", "v[12]/*.de"), ("v1", f"{tmp_path}/v[12]/*.de")):
+        made = source(tmp_path / root, train={"de": name}, cache_dir=str(tmp_path / "cache"))
+        assert set(sides_read(made, 1)) == {pair.target for pair in parallel_folder.pairs_of("de", 100)}, name
+    shutil.rmtree(tmp_path / "v[12]")
+    assert source(tmp_path, train={"de": "v[12]/a.de"}).sizes == {"de": 200}
+
+
 @pytest.mark.parametrize(
     ("train", "said"),
     [
@@ -363,6 +376,24 @@ def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
         pieces = f"{len(made.target_vocabulary):,} pieces"
         assert f"data.target_vocabulary=9000, but the text supports {pieces}" in caplog.text
     assert made.target_vocabulary.decode([8999, 5]) == made.target_vocabulary.decode([5])  # the model knows more ids
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"source_vocabulary": 9000},
+            r"data\.source_vocabulary=9000, but this corpus supports \d+ pieces: use data\.so",
+        ),
+        (
+            {"target_vocabulary": 8},
+            r"data\.target_vocabulary=8, but the characters .* alone need \d+ pieces: use data\.",
+        ),
+    ],
+)
+def test_a_vocabulary_that_does_not_fit_is_told_by_our_keys_alone(sizes: dict[str, int], said: str, root: Path) -> None:
+    message = refusal(root, **sizes)
+    assert re.match(said, message) and not re.search("--|required_chars|src/", message)
 
 
 # --- a run

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import parallel_folder
 import pytest
+import zstandard
 from inline_run import train_inline
 from run_files import bytes_of
 from text_sources import places, prepared, refusal_of
@@ -82,6 +83,15 @@ def test_every_kind_of_file_gives_the_same_documents(kind: str, packed: str, tmp
     trained, held_out = texts_of(made), texts_of(made, "dev")
     assert sorted(trained + held_out) == sorted(wanted) and 2 < len(held_out) < 30
     assert trained == [text for text in wanted if text in set(trained)]  # in their order
+
+
+def test_text_packed_with_the_longest_window_is_read(tmp_path: Path) -> None:
+    form = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True, write_content_size=False)
+    packer = zstandard.ZstdCompressor(compression_params=form).compressobj()  # zstd --long=31, of a stream
+    packed = packer.compress("\n\n".join(documents()).encode()) + packer.flush()
+    assert zstandard.get_frame_parameters(packed).window_size == 2**31
+    made = source(write(tmp_path / "text" / "a.txt.zst", packed))
+    assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
 
 
 def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: Path) -> None:
@@ -269,6 +279,8 @@ def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     ours = source(root, tokenizer=str(tmp_path / "tokenizer.json"))
     assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(two_lines) and ours.eos_id == 0
     assert ours.decode(ours.encode(["\x1b[31m\tred"])[0]) == "\ufffd[31m\tred"
+    turns = [0, *ours.encode(["a turn"])[0], 0, *ours.encode(["an answer"])[0]]
+    assert ours.decode([*turns, 0, 5], after=len(turns)) == "a turnan answer" and ours.decode(turns[1:]) == "a turn"
     ours.keep_vocabularies(tmp_path / "kept")
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     with pytest.raises(ConfigurationError, match=r"has no token <end>.*its special tokens: <\|endoftext\|>, <pad>"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from composed import composed
+from composed import checked, composed
 
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
@@ -27,6 +27,10 @@ def refusal(*words: str) -> str:
         (["model.d_model=15"], "model.d_model=15: should be a multiple of 2"),
         (["model.dropout=1.0"], "model.dropout=1.0: should be less than 1"),
         (["data.languages=7"], "data.languages=7: use a list or null"),
+        (
+            ["data.languages=[de,false]"],
+            "data.languages=[de,false]: should be a valid string or null; YAML reads no",
+        ),
         (["data.languages=fr"], "data.languages=fr: use a list or null"),
         (["data.languages=[fr,fr]"], "data.languages=[fr,fr]: should name each once or null"),
         (["data.max_length=1e12"], "data.max_length=1000000000000.0: should be less than or equal to 65535"),
@@ -50,3 +54,10 @@ def test_the_wrong_values_of_all_sections_are_told_at_once() -> None:
 @pytest.mark.parametrize("words", [["data.temperature=inf"], ["data.max_length=1e2"], ["model.dropout=0"]], ids=str)
 def test_infinity_and_whole_numbers_written_otherwise_pass(words: list[str]) -> None:
     refuse_wrong_values(Settings.from_config(composed(*words)))
+
+
+def test_the_language_nan_is_no_number() -> None:
+    words = ["data.pair=nan", "data.languages=[nan,pt_BR]", "data.train={nan: [nan-en/train.nan]}"]
+    data = checked("data=parallel_text", *words).config["data"]
+    named = [data[key] for key in ("pair", "languages", "train")]
+    assert named == ["nan", ["nan", "pt_BR"], {"nan": ["nan-en/train.nan"]}]

@@ -1,0 +1,48 @@
+"""Lists the files below a folder of data: links are followed, and links that lead nowhere are refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+from ..errors import ConfigurationError
+
+
+def files_below(
+    folder: str | Path, is_data: Callable[[str], object], above: Collection[str] = ()
+) -> Iterator[os.DirEntry[str]]:
+    """Yields the files in and below a folder, sorted, without hidden ones. A link to a folder above it is passed over.
+
+    Args:
+        folder: if it is not there, it has no files.
+        is_data: whether a file of this name is read.
+        above: the real paths of the folders that lead to this one.
+
+    Raises:
+        ConfigurationError: a folder cannot be read, or a link to data leads nowhere.
+    """
+    above = {*above, os.path.realpath(folder)}
+    for entry in visible_entries(folder, is_data) if Path(folder).is_dir() else ():
+        if not entry.is_dir():
+            yield entry
+        elif not entry.is_symlink() or os.path.realpath(entry.path) not in above:
+            yield from files_below(entry.path, is_data, above)
+
+
+def visible_entries(folder: str | Path, is_data: Callable[[str], object] = bool) -> list[os.DirEntry[str]]:
+    """Returns what lies in a folder, by name, without hidden files; see `files_below`."""
+    try:
+        found = sorted((of for of in os.scandir(folder) if of.name[0] != "."), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be read: {error.strerror}") from error
+    links = {of.path: is_data(of.name) or "." not in of.name for of in found if of.is_symlink()}
+    refuse_dead_links(path for path, may_be_data in links.items() if may_be_data)
+    return [of for of in found if of.path not in links or Path(of.path).exists()]
+
+
+def refuse_dead_links(paths: Iterable[str | Path]) -> None:
+    """Raises ConfigurationError if some of these paths are links that lead nowhere: a disk may not be mounted."""
+    if dead := [path for path in map(Path, paths) if path.is_symlink() and not path.exists()]:
+        more, target = f" ({len(dead):,} such links)" if len(dead) > 1 else "", dead[0].readlink()
+        raise ConfigurationError(f"{dead[0]} links to {target}, which is not there{more}: mount it, or remove the link")
