@@ -27,11 +27,7 @@ EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model'
 
 
 def train_vocabulary(
-    sentences: Iterable[str],
-    size: int,
-    character_coverage: float = 1.0,
-    key: str = "vocabulary",
-    smaller: bool = False,
+    sentences: Iterable[str], size: int, character_coverage: float = 1.0, key: str = "vocabulary", smaller: bool = False
 ) -> bytes:
     """Trains `size` pieces and returns the model; equal sentences in equal order give equal bytes.
 

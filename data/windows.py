@@ -48,12 +48,7 @@ class WindowSource(Source):
     """
 
     def __init__(
-        self,
-        sequence_length: int,
-        batch_size: int,
-        seed: int,
-        pad_id: int = PAD,
-        evaluation_windows: int | None = None,
+        self, sequence_length: int, batch_size: int, seed: int, pad_id: int = PAD, evaluation_windows: int | None = None
     ) -> None:
         self._length, self._batch_size, self._seed = sequence_length, batch_size, seed
         self._pad_id, self._evaluation_windows = pad_id, evaluation_windows

@@ -15,16 +15,7 @@ from ..defects import DEFECTS, Defects
 from ..prepared import in_processes, prepared_folder
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import (
-    FORMAT,
-    LONGEST,
-    LanguageSummary,
-    Sizes,
-    Store,
-    interleave,
-    write_description,
-    write_shard,
-)
+from ..store import FORMAT, LONGEST, LanguageSummary, Sizes, Store, interleave, write_description, write_shard
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs

@@ -23,12 +23,7 @@ RED, GREEN, BLUE = (0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0)  # shares 
 
 
 def training_transform(
-    image_size: int,
-    crop_area: Sequence[float] | None,
-    flip: bool,
-    brightness: float,
-    chroma: float,
-    cutout: float,
+    image_size: int, crop_area: Sequence[float] | None, flip: bool, brightness: float, chroma: float, cutout: float
 ) -> Transform:
     """Returns the random transform of training.
 

@@ -8,18 +8,7 @@ from typing import Literal, NamedTuple
 
 from ...errors import ConfigurationError
 from ..defects import KINDS, Defect, Defects
-from ..lines import (
-    BYTE_ORDER_MARK,
-    JSON,
-    PACKED,
-    PARQUET,
-    decoded,
-    ending_of,
-    has_records,
-    reading,
-    texts_in,
-    unpacked,
-)
+from ..lines import BYTE_ORDER_MARK, JSON, PACKED, PARQUET, decoded, ending_of, has_records, reading, texts_in, unpacked
 from ..tree import files_below, refuse_dead_links
 
 PLAIN = (".txt", ".text", ".md")

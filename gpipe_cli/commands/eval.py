@@ -86,17 +86,18 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
     from gpipe_cli.metrics.translation_scores import languages_of
 
-    numbers, sizes = report["numbers"], report["sizes"]
+    numbers, sizes, sentences = report["numbers"], report["sizes"], report["sentences"]
     lines = [figures_table([report]).text()]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
     if mistakes := report["mistakes"]:
         lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
-    if languages := [[code, sizes.get(code), f"{bleu:.1f}"] for code, bleu in languages_of(numbers).items()]:
+    scores = languages_of(numbers).items()
+    if languages := [[code, sizes.get(code), sentences[code], f"{bleu:.1f}"] for code, bleu in scores]:
         third = -(-len(languages) // 3)
         thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
-        rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 3)]
-        lines += ["", text_table(["language", "pairs", "BLEU"] * 3, rows)]
+        rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 4)]
+        lines += ["", text_table(["language", "pairs", "sentences", "BLEU"] * 3, rows)]
     return lines
 
 

@@ -28,11 +28,7 @@ OWN: dict[str, Any] = {
 
 
 def answer_lines(
-    command: str,
-    line: Words,
-    entry: str,
-    configure: Callable[[Reopened], dict[str, Any]],
-    prompt: str | None = None,
+    command: str, line: Words, entry: str, configure: Callable[[Reopened], dict[str, Any]], prompt: str | None = None
 ) -> int:
     """Runs workers that answer the lines of the input, or one prompt; returns the exit code.
 
@@ -72,6 +68,9 @@ def answer_lines(
         if count := result["left_out"]:
             limit = f"they have more than {result['most']:,} tokens"
             say(f"warning: not answered, because {limit}: {plural(count, 'line')}")
+        if count := result["cut"]:
+            keys = "task.generation.max_length, length_ratio and length_extra"
+            say(f"warning: not translated to its end, because {keys} limit its tokens: {plural(count, 'line')}")
     return 0
 
 

@@ -21,12 +21,13 @@ class Hypothesis:
 
     Attributes:
         tokens: without the end-of-sentence token.
-        log_probability: log p(y|x), the end-of-sentence token included, unless the translation was cut at its longest
-            length.
+        log_probability: log p(y|x), the end-of-sentence token included unless the translation was cut.
+        cut: no hypothesis had ended at the longest length.
     """
 
     tokens: list[int]
     log_probability: float
+    cut: bool = False
 
 
 class Continuation(NamedTuple):
@@ -143,7 +144,7 @@ class BeamSearch:
             first = int(self._totals[place].argmax())
             total = float(self._totals[place, first])
             tokens = self._history[place, first].tolist() if total > DEAD else []
-            self._best[sentence] = Hypothesis(tokens, total)
+            self._best[sentence] = Hypothesis(tokens, total, cut=True)
 
 
 def _first_of_equals(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

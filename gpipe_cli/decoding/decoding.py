@@ -153,7 +153,7 @@ class Decoder:
             run_unless_stopped(self._round, self._stop_requested)
             going = self._next_round(going)
         own = [
-            [self._world.replica, group, source, hypothesis.tokens, hypothesis.log_probability]
+            [self._world.replica, group, source, hypothesis.tokens, hypothesis.log_probability, hypothesis.cut]
             for group, search in searches.items()
             for source, hypothesis in enumerate(search.best())
         ]

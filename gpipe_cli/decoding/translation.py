@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,7 +105,12 @@ class Generator:
         translations = [Sample(of.language, of.source, of.reference, text) for of, text in pairs]
         references, languages = [of.reference for of in sentences], [of.language for of in sentences]
         scores = self.task.score(texts, references, languages)
-        return with_averages(scores, self.source.sizes), translations
+        fewest = settings.fewest_sentences if wanted is None else min(settings.fewest_sentences, wanted)
+        few = {language for language, count in Counter(languages).items() if count < fewest}
+        cut = sum(hypothesis.cut for hypothesis in found)
+        counts = {"cut_translations": float(cut), "languages_with_few_sentences": float(len(few))}
+        told = {name: count for name, count in counts.items() if count}
+        return {**with_averages(scores, self.source.sizes, few), **told}, translations
 
     def shown(self, translations: Sequence[Sample]) -> list[Sample]:
         """Returns translations to show, from all languages."""

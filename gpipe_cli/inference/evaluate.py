@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
         "mistakes": list(result.mistakes),
         "sizes": dict(result.sizes),
+        "sentences": Counter(of.language for of in result.translations),
     }
 
 

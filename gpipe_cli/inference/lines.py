@@ -101,7 +101,7 @@ class Answerer:
         beam: of the decoder.
         samples: texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
-        answered, left_out: lines so far, on rank 0.
+        answered, left_out, cut: lines so far, on rank 0.
     """
 
     context: Context
@@ -112,10 +112,11 @@ class Answerer:
     begin: int | None = None
     answered: int = 0
     left_out: int = 0
+    cut: int = 0
 
     def counts(self) -> dict[str, int]:
-        """Returns, on rank 0, the number of "lines", and of those with more than "most" tokens ("left_out")."""
-        return {"lines": self.answered, "left_out": self.left_out, "most": MOST_TOKENS}
+        """Returns, on rank 0, the number of "lines", of those with more than "most" tokens ("left_out"), and "cut"."""
+        return {"lines": self.answered, "left_out": self.left_out, "most": MOST_TOKENS, "cut": self.cut}
 
     def answer_all(self, pipe: str, at_once: int) -> None:
         """Answers all lines of a pipe.
@@ -149,6 +150,7 @@ class Answerer:
         if codec is None or not lines:
             return
         self.answered += len(lines)
+        self.cut += sum(hypothesis.cut for hypothesis in found)
         self.left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
         known, texts, log_probabilities = dict(zip(places, found, strict=True)), list[str](), list[float]()
         for n, sample in product(range(len(lines)), range(self.samples)):

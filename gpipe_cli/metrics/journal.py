@@ -185,7 +185,8 @@ class Journal(Notices):
         rare = {"signature": result.signature, "epochs": epochs, "samples": samples, "mistakes": result.mistakes}
         self._record(self._evaluations_file, {**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
-        self._emit({"kind": "evaluation", "step": progress.step, "numbers": json_safe(result.numbers)})
+        told = {"numbers": json_safe(result.numbers), "signature": result.signature}
+        self._emit({"kind": "evaluation", "step": progress.step, **told})
         if samples:
             self._emit({"kind": "samples", "rows": samples})
             self._track("samples", progress.step, samples)

@@ -5,7 +5,7 @@ The paper compares models by language, from the most to the least training data 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from statistics import fmean
 
 from ..data.source import split_evenly
@@ -28,7 +28,7 @@ def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:
     return {language: level for level, third in thirds for language in order[third]}
 
 
-def with_averages(scores: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
+def with_averages(scores: Mapping[str, float], sizes: Mapping[str, int], few: Collection[str] = ()) -> dict[str, float]:
     """Adds averages over languages to a task's scores, if there are scores of several languages.
 
     With few sentences the score of a single language is noisy; an average over languages is less so.
@@ -36,6 +36,7 @@ def with_averages(scores: Mapping[str, float], sizes: Mapping[str, int]) -> dict
     Args:
         scores: `bleu`, of all sentences as one corpus, and `bleu/<language>`, of each language's sentences.
         sizes: training pairs of each language; empty if unknown: then there are no levels.
+        few: languages with so few sentences that they do not count in averages.
 
     Returns:
         The scores without a slash; `bleu_average`, the mean over languages; `bleu_high`, `bleu_middle` and `bleu_low`,
@@ -46,8 +47,9 @@ def with_averages(scores: Mapping[str, float], sizes: Mapping[str, int]) -> dict
     averages = {}
     if len(single) > 1:
         levels = resource_levels({code: sizes[code] for code in single if code in sizes})
-        averages["bleu_average"] = fmean(single.values())
-        for level in dict.fromkeys(levels.values()):
-            averages[f"bleu_{level}"] = fmean(single[code] for code, at in levels.items() if at == level)
+        members = {"average": list(single)} | {level: [c for c in levels if levels[c] == level] for level in LEVELS}
+        for name, codes in members.items():
+            if counted := [single[code] for code in codes if code not in few]:
+                averages[f"bleu_{name}"] = fmean(counted)
     whole = {name: value for name, value in scores.items() if not name.startswith("bleu/")}
     return {**whole, **averages, **{f"bleu/{code}": value for code, value in single.items()}}

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_type_hints
 
 from ..errors import Problems
 from ..micro_batch import Tensors
@@ -14,6 +14,9 @@ from ..typed_section import Count, CountOrZero, NotNegative, read_values
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+Tokenizer = Literal["none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200"]
 
 
 class Task(ABC):
@@ -91,6 +94,9 @@ class GenerationSettings:
         beam_during_run: the same, in evaluations during the run.
         length_exponent: a translation y has the score log p(y) / ((|y| + 5) / 5)^length_exponent.
         length_ratio, length_extra: a translation has at most length_ratio · source tokens + length_extra tokens.
+        language: of the translations; None: unknown.
+        bleu_tokenizer: of sacreBLEU; None: by the language.
+        fewest_sentences: a language with fewer counts in no average, unless all are to have fewer.
     """
 
     per_language: Count | None
@@ -102,6 +108,9 @@ class GenerationSettings:
     length_exponent: NotNegative = 0.5
     length_ratio: NotNegative = 3.0
     length_extra: CountOrZero = 10
+    language: str | None = None
+    bleu_tokenizer: Tokenizer | None = None
+    fewest_sentences: CountOrZero = 50
 
     def __post_init__(self) -> None:
         """Refuses wrong values.

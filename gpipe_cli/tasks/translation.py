@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from ..typed_section import Positive, ShareOrZero
 from .base import GenerationSettings
 from .language_model import LanguageModelTask
 
+# sacreBLEU's own choice, and languages that are written without spaces, whose sentences 13a takes for one word.
+TOKENIZERS = {
+    **dict.fromkeys(("zh", "zho", "cmn", "yue", "wuu", "lzh", "hak", "gan"), "zh"),
+    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+    **dict.fromkeys(("ko", "kor"), "ko-mecab"),
+    **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "shn", "bo", "bod", "dz", "dzo"), "char"),
+}
+LIBRARIES = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}
 
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Returns (BLEU from 0 to 100, sacreBLEU's signature) of detokenised sentences with one reference each.
 
-    As Post (2018): 13a tokenisation, cased.
-    """
+def tokenizer_for(language: str | None) -> str:
+    """Returns sacreBLEU's tokenizer for a language, by the first part of its code; char if it is missing."""
+    name = TOKENIZERS.get(re.split("[-_]", language or "")[0].lower(), "13a")
+    return name if name not in LIBRARIES or find_spec(LIBRARIES[name]) else "char"
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a") -> tuple[float, str]:
+    """Returns (BLEU from 0 to 100, sacreBLEU's signature) of detokenised, cased sentences with one reference each."""
     from sacrebleu.metrics.bleu import BLEU  # imported late: it takes longer than some whole runs
 
-    metric = BLEU(force=True)  # force=True only silences a warning about text that looks tokenised
+    metric = BLEU(force=True, tokenize=tokenizer)  # force=True only silences a warning about text that looks tokenised
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return float(score.score), str(metric.get_signature())
 
@@ -41,6 +56,13 @@ class TranslationTask(LanguageModelTask):
     ) -> None:
         super().__init__(label_smoothing, logit_clip, pad_id)
         self.generation = None if generation is None else GenerationSettings(**generation)
+        made = self.generation
+        chosen, language = (None, None) if made is None else (made.bleu_tokenizer, made.language)
+        self._tokenizer = chosen or tokenizer_for(language)
+        if chosen in LIBRARIES and not find_spec(LIBRARIES[chosen]):
+            raise ConfigurationError(
+                f"task.generation.bleu_tokenizer={chosen} needs a library: pip install 'sacrebleu[{chosen[:2]}]'"
+            )
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 [b, V] of each hypothesis' next token, from the last position of logits [b, t, V].
@@ -54,7 +76,7 @@ class TranslationTask(LanguageModelTask):
 
     def signature(self) -> str:
         """Returns sacreBLEU's signature, which describes how scores are counted."""
-        return corpus_bleu(["a"], ["a"])[1]
+        return corpus_bleu(["a"], ["a"], self._tokenizer)[1]
 
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
@@ -64,8 +86,8 @@ class TranslationTask(LanguageModelTask):
         Raises:
             ValueError: there are no sentences, or the lists differ in length.
         """
-        scores = {"bleu": corpus_bleu(hypotheses, references)[0]}
-        members: dict[str, list[tuple[str, str]]] = {}
+        members: dict[str, tuple[list[str], list[str]]] = {"bleu": (list(hypotheses), list(references))}
         for hypothesis, reference, group in zip(hypotheses, references, groups or (), strict=groups is not None):
-            members.setdefault(group, []).append((hypothesis, reference))
-        return scores | {f"bleu/{group}": corpus_bleu(*zip(*pairs, strict=True))[0] for group, pairs in members.items()}
+            for side, text in zip(members.setdefault(f"bleu/{group}", ([], [])), (hypothesis, reference), strict=True):
+                side.append(text)
+        return {name: corpus_bleu(*sides, self._tokenizer)[0] for name, sides in members.items()}

@@ -9,7 +9,7 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
     table          title, columns: [...], rows: [[...]]      any other table
     progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
                    bubble_predicted, skipped_updates, accuracy (optional)
-    evaluation     step, numbers: {name: value}
+    evaluation     step, numbers: {name: value}, signature: of sacreBLEU (or null)
     samples        rows: [{label: text}]                     outputs beside the references
     begun                                                    nothing can refuse the run any more: for jobs/job.py
 
@@ -184,7 +184,8 @@ class Console:
     def _show_evaluation(self, event: Event) -> None:
         shown = {name: value for name, value in event["numbers"].items() if "/" not in name}  # without single languages
         numbers = ", ".join(f"{name} {number(value)}" for name, value in shown.items())
-        self.say(f"evaluation after step {number(event['step'])}: {numbers or 'nothing is held out'}")
+        scored = f" (sacreBLEU {event['signature']})" if event.get("signature") else ""
+        self.say(f"evaluation after step {number(event['step'])}: {numbers or 'nothing is held out'}{scored}")
 
     def _show_samples(self, event: Event) -> None:
         width = max((len(label) for row in event["rows"] for label in row), default=0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from inline_run import train_inline
+from run_files import rows
 
 from gpipe_cli.commands import translate
 from gpipe_cli.jobs import reopen
@@ -37,6 +38,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(run: Path, source: Path) -> list[str]:
     """Returns the translations of `LINES` by one cell in this process."""
     return translated(run, source, *INLINE, "pipeline.K=1")
+
+
+def test_translations_that_were_cut_are_counted(
+    run: Path, source: Path, reference: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rows(run / "evaluations.jsonl")[-1]["cut_translations"] > 9  # of a model that has learned nothing
+    assert translated(run, source, *INLINE, "task.generation.max_length=1") != reference
+    assert "length_extra limit its tokens: 6 lines\n" in capsys.readouterr().err
 
 
 def translated(run: Path, source: Path, *words: str) -> list[str]:

@@ -134,7 +134,7 @@ def test_workers_of_their_own_give_the_same_bits(
     config = {"K": K, "beam": 4, "workers": workers}
     job = Job(tmp_path, processes, "beam_jobs:translate", config, preload=("torch", "beam_jobs"))
     found = launch(job, lambda event: None)
-    assert [Hypothesis(tokens, total) for tokens, total in found] == reference
+    assert [Hypothesis(*of) for of in found] == reference and {of.cut for of in reference} == {True, False}
 
 
 def test_a_translation_is_no_longer_than_its_source_allows() -> None:

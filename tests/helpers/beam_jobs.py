@@ -87,7 +87,7 @@ def log_probabilities(layers: Sequence[BuiltLayer], source: Sequence[int], prefi
 
 
 def translate(context: Context, config: dict[str, Any]) -> list[list[Any]]:
-    """Runs one worker; returns tokens and log-probabilities on the workers that read."""
+    """Runs one worker; returns the fields of each hypothesis on the workers that read."""
     world = join_world(context, config["workers"], context.world_size // config["workers"], "cpu", "gloo")
     found = through_pipeline(config["K"], config["beam"], settings(), sentences(), world)
-    return [[hypothesis.tokens, hypothesis.log_probability] for hypothesis in found]
+    return [[*vars(hypothesis).values()] for hypothesis in found]

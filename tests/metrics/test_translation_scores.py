@@ -31,6 +31,11 @@ def test_levels_are_averaged() -> None:
     assert [found[f"bleu_{level}"] for level in ("high", "middle", "low")] == [bleu(1, 3), bleu(0), bleu(2)]
 
 
+def test_a_language_with_few_sentences_counts_in_no_average() -> None:
+    found = with_averages({"bleu/de": 10.0, "bleu/ru": 20.0, "bleu/sw": 90.0}, SIZES, few=["sw"])
+    assert (found["bleu_average"], found["bleu_middle"]) == (15.0, 20.0) and "bleu_low" not in found
+
+
 def test_one_language_needs_no_averages() -> None:
     scores = {"bleu": 20.0, "bleu/de": 20.0}
     assert with_averages(scores, SIZES) == scores

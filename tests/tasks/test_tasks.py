@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.tasks.translation import TranslationTask, corpus_bleu
@@ -126,6 +127,19 @@ def test_bleu_is_sacrebleus_with_its_signature() -> None:
     bleu, signature = corpus_bleu(HYPOTHESES, REFERENCES)
     assert bleu == sacrebleu.corpus_bleu(HYPOTHESES, [REFERENCES]).score
     assert "|tok:13a|" in signature and "|case:mixed|" in signature
+
+
+@pytest.mark.parametrize(
+    ("language", "name"),
+    [("zh", "zh"), ("zh-TW", "zh"), ("yue_Hant", "zh"), ("th", "char"), ("ja", "char"), ("pt_BR", "13a")],
+)
+def test_the_tokenizer_follows_the_language_and_equal_sentences_score_100(language: str, name: str) -> None:
+    generation = {"per_language": 1, "per_language_at_end": 1, "group": 1, "max_length": 9, "language": language}
+    task, text = TranslationTask(generation=generation), ["一二三四五六", "猫狗房树河"] if name != "13a" else REFERENCES
+    assert task.score(text, text)["bleu"] == pytest.approx(100) and f"|tok:{name}|" in task.signature()
+    assert "|tok:none|" in TranslationTask(generation={**generation, "bleu_tokenizer": "none"}).signature()
+    with pytest.raises(ConfigurationError, match=r"ko-mecab needs a library: pip install 'sacrebleu\[ko\]'"):
+        TranslationTask(generation={**generation, "bleu_tokenizer": "ko-mecab"})
 
 
 def test_a_translation_task_scores_everything_and_each_group() -> None:
