@@ -340,9 +340,9 @@ def targets_of_another_micro_batch(score: Any, step: Any, outputs: Any, micro_ba
 
 
 @fault(STEP, "_take_output_gradients", c.GRADIENTS, said=r"layer norm \(cell 1\)", words=NO_AUXILIARY)
-def boundary_gradient_halved(take: Any, step: Any, i: Any) -> tuple[Tensor, ...]:
+def boundary_gradient_halved(take: Any, step: Any, i: Any) -> list[tuple[int, Tensor]]:
     """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
-    return tuple(gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i))
+    return [(number, gradient * (0.5 if i.cell == 1 else 1.0)) for number, gradient in take(step, i)]
 
 
 @fault(HANDLERS, "WEIGHT_GRADIENT", c.GRADIENTS, said="layer mix_3", words=("pipeline.schedule=zero_bubble",))

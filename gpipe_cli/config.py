@@ -33,7 +33,7 @@ from gpipe_cli.typed_section import (
 )
 
 MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the exchange begin here
-TAGS_PER_CELL = 3  # of a micro-batch in a cell: its activation, its gradient, and a description of the boundary
+TAGS_PER_CELL = 5  # of a micro-batch in a cell: activation, gradient, flags of both, a description of the boundary
 
 
 # Values of keys that are `auto`, until the planner has chosen others: a cell for every device there may be.

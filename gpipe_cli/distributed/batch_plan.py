@@ -29,8 +29,8 @@ class BatchShape:
 
     @property
     def sizes(self) -> int:
-        """Returns how many integers the shapes of one micro-batch have together."""
-        return sum(self.inputs) + sum(self.targets)
+        """Returns how many integers the shapes and types of one micro-batch have together."""
+        return sum(dimensions + 1 for side in (self.inputs, self.targets) for dimensions in side)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BatchPlan:
     """Describes one mini-batch over all replicas.
 
     Attributes:
-        signatures: of this replica's micro-batches; equal when all shapes are. Empty: nothing to do here.
+        signatures: of this replica's micro-batches; equal when all shapes and types are. Empty: nothing to do here.
         total_weight: of the whole mini-batch, over all replicas.
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
         ended: whether a replica's data has ended. Training ends with the first, because a mini-batch needs all.
@@ -79,10 +79,10 @@ class BatchPlanCodec:
         exchange.own["plan_micro_batches"][self._replica] = len(micro_batches)
         if not micro_batches:
             return
-        shapes = [(tuple(map(_shape, inputs)), tuple(map(_shape, targets))) for inputs, targets in micro_batches]
+        shapes = [tuple(tuple(map(_shape_and_type, side)) for side in micro_batch) for micro_batch in micro_batches]
         sizes = {one: [size for side in one for shape in side for size in shape] for one in set(shapes)}
         for one in sizes:
-            if (found := BatchShape(*(tuple(map(len, side)) for side in one))) != self._shape:
+            if (found := BatchShape(*(tuple(len(row) - 1 for row in side) for side in one))) != self._shape:
                 raise ValueError(
                     f"the data changed its form: {found} after {self._shape}; all micro-batches "
                     "must have as many tensors, of as many dimensions, as the first"
@@ -105,5 +105,8 @@ class BatchPlanCodec:
         )
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.shape
+_TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+
+
+def _shape_and_type(tensor: Tensor) -> tuple[int, ...]:
+    return (*tensor.shape, _TYPES.index(tensor.dtype))

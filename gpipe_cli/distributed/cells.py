@@ -38,7 +38,8 @@ def build_cells(
         where.layer = builders[index].name
         module = _own(build_layer(builders[index], index, seed, world.device), held)
         passed = boundary_type if index < len(builders) - 1 else None
-        return BuiltLayer(index, builders[index].name, module, passed, _with_all_names(cut.ties[index], module))
+        tied, may_vary = _with_all_names(cut.ties[index], module), index in (*cut.varying, len(builders) - 1)
+        return BuiltLayer(index, builders[index].name, module, passed, tied, may_vary)
 
     noise = NoiseSource(seed, world.replica, world.device)
     group = world.replica_group if config.sync_batchnorm else None

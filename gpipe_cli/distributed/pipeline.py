@@ -21,7 +21,6 @@ from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer
 from ..pipeline.engine import TASK, Engine, StepInput, StepRecord
-from ..pipeline.gradients import fill_gradients
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
@@ -33,6 +32,7 @@ from ..tasks.own_loss import LossFunctionTask
 from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
 from .cells import build_cells
 from .exchange import Exchange
+from .unused import UnusedParameters
 from .world import World, join_torchrun
 
 Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
@@ -79,6 +79,8 @@ class Pipeline:
         ties: the tied parameters of the model.
         training_lists: from a number of micro-batches to one list of instructions for each worker.
         codec: of batch plans; its M is the most micro-batches in flight.
+        places: of all parameters of the model, in layer order, by full name.
+        unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
     """
 
@@ -111,6 +113,12 @@ class Pipeline:
         self._forward = cache(lambda M: self._own(forward_only(self.placement, M)))
         self.codec = BatchPlanCodec(shape, config.M, world.replica, world.replicas)
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
+        own = [(cell.number, *named) for cell in self.cells for named in cell.parameters()]
+        numbered = world.gather_from_workers((cell, name) for cell, name, _ in own)
+        in_order = sorted(numbered, key=lambda one: one[0])
+        self.places = {name: place for place, (_, name) in enumerate(in_order)}
+        trained = {name: parameter for _, name, parameter in own}
+        self.unused = UnusedParameters(self.places, trained, world.replicas * self.ties.most_uses)
         self.steps_done = 0
 
     @classmethod
@@ -192,12 +200,14 @@ class Pipeline:
         """
         micro_batches, plan = self._announce(inputs, targets, "train")
         record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done))
-        fill_gradients(self.parameters())
-        self.ties.add_gradients()
+        self.unused.fill(self.parameters())
+        self.unused.owners = self.ties.add_gradients()
         finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)
         for (layer, micro_batch), loss in record.losses.items():
             self._exchange.own["losses"].view(-1, self.codec.M)[layer, micro_batch] = loss.double()  # TASK: the last
+        self.unused.write(self._exchange)
         self._exchange.run()
+        self.unused.clear(self._exchange)
         self.steps_done += 1
         by_layer = self._exchange.total["losses"].view(-1, self.codec.M).tolist()
         return sum(sum(column) for column in zip(*by_layer, strict=True)) / plan.total_weight
@@ -243,7 +253,8 @@ class Pipeline:
     @cached_property
     def _exchange(self) -> Exchange:
         layers = len(self.cut.ties) - TASK
-        return Exchange({**self.codec.fields(), "losses": layers * self.codec.M}, self.world.all_ranks)
+        fields = {**self.codec.fields(), **self.unused.fields(), "newly_trained": 1, "losses": layers * self.codec.M}
+        return Exchange(fields, self.world.all_ranks)
 
     def _announce(
         self, inputs: Side | None, targets: Side | None, kind: str
@@ -258,7 +269,10 @@ class Pipeline:
             pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
             micro_batches = list(zip(*pieces, strict=True))
             self.write_plan(self._exchange, micro_batches)
+        self._exchange.own["newly_trained"][0] = len(self.engine.newly_trained)
         self._exchange.run()
+        if self._exchange.total["newly_trained"].any():
+            self.engine.describe_anew()
         return micro_batches, self.codec.read(self._exchange, kind)
 
     # -- for gpipe-train, which reads and announces mini-batches itself ----------------------------------------

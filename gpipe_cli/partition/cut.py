@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class Cut:
             cells do in a step.
         parameters: of the whole model.
         ties: for every layer, its parameters that an earlier layer owns: `Ties.owners`.
+        varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
     """
 
     sizes: list[int]
@@ -57,6 +58,7 @@ class Cut:
     table: list[dict[str, Any]]
     parameters: int
     ties: list[dict[str, Owner]]
+    varying: list[int] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cut:
@@ -109,7 +111,7 @@ def cut_model(
             costs = layer_costs(builders, example[0], "flops")
     else:
         costs = layer_costs(builders, example[0], config.cost)
-    if config.cost != "flops" and config.K > 1:
+    if config.cost != "flops":
         costs = keep_shapes_that_depend_on_values_together(costs, builders, example[0])
     for line in places_without_cut(costs):
         say(line)
@@ -180,7 +182,7 @@ def cut_by_costs(
         }
         for cell, layers in enumerate(cells)
     ]
-    return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners)
+    return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners, list(inseparable))
 
 
 def cut_by_time(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,8 @@ from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import BufferChanged, BufferGuard
-from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
-from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
+from .messages.boundary import BoundarySpec, GradientLayouts, TensorSpec, canonical, passed_on
+from .messages.grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 from .weight_casts import WeightCasts
 
@@ -37,6 +37,7 @@ class BuiltLayer:
         index: in the model's list.
         boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
         tied: parameters that an earlier layer owns, by all their names there (`tied_parameters.py`).
+        may_vary: no cut can lie behind it, so what it passes on may have shapes that depend on values.
     """
 
     index: int
@@ -44,9 +45,7 @@ class BuiltLayer:
     module: nn.Module
     boundary_type: torch.dtype | None = None
     tied: Mapping[str, Owner] = field(default_factory=dict)
-
-    def passes_as_it_is(self, output: Tensor) -> bool:
-        return output.is_contiguous() and self.boundary_type in (None, output.dtype)
+    may_vary: bool = False
 
 
 def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
@@ -109,6 +108,7 @@ class Cell:
         self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
         self._noise = noise
         self._layouts = GradientLayouts()
+        self._forms: dict[Hashable, Any] = {}  # by layer and signature: what it passes on
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
@@ -131,6 +131,16 @@ class Cell:
             for name, parameter in layer.module.named_parameters()
             if name not in layer.tied
         ]
+
+    @property
+    def graph_varies(self) -> bool:
+        """Returns whether a layer may pass on a gradient in one micro-batch and none in another, as layers may."""
+        return any(getattr(layer.module, "graph_varies", True) for layer in self.layers)
+
+    @property
+    def is_trained(self) -> bool:
+        """Returns whether a parameter of the cell takes a gradient."""
+        return any(parameter.requires_grad for layer in self.layers for parameter in layer.module.parameters())
 
     def train(self, training: bool) -> None:
         for layer in self.layers:
@@ -195,13 +205,16 @@ class Cell:
                 outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                if layer.index in settled and isinstance(outputs, Tensor) and layer.passes_as_it_is(outputs):
+                if (
+                    isinstance(outputs, Tensor)
+                    and settled.get(layer.index) == (outputs.shape, outputs.dtype)
+                    and outputs.is_contiguous()
+                ):
                     argument = outputs
                 else:
                     came = as_tensors(argument)
-                    made = passed_on(as_tensors(outputs), came, layer.boundary_type)
-                    argument = as_argument(self._layouts.settle(made, came, layer.index, signature))
-            except BufferChanged:
+                    argument = as_argument(self._settle(layer, as_tensors(outputs), came, signature, micro_batch))
+            except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
@@ -256,18 +269,45 @@ class Cell:
         return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
-        """Checks the shapes of a message: the receiver has posted a receive for the shapes of earlier such inputs.
+        """Checks a message: the receiver has posted a receive for the shapes and types of earlier such inputs.
 
         Raises:
-            LayerFailed: the outputs or the targets have other shapes.
+            LayerFailed: the outputs or the targets have others.
         """
-        if expected.fits(message):
-            return
-        raise LayerFailed(
-            f"cell {self.number} (last layer {self.layers[-1].name!r}), micro-batch {micro_batch}: its outputs, with "
-            f"the targets, have the shapes {BoundarySpec.of(message).shapes()}, where inputs of the same shapes gave "
-            f"{expected.shapes()} before. What passes to the next cell may depend on the shapes of the inputs, not on "
-            "their values: pad it, or choose pipeline.partition sizes that leave the layers that do so in one cell"
+        if not expected.fits(message):
+            raise self._other_form(self.layers[-1], micro_batch, str(BoundarySpec.of(message)), str(expected))
+
+    def refuse_new_takers(self, outputs: Tensors, takers: Collection[int], micro_batch: int) -> None:
+        """Raises LayerFailed if an output beside ``takers`` takes a gradient: the next cell gathers none for it."""
+        for number, tensor in enumerate(outputs):
+            if tensor.requires_grad and number not in takers:
+                raise LayerFailed(
+                    f"cell {self.number} (last layer {self.layers[-1].name!r}), micro-batch {micro_batch}: output "
+                    f"{number} takes a gradient, where nothing in front of it was trained before. Set requires_grad "
+                    "between two steps, not in a layer's forward"
+                )
+
+    def _settle(
+        self, layer: BuiltLayer, outputs: Tensors, inputs: Tensors, signature: Hashable, micro_batch: int
+    ) -> Tensors:
+        """Returns what a layer passes on.
+
+        Raises:
+            LayerFailed: inputs of the same shapes and types gave others before. This is refused wherever the layer
+                stands, since a message could not follow it and a cut may lie behind any layer.
+        """
+        made = passed_on(outputs, inputs, layer.boundary_type)
+        form = [(tensor.shape, tensor.dtype) for tensor in made], grouping_of(made)
+        before = self._forms.setdefault((layer.index, signature), form)
+        if form != before and not layer.may_vary:
+            raise self._other_form(layer, micro_batch, _text(*form), _text(*before))
+        return self._layouts.settle(made, inputs, layer.index, signature)
+
+    def _other_form(self, layer: BuiltLayer, micro_batch: int, now: str, before: str) -> LayerFailed:
+        return LayerFailed(
+            f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}: it passes on {now}, where inputs of "
+            f"the same shapes and types gave {before} before. What passes to the next layer may depend on shapes and "
+            "types of the inputs, not on their values: pad it, or make one layer of those between which it varies"
         )
 
     def _refuse_changed_inputs(self, inputs: Tensors, versions: list[int], micro_batch: int) -> None:
@@ -277,6 +317,10 @@ class Cell:
                 f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "
                 "its input in place, but the input of a cell is kept for re-materialization; use inplace=False there"
             )
+
+
+def _text(shapes: Sequence[tuple[torch.Size, torch.dtype]], grouping: str | None) -> str:
+    return str(BoundarySpec(tuple(TensorSpec(tuple(shape), dtype, False) for shape, dtype in shapes), grouping))
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:

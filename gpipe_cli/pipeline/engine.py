@@ -14,7 +14,7 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from ..schedule.posting import Posts, Receives, post_ahead
 from .cell import Cell, LayerFailed
 from .halves import WeightHalf, backward_of_inputs
 from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
-from .messages.grouping import grouped, grouped_like, grouping_of
+from .messages.grouping import grouped, grouping_of
 from .messages.process_group import Wait
 from .messages.transport import Transport
 from .meter import Meter
@@ -41,6 +41,7 @@ TASK = -1  # stands for the task's loss where auxiliary losses have the index of
 Sink = Callable[[int, Tensors, Tensors], None]
 Caches = dict[tuple[int, int], list[dict[str, Any]]]
 Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the instruction
+Gradients = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class StepBuffers:
 
     Attributes:
         inputs: the boundary in front of the cell.
-        outputs: the boundary behind it, until it is sent.
+        outputs: the boundary behind it, until it is sent; those require a gradient that take one.
         graphs: from forward or recompute to backward.
         weight_halves: second halves of backwards.
-        input_gradients: of the boundary in front of the cell.
-        output_gradients: of the boundary behind it, received.
+        input_gradients: of the boundary in front of the cell, for each of its `takers`; None where nothing flowed back.
+        output_gradients: of the boundary behind it, received, likewise.
         targets: by micro-batch, until the step ends.
     """
 
@@ -100,8 +101,8 @@ class StepBuffers:
     outputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
     graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
     weight_halves: dict[tuple[int, int], WeightHalf] = field(default_factory=dict)
-    input_gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
-    output_gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    input_gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
+    output_gradients: dict[tuple[int, int], Gradients] = field(default_factory=dict)
     targets: dict[int, Tensors] = field(default_factory=dict)
 
     def left_over(self) -> list[str]:
@@ -142,6 +143,7 @@ class Engine:
             cell.where = self.where
         self.meter = Meter(device)
         self._transport = transport
+        self._trained: set[str] | None = None
         # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
         self.boundaries: dict[tuple[int, Hashable], BoundarySpec] = {}  # what a cell of this worker puts out
         self.messages: dict[tuple[int, Hashable], BoundarySpec] = {}  # what is sent or received: with the targets
@@ -176,6 +178,12 @@ class Engine:
         """
         for cell in self.cells.values():
             cell.begin_step(step_input.step, step_input.steps)
+        if newly := sorted(self.newly_trained):
+            raise ConfigurationError(
+                f"{newly[0]} is trained from step {step_input.step + 1} on, where it was frozen before: what passes "
+                "between the cells was settled without its gradient. Set requires_grad before the first step, or, in a "
+                "loop of your own, between two steps"
+            )
         step = _TrainingStep(
             self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
         )
@@ -183,6 +191,20 @@ class Engine:
         for cell in self.cells.values():
             cell.end_step()
         return step.record
+
+    def describe_anew(self) -> None:
+        """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
+        self.boundaries.clear()
+        self.messages.clear()
+        self._trained = None
+
+    @property
+    def newly_trained(self) -> set[str]:
+        """Returns the names of the parameters that take a gradient now and took none when steps began."""
+        own = {name for cell in self.cells.values() for name, p in cell.parameters() if p.requires_grad}
+        if self._trained is None:
+            self._trained = own
+        return own - self._trained
 
     def run_forward(
         self,
@@ -288,16 +310,16 @@ class _Step:
         placement = self.pipeline.placement
         return placement[cell] == placement[cell + 1]
 
-    def _pass_on(self, i: Instruction, outputs: Tensors) -> None:
-        """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows."""
-        key = i.cell, self.signatures[i.micro_batch]
-        spec = self.pipeline.boundaries.get(key)
-        if spec is None:
-            spec = self.pipeline.boundaries[key] = BoundarySpec.of(outputs)
+    def _pass_on(self, i: Instruction, outputs: Tensors, takers: Collection[int] = ()) -> None:
+        """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows.
+
+        Args:
+            takers: indices of the outputs that take a gradient in this micro-batch.
+        """
         if self._is_local(i.cell):
-            self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, spec)
+            self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, takers)
         else:
-            self.buffers.outputs[i.cell, i.micro_batch] = grouped_like((tensor.detach() for tensor in outputs), outputs)
+            self.buffers.outputs[i.cell, i.micro_batch] = fresh_leaves(outputs, takers)
 
     def _send_activation(self, i: Instruction) -> None:
         """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
@@ -308,7 +330,8 @@ class _Step:
             spec = pipeline.messages[key] = pipeline.boundaries[key].followed_by(targets)
             pipeline.transport.send_spec(i.cell, spec)
         outputs = self.buffers.outputs.pop((i.cell, i.micro_batch))
-        tensors = grouped(outputs + targets, grouping_of(outputs))
+        flags = (_flags([outputs[number].requires_grad for number in spec.takers]),) if spec.varies else ()
+        tensors = grouped(outputs + flags + targets, grouping_of(outputs))
         pipeline.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
         self._send(i, tensors, spec)
 
@@ -321,12 +344,11 @@ class _Step:
         if key not in pipeline.messages:
             pipeline.messages[key] = pipeline.transport.receive_spec(i.cell - 1)
         tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
-        split = len(tensors) - pipeline.n_targets
-        spec = pipeline.messages[key]
-        for tensor, described in zip(tensors[:split], spec.tensors, strict=False):
-            if described.needs_gradient:  # it collects the gradient that will be sent back
-                tensor.requires_grad_()
-        self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[:split], spec.grouping)
+        split, spec = len(tensors) - pipeline.n_targets, pipeline.messages[key]
+        flags = [True] * len(spec.takers) if spec.flags is None else tensors[spec.flags].tolist()
+        for number, takes in zip(spec.takers, flags, strict=True):
+            tensors[number].requires_grad_(bool(takes))  # it collects the gradient that will be sent back
+        self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[: split - spec.varies], spec.grouping)
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
@@ -351,6 +373,7 @@ class _ForwardStep(_Step):
             self.pipeline.where.enter(i.cell, i.micro_batch, "scoring the outputs")
             self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
         else:
+            self.pipeline.boundaries.setdefault((i.cell, self.signatures[i.micro_batch]), BoundarySpec.of(outputs))
             self._pass_on(i, outputs)
 
     HANDLERS: ClassVar[Handlers] = {
@@ -374,20 +397,25 @@ class _TrainingStep(_Step):
 
     def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
         super().__post_init__(micro_batches, posts)
+        self._waits: dict[int, dict[int, bool]] = {}  # by cell: see `backward_of_inputs`
         self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
-        is_last = i.cell == self.pipeline.last
-        is_known = is_last or (i.cell, self.signatures[i.micro_batch]) in self.pipeline.boundaries
-        # Only a graph shows which outputs need a gradient, so the first run with new shapes builds one.
-        if keeps_graph or not is_known:
+        is_last, key = i.cell == self.pipeline.last, (i.cell, self.signatures[i.micro_batch])
+        spec = self.pipeline.boundaries.get(key)
+        # Only a graph shows which outputs take a gradient: the first run with new shapes builds one, and every run
+        # where it varies.
+        if keeps_graph or not (is_last or (spec is not None and not spec.varies)):
             outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
+            if not is_last:
+                spec = self.pipeline.boundaries[key]
+                self._pass_on(i, outputs, [number for number in spec.takers if outputs[number].requires_grad])
         else:
             with torch.no_grad(), self.pipeline.autocast():
                 outputs, _ = self._run(i, first_time=True)  # [1]
-        if not is_last:
-            self._pass_on(i, outputs)
+            if spec is not None:
+                self._pass_on(i, outputs, spec.takers)
 
     def _recompute(self, i: Instruction) -> None:
         self._run_with_graph(i, first_time=False, counts=True)  # [3]
@@ -403,11 +431,38 @@ class _TrainingStep(_Step):
             outputs, losses = self._run(i, first_time)
             if is_last and counts:
                 losses[TASK] = self._score(outputs, i.micro_batch)
+        if not is_last:
+            self._look_for_takers(i, outputs)
         if counts:
             self.record.losses |= {(layer, i.micro_batch): loss.detach().clone() for layer, loss in losses.items()}
             # The last cell's outputs (logits) are not needed once the loss is known; its graph keeps what it needs.
             self.buffers.graphs[i.cell, i.micro_batch] = Graph(() if is_last else outputs, list(losses.values()))
         return outputs
+
+    def _look_for_takers(self, i: Instruction, outputs: Tensors) -> None:
+        """Describes the boundary behind the cell at its first run; later no further output may take a gradient.
+
+        Unless the cell's graph is fixed, any output may take one later, as after a dropped modality, if the cell or
+        what comes before it is trained.
+        """
+        cell, key = self.pipeline.cells[i.cell], (i.cell, self.signatures[i.micro_batch])
+        if (spec := self.pipeline.boundaries.get(key)) is not None:
+            cell.refuse_new_takers(outputs, spec.takers, i.micro_batch)
+            return
+        any_may = cell.graph_varies and (cell.is_trained or bool(self._takers_in_front(i)))
+        takers = [
+            number
+            for number, tensor in enumerate(outputs)
+            if tensor.requires_grad or (any_may and (tensor.is_floating_point() or tensor.is_complex()))
+        ]
+        self.pipeline.boundaries[key] = BoundarySpec.of(outputs).with_takers(takers)
+
+    def _takers_in_front(self, i: Instruction) -> tuple[int, ...]:
+        """Returns the indices of the cell's inputs that may take a gradient."""
+        if i.cell == 0:
+            return ()
+        key = i.cell - 1, self.signatures[i.micro_batch]
+        return (self.pipeline.boundaries if self._is_local(i.cell - 1) else self.pipeline.messages)[key].takers
 
     def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
         cell = self.pipeline.cells[i.cell]
@@ -437,41 +492,54 @@ class _TrainingStep(_Step):
         """Runs B_k, or with INPUT_GRADIENT its first half."""
         place = i.cell, i.micro_batch
         graph, inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
-        arrived = iter(self._take_output_gradients(i))
-        roots = [(tensor, next(arrived)) for tensor in graph.outputs if tensor.requires_grad]
+        arrived = self._take_output_gradients(i)
+        roots = [(graph.outputs[n], gradient) for n, gradient in arrived if graph.outputs[n].requires_grad]
         roots += [(loss, torch.full_like(loss, self.scale)) for loss in graph.losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
         with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
-                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs)
+                waits = self._waits.setdefault(i.cell, {})
+                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits)
             elif roots:
                 torch.autograd.backward(outputs, gradients)
         if i.cell > 0:
-            self.buffers.input_gradients[place] = tuple(
-                torch.zeros_like(tensor)
-                if tensor.grad is None
-                else canonical_gradient(tensor.grad, is_channels_last(tensor))
-                for tensor in inputs
-                if tensor.requires_grad
-            )
+            self.buffers.input_gradients[place] = [
+                None if tensor.grad is None else canonical_gradient(tensor.grad, is_channels_last(tensor))
+                for tensor in (inputs[number] for number in self._takers_in_front(i))
+            ]
 
     def _weight_gradient(self, i: Instruction) -> None:
         with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
-    def _take_output_gradients(self, i: Instruction) -> Tensors:
+    def _take_output_gradients(self, i: Instruction) -> list[tuple[int, Tensor]]:
+        """Returns the gradients that have come back to a cell's outputs, each with the index of its output."""
         if i.cell == self.pipeline.last:
-            return ()
+            return []
         if self._is_local(i.cell):
-            return self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
-        return self.buffers.output_gradients.pop((i.cell, i.micro_batch))
+            gradients = self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
+        else:
+            gradients = self.buffers.output_gradients.pop((i.cell, i.micro_batch))
+        takers = self.pipeline.boundaries[i.cell, self.signatures[i.micro_batch]].takers
+        return [(number, gradient) for number, gradient in zip(takers, gradients, strict=True) if gradient is not None]
 
     def _send_gradient(self, i: Instruction) -> None:
-        spec = self.pipeline.messages[i.cell - 1, self.signatures[i.micro_batch]]  # the activation's, on its way here
-        self._send(i, self.buffers.input_gradients.pop((i.cell, i.micro_batch)), spec.gradients)
+        spec = self.pipeline.messages[i.cell - 1, self.signatures[i.micro_batch]].gradients  # it came with activations
+        gradients = self.buffers.input_gradients.pop((i.cell, i.micro_batch))
+        device = self.pipeline.device
+        content = tuple(
+            torch.zeros(described.shape, dtype=described.dtype, device=device) if gradient is None else gradient
+            for gradient, described in zip(gradients, spec.tensors, strict=False)
+        )
+        flags = (_flags([gradient is not None for gradient in gradients]),) if gradients else ()
+        self._send(i, content + flags, spec)
 
     def _receive_gradient(self, i: Instruction) -> None:
-        self.buffers.output_gradients[i.cell, i.micro_batch] = self._receive(i)
+        *gradients, flags = self._receive(i) or (None,)
+        there = [] if flags is None else flags.tolist()
+        self.buffers.output_gradients[i.cell, i.micro_batch] = [
+            gradient if is_there else None for gradient, is_there in zip(gradients, there, strict=True)
+        ]
 
     HANDLERS: ClassVar[Handlers] = {
         Op.FORWARD: _forward,
@@ -484,3 +552,8 @@ class _TrainingStep(_Step):
         Op.SEND_GRADIENT: _send_gradient,
         Op.RECEIVE_GRADIENT: _receive_gradient,
     }
+
+
+def _flags(values: Sequence[bool]) -> Tensor:
+    """Returns what a message says of the tensors that may take, or be, a gradient."""
+    return torch.tensor(values, dtype=torch.uint8)

@@ -17,17 +17,20 @@ from torch import Tensor, nn
 BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
 
 
-def fill_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Gives every trained parameter without a gradient a gradient of zero, so that updates do not depend on the cut.
+def fill_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Gives trained parameters without a gradient one of zero, so that workers can add theirs up; returns those.
 
-    A frozen parameter gets none: with a zero gradient, weight decay would shrink it. A sparse gradient, as of
-    nn.Embedding(sparse=True), becomes dense: norms, sums over replicas and optimizers expect that.
+    A sparse gradient, as of nn.Embedding(sparse=True), becomes dense: norms, sums over replicas and optimizers expect
+    that.
     """
+    filled = []
     for parameter in parameters:
         if parameter.grad is None and parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
+            filled.append(parameter)
         elif parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
+    return filled
 
 
 def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -16,8 +16,10 @@ added up before they are added to those of other micro-batches, and a weight tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,14 +64,21 @@ class _Joint:
 
 
 class WeightHalf:
-    """Holds the second half of a backward: the gradients of the weights that could wait."""
+    """Holds the second half of a backward: the gradients of the weights that could wait.
 
-    def __init__(self, joints: Sequence[_Joint]) -> None:
-        self._joints = list(joints)
+    Args:
+        joints: where they join the way to the inputs.
+        late: weights that must wait and have no joint; `whole` runs the backward once more for them alone.
+    """
+
+    def __init__(
+        self, joints: Sequence[_Joint], late: Sequence[Tensor] = (), whole: Callable[..., None] | None = None
+    ) -> None:
+        self._joints, self._late, self._whole = list(joints), list(late), whole
 
     def __len__(self) -> int:
         """Returns the number of weights that wait."""
-        return sum(len(joint.leaves) for joint in self._joints)
+        return sum(len(joint.leaves) for joint in self._joints) + len(self._late)
 
     @property
     def noted(self) -> list[Tensor]:
@@ -78,33 +87,65 @@ class WeightHalf:
 
     def run(self) -> None:
         """Adds the gradients to the weights' ``.grad`` and frees the graph, joint by joint."""
+        if self._whole is not None and self._late:
+            self._whole(retain_graph=bool(self._joints), inputs=self._late)
+        self._whole = None
         self._joints.reverse()
         while self._joints:
             self._joints.pop().finish()
 
 
-def backward_of_inputs(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor]) -> WeightHalf:
+def backward_of_inputs(
+    roots: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    waits: dict[int, bool] | None = None,
+) -> WeightHalf:
     """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 
     Args:
         roots: the outputs and losses of a cell, for one micro-batch.
         gradients: of the roots.
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
+        waits: whether each weight, by its id, has waited in an earlier micro-batch of the step. Then it does so again,
+            even if this graph is another, because its gradients must be added up in one order.
     """
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    starts = [get_gradient_edge(root).node for root in roots] if wanted else []
+    wanted, whole = [tensor for tensor in inputs if tensor.requires_grad], partial(_backward, roots, gradients)
+    starts = [get_gradient_edge(root).node for root in roots] if wanted or waits else []
     order = _from_roots(starts)
     joints: list[_Joint] = []
-    now: list[Tensor] = []
-    if order and not any(node.name() in _INDIVISIBLE for node in order):
-        joints, now = _sort_weights(order, starts, wanted)
-    if not joints:
-        torch.autograd.backward(list(roots), list(gradients))
+    now = [leaf for node in order if (leaf := _leaf_of(node)) is not None and not any(leaf is one for one in inputs)]
+    late: list[Tensor] = []
+    if not any(node.name() in _INDIVISIBLE for node in order):
+        if wanted and order:
+            joints, now = _sort_weights(order, starts, wanted)
+        if waits is not None:
+            joints, now, late = _as_before(joints, now, waits)
+    if not joints and not late:
+        whole()
         return WeightHalf(())
     for joint in joints:
         joint.listen()
-    torch.autograd.backward(list(roots), list(gradients), retain_graph=True, inputs=wanted + now)
-    return WeightHalf(joints)
+    if wanted or now:
+        whole(retain_graph=True, inputs=wanted + now)
+    return WeightHalf(joints, late, whole)
+
+
+def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], **options: Any) -> None:
+    if roots:
+        torch.autograd.backward(list(roots), list(gradients), **options)
+
+
+def _as_before(
+    joints: Sequence[_Joint], now: Sequence[Tensor], waits: dict[int, bool]
+) -> tuple[list[_Joint], list[Tensor], list[Tensor]]:
+    """Returns joints, weights that cannot wait and weights that must, as in the step's earlier micro-batches."""
+    late = [weight for weight in now if waits.setdefault(id(weight), False)]
+    now = [weight for weight in now if not waits[id(weight)]]
+    for joint in joints:
+        now += [weight for weight in joint.leaves if not waits.setdefault(id(weight), True)]
+        joint.leaves = [weight for weight in joint.leaves if waits[id(weight)]]
+    return [joint for joint in joints if joint.leaves], now, late
 
 
 def _from_roots(roots: Sequence[Node]) -> list[Node]:

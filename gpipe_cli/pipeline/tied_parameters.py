@@ -84,6 +84,11 @@ class TiedParameters:
             if (full := f"{layer.name}.{name}") in names
         }
 
+    @property
+    def most_uses(self) -> int:
+        """Returns the most uses that a parameter of the model has."""
+        return max(map(len, self._ties), default=1)
+
     @cached_property
     def users(self) -> list[nn.Parameter]:
         """Returns this worker's tied parameters whose owner is another."""
@@ -95,8 +100,15 @@ class TiedParameters:
         """Returns this worker's parameters that have other uses."""
         return [self._own[owner.name] for owner, *_ in self._ties if owner.worker == self._link.worker]
 
-    def add_gradients(self) -> None:
-        """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others."""
+    def add_gradients(self) -> list[str]:
+        """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others.
+
+        Returns:
+            The owner of each use on this worker that had a gradient.
+        """
+        here = self._link.worker
+        uses = [(owner.name, self._own[use.name]) for owner, *rest in self._ties for use in rest if use.worker == here]
+        used = [owner for owner, parameter in uses if parameter.grad is not None]
         fill_gradients(self.users)
         for owner, *others in self._ties:
             for use in others:
@@ -106,6 +118,7 @@ class TiedParameters:
                     assert total is not None
                     total += gradient
         self.forget_gradients()
+        return used
 
     def _brought_to(self, owner: Use, use: Use) -> Tensor | None:
         """Returns the gradient of a use on the owner's worker; None elsewhere, and where it is frozen."""

@@ -245,18 +245,15 @@ def memory_of_worker(settings: Settings, world: World) -> float | None:
 
 def lay_out_model(pipeline: Pipeline) -> CellLayout:
     """Gathers the names of all layers and parameters; every worker calls it at the same time."""
-    own = [name for cell in pipeline.cells for name, _ in cell.parameters()]
+    own = [pipeline.places[name] for cell in pipeline.cells for name, _ in cell.parameters()]
     own_layers = [
         (layer.index, layer.name, list(named_tensors(layer.module)[0]), hasattr(layer.module, "auxiliary_loss"))
         for layer in pipeline.layers
     ]
-    trained = set(pipeline.world.gather_from_workers(own))
     layers = sorted(pipeline.world.gather_from_workers(own_layers))
     model = {name: parameters for _, name, parameters, _ in layers}
-    in_order = (f"{layer}.{parameter}" for layer, parameters in model.items() for parameter in parameters)
-    place = {name: number for number, name in enumerate(name for name in in_order if name in trained)}
     losses = [number for number, _, _, has_loss in layers if has_loss] + [TASK]
-    return CellLayout(model, len(place), [place[name] for name in own], losses)
+    return CellLayout(model, len(pipeline.places), own, losses)
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------

@@ -101,11 +101,13 @@ class Trainer:
             self.updater.reduce_gradients(scale)
             self.reporter.write_record(self.exchange, record)
             self.reporter.write_norms(self.exchange, layout.own_parameters, self.updater.squared_norms())
+            self.pipeline.unused.write(self.exchange)
         self.reporter.write_times(self.exchange, before, span, self.batches.seconds_waited)
         with meter.phase("data"):
             self._announce()
         with meter.phase("exchange"), where.doing("exchanging the results of the step"):
             self.exchange.run()
+            self.pipeline.unused.clear(self.exchange)
         report = self.reporter.read(self.exchange, plan.total_weight)
         next_plan = self._read_plan(step + 1)
         lr = self.updater.learning_rate

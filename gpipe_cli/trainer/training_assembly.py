@@ -59,7 +59,7 @@ def assemble_training(
     saver = make_saver(context, config, assembly, updater, journal, resumed)
     pipeline, layout = assembly.pipeline, assembly.layout
     reporter = StepReporter(pipeline, layout.losses, layout.parameters, len(task.statistics))
-    fields = {**pipeline.codec.fields(), **reporter.fields(), **saver.fields()}
+    fields = {**pipeline.codec.fields(), **reporter.fields(), **pipeline.unused.fields(), **saver.fields()}
     fields |= evaluation_fields(world.replicas, task)
     exchange = Exchange(fields, world.all_ranks)
     if world.rank == 0:

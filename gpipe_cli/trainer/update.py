@@ -25,7 +25,6 @@ from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.gradients import (
     begin_reduction,
     clip_factor,
-    fill_gradients,
     reduce_over_replicas,
     scale_gradients,
     squared_norms,
@@ -56,7 +55,7 @@ class Updater:
         self.optimizer, self._shards = optimizer, shards
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
-        self._layers = pipeline.layers
+        self._layers, self._unused = pipeline.layers, pipeline.unused
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
         # A tied one is complete only when the gradients of all uses are there.
@@ -81,17 +80,17 @@ class Updater:
 
     def _begin_reduction(self, cell: int) -> None:
         assert self._replica_group is not None
-        fill_gradients(self._of_cell[cell])
+        self._unused.fill(self._of_cell[cell])
         self._begun[cell] = begin_reduction(self._of_cell[cell], self._replica_group)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
-        """Sums the gradients over uses and replicas; parameters that nothing used get a gradient of zero.
+        """Sums the gradients over uses and replicas; until the exchange those of unused parameters are zero.
 
         Args:
             scale: by which all gradients are too large.
         """
-        fill_gradients(self._parameters)
-        self._ties.add_gradients()
+        self._unused.fill(self._parameters)
+        self._unused.owners = self._ties.add_gradients()
         if self._replica_group is not None:
             begun = {id(parameter) for cell in self._begun for parameter in self._of_cell[cell]}
             rest = [parameter for parameter in self._parameters if id(parameter) not in begun]

@@ -141,19 +141,21 @@ class PlainModel:
                 begin_step(step, self.settings.trainer.steps or 0)
         return built
 
-    def _summed(self, gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]]) -> dict[Key, Tensor]:
+    def _summed(
+        self, layers: Sequence[int], gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]]
+    ) -> dict[Key, Tensor]:
         """Returns a cell's gradients with those of all uses of its tied parameters.
 
         Args:
+            layers: of the cell.
             waiting: of later uses, by their owner; gets those of this cell.
         """
         for key, owner in self.owners.items():
             if key in gradients:
                 waiting.setdefault(owner, {})[key] = gradients.pop(key)
-        for owner in waiting.keys() & gradients.keys():
-            later = waiting.pop(owner)
-            for _, gradient in sorted(later.items()):
-                gradients[owner] = gradients[owner] + gradient
+        for owner in [owner for owner in waiting if owner[0] in layers]:
+            for _, gradient in sorted(waiting.pop(owner).items()):
+                gradients[owner] = gradients[owner] + gradient if owner in gradients else gradient
         return gradients
 
     def run(self, mini_batch: MiniBatch, load: Load, take: Take) -> PlainStep:
@@ -161,20 +163,20 @@ class PlainModel:
 
         Args:
             load: gives the weights and buffers before the step.
-            take: called for each cell, from the last to the first, with zeros where nothing flowed back.
+            take: called for each cell, from the last to the first; where nothing flowed back there is no gradient.
         """
         mini_batch, step = self._on_device(mini_batch)
         given: list[dict[Place, Tensors]] = [{place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}]
         for layers in self.cells[:-1]:
             cell = self.build(layers, load, mini_batch.step)
             given.append({place: _cut(cell.forward(mini_batch, place, x)[0]) for place, x in given[-1].items()})
-        back: dict[Place, Tensors] = {}
+        back: dict[Place, Sequence[Tensor | None]] = {}
         waiting: dict[Key, dict[Key, Tensor]] = {}
         for layers in reversed(self.cells):
             cell = self.build(layers, load, mini_batch.step)
             with averaged_over_a_mini_batch(cell):
                 gradients, back = cell.forward_and_back(mini_batch, given.pop(), back, step)
-            gradients = self._summed(gradients, waiting)
+            gradients = self._summed(layers, gradients, waiting)
             step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
             take(layers, gradients, {key: held for key, held in cell.held.items() if key not in cell.weights})
         return step
@@ -230,14 +232,14 @@ class _Cell(nn.Module):
         self,
         mini_batch: MiniBatch,
         given: Mapping[Place, Tensors],
-        back: Mapping[Place, Sequence[Tensor]],
+        back: Mapping[Place, Sequence[Tensor | None]],
         step: PlainStep,
-    ) -> tuple[dict[Key, Tensor], dict[Place, Tensors]]:
+    ) -> tuple[dict[Key, Tensor], dict[Place, Sequence[Tensor | None]]]:
         """Runs forward and backward of all micro-batches.
 
         Args:
             given: the inputs of the cell.
-            back: the gradients of the outputs; empty behind the last cell.
+            back: the gradients of the outputs, None where nothing flowed back; empty behind the last cell.
             step: gets what is no gradient.
 
         Returns:
@@ -250,17 +252,15 @@ class _Cell(nn.Module):
             for place in places:
                 outputs, losses = self.forward(mini_batch, place, given[place], step)
                 step.losses[place] = step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
-                roots = [*zip(_trained(outputs), back[place], strict=True)] if back else []
+                arrived = zip(_trained(outputs), back[place], strict=True) if back else ()
+                roots = [(output, gradient) for output, gradient in arrived if gradient is not None]
                 roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
                 if roots:
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
             own = self._take_gradients()
-            gradients = {key: gradients[key] + g for key, g in own.items()} if gradients else own
+            gradients |= {key: gradients[key] + g if key in gradients else g for key, g in own.items()}
         gradients = {key: gradient / mini_batch.loss_scale for key, gradient in gradients.items()}
-        return gradients, {
-            place: tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in _trained(tensors))
-            for place, tensors in given.items()
-        }
+        return gradients, {place: [tensor.grad for tensor in _trained(tensors)] for place, tensors in given.items()}
 
     def _look_at_layers(self, step: PlainStep) -> None:
         """Notes BatchNorms, and fingerprints of the weights and of their casts where autocast casts them."""
@@ -272,11 +272,9 @@ class _Cell(nn.Module):
                 step.used[index, number] = {mark.dtype: mark for mark in marks}
 
     def _take_gradients(self) -> dict[Key, Tensor]:
-        """Returns the gradients of trainable parameters, zero where there is none, and resets them."""
-        gradients = {}
-        for key, parameter in self.weights.items():
-            if parameter.requires_grad:
-                gradients[key] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        """Returns the gradients of the parameters that have one, and resets them."""
+        gradients = {key: p.grad for key, p in self.weights.items() if p.grad is not None}
+        for parameter in self.weights.values():
             parameter.grad = None
         return gradients
 

@@ -95,6 +95,8 @@ class TracedLayer(nn.Module):
         conditions: that the sizes of the inputs must fulfil.
     """
 
+    graph_varies = False  # see the engine's cells
+
     def __init__(self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition]) -> None:
         super().__init__()
         self._forwards, self._conditions = (evaluation, training), conditions

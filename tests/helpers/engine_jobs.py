@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from small_models import (
     seen_after,
     small_model,
     token_loss,
+    varying_model,
     weight_of,
 )
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
-from gpipe_cli.pipeline.cell import Cell
+from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine, StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
@@ -51,6 +53,10 @@ class Case:
     examples: int = 8
     batchnorm: bool = False
     dropout: float = 0.0
+    varying: bool = False
+
+    def layers(self) -> list[BuiltLayer]:
+        return build_all(varying_model() if self.varying else small_model(self.batchnorm, self.dropout))
 
 
 def all_cases(K: int) -> list[Case]:
@@ -65,17 +71,17 @@ def all_cases(K: int) -> list[Case]:
     ]
 
 
-def sizes_of(K: int) -> list[int]:
-    return [len(part) for part in torch.arange(7).tensor_split(K)]
+def sizes_of(layers: Sequence[BuiltLayer], K: int) -> list[int]:
+    return [len(part) for part in torch.arange(len(layers)).tensor_split(K)]
 
 
 def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
     """Runs some steps of gradient descent; returns the losses, gradients and buffers of each, as far as held here."""
-    layers = build_all(small_model(case.batchnorm, case.dropout))
+    layers = case.layers()
     noise = NoiseSource(1, 0, CPU)
     cells = [
         Cell(k, [layers[i] for i in numbers], noise)
-        for k, numbers in enumerate(cell_layers(sizes_of(case.K)))
+        for k, numbers in enumerate(cell_layers(sizes_of(layers, case.K)))
         if placement[k] == worker
     ]
     engine = Engine(cells, placement, transport, token_loss, 1, CPU)
@@ -98,13 +104,13 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
 
 def run_plain(case: Case) -> list[dict[str, Any]]:
     """Runs the same steps without the engine."""
-    layers = build_all(small_model(case.batchnorm, case.dropout))
+    layers = case.layers()
     seen = []
     for step in range(STEPS):
         micro_batches = mini_batch(step, case.examples, case.M)
         loss = plain_step(layers, micro_batches, step)
         held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
-        gradients = {name: p.grad.clone() for name, p in held.items() if p.grad is not None}
+        gradients = {name: None if p.grad is None else p.grad.clone() for name, p in held.items()}
         seen.append({"loss": loss, "gradients": gradients})
         descend(held.values(), 0.1)
     return seen
@@ -116,14 +122,16 @@ def compare(context: Context, config: dict[str, Any]) -> list[str]:
     groups, gloo = tuple(dist.new_group() for _ in range(4)), dist.new_group(backend="gloo")
     for kind in KINDS:
         placement = (0, 1, 0, 1) if kind in ROUND_ROBIN else (0, 0, 1, 1)
-        alone = run_case(Case(4, 5, kind, "always", 11, True, 0.2), (0,) * 4, 0, None)
-        for wire, policy in zip(WIRES, ("always", "never", (3, 1, 2, 0)), strict=True):
+        settings = product((False, True), zip(WIRES, ("always", "never", (3, 1, 2, 0)), strict=True))
+        alone = [run_case(Case(4, 5, kind, "always", 11, True, 0.2, v), (0,) * 4, 0, None) for v in (False, True)]
+        for varying, (wire, policy) in settings:
             if wire == "like NCCL":
                 transport: Any = ProcessGroupTransport(placement, CPU, CPU, groups, world)
                 transport.exchange_first_messages()
                 transport.blocks_device = True
             else:
                 transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
-            ours = run_case(Case(4, 5, kind, policy, 11, True, 0.2), placement, context.rank, transport)
-            found += [f"worker {context.rank}, {kind}, {wire}, {policy}: {text}" for text in other_bits(ours, alone)]
+            case = Case(4, 5, kind, policy, 11, True, 0.2, varying)
+            ours = other_bits(run_case(case, placement, context.rank, transport), alone[varying])
+            found += [f"worker {context.rank}, {wire}, {case}: {text}" for text in ours]
     return of_all(found)

@@ -50,6 +50,6 @@ def test_the_other_side_decodes_the_same_description(tensors: tuple[Tensor, ...]
 
 def test_leaves_collect_gradients_where_the_boundary_needs_them() -> None:
     spec = BoundarySpec.of((torch.randn(3, requires_grad=True), torch.arange(3)))
-    values, ids = fresh_leaves((torch.randn(3) * 2, torch.arange(3)), spec)
+    values, ids = fresh_leaves((torch.randn(3) * 2, torch.arange(3)), spec.takers)
     assert values.requires_grad and values.is_leaf
     assert not ids.requires_grad

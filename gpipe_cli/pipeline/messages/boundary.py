@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -75,10 +75,10 @@ class GradientLayouts:
 
     def __init__(self) -> None:
         self._odd: dict[Hashable, bool] = {}
-        self._settled: dict[Hashable, set[int]] = defaultdict(set)
+        self._settled: dict[Hashable, dict[int, tuple[torch.Size, torch.dtype]]] = defaultdict(dict)
 
-    def settled(self, signature: Hashable) -> set[int]:
-        """Returns the layers whose output is one tensor that, like its gradient, is canonical without any change.
+    def settled(self, signature: Hashable) -> Mapping[int, tuple[torch.Size, torch.dtype]]:
+        """Returns shape and type of the one output of each layer where it, like its gradient, is contiguous anyway.
 
         Args:
             signature: of the shapes that entered the pipeline.
@@ -100,7 +100,7 @@ class GradientLayouts:
             outputs,
         )
         if len(made) == 1 and made[0] is outputs[0] and self._odd.get((layer, 0, signature)) is False:
-            self._settled[signature].add(layer)
+            self._settled[signature][layer] = made[0].shape, made[0].dtype
         return made
 
     def _settle_one(self, tensor: Tensor, place: Hashable) -> Tensor:
@@ -118,12 +118,18 @@ class GradientLayouts:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Describes one tensor of a boundary; ``needs_gradient``: a gradient flows back through it."""
+    """Describes one tensor of a boundary.
+
+    Attributes:
+        needs_gradient: a gradient may flow back through it.
+        on_host: the receiver reads it at once, so it stays on the CPU.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
     channels_last: bool = False
+    on_host: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -156,23 +162,53 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BoundarySpec:
-    """Describes the tensors of one boundary, for one shape of micro-batch; ``grouping``: see `grouping.py`."""
+    """Describes the tensors of one boundary, for one shape of micro-batch.
+
+    Attributes:
+        grouping: see `grouping.py`.
+        varies: which tensors take a gradient differs from micro-batch to micro-batch: each message says it in `flags`,
+            behind the boundary's own tensors.
+    """
 
     tensors: tuple[TensorSpec, ...]
     grouping: str | None = None
+    varies: bool = False
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> BoundarySpec:
         return cls(tuple(TensorSpec.of(tensor) for tensor in tensors), grouping_of(tensors))
 
+    def with_takers(self, takers: Collection[int]) -> BoundarySpec:
+        """Returns the description in which the tensors of these indices may take a gradient."""
+        tensors = tuple(replace(t, needs_gradient=n in takers) for n, t in enumerate(self.tensors))
+        varies = any(now.needs_gradient != t.needs_gradient for now, t in zip(tensors, self.tensors, strict=True))
+        return BoundarySpec(tensors, self.grouping, varies)
+
     def followed_by(self, tensors: Sequence[Tensor]) -> BoundarySpec:
         """Returns the description of a message that holds these tensors behind the boundary's own."""
-        return BoundarySpec(self.tensors + BoundarySpec.of(tensors).tensors, self.grouping)
+        flags = (_flags(len(self.takers)),) if self.varies else ()
+        return replace(self, tensors=self.tensors + flags + BoundarySpec.of(tensors).tensors)
+
+    @cached_property
+    def takers(self) -> tuple[int, ...]:
+        """Returns the indices of the tensors that may take a gradient."""
+        return tuple(number for number, tensor in enumerate(self.tensors) if tensor.needs_gradient)
 
     @cached_property
     def gradients(self) -> BoundarySpec:
-        """Describes the gradients that travel back: one for each tensor that needs one."""
-        return BoundarySpec(tuple(replace(t, needs_gradient=False) for t in self.tensors if t.needs_gradient))
+        """Describes the gradients that travel back: one for each of `takers`, and flags: which of them there are."""
+        gradients = tuple(replace(self.tensors[number], needs_gradient=False) for number in self.takers)
+        return BoundarySpec((*gradients, _flags(len(gradients))) if gradients else ())
+
+    @cached_property
+    def flags(self) -> int | None:
+        """Returns the index of the tensor that says which tensors take, or are, a gradient; None: there is none."""
+        return next((number for number, tensor in enumerate(self.tensors) if tensor.on_host), None)
+
+    @cached_property
+    def without_flags(self) -> BoundarySpec:
+        """Describes the message whose flags travel beside it."""
+        return replace(self, tensors=tuple(tensor for tensor in self.tensors if not tensor.on_host))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -197,32 +233,32 @@ class BoundarySpec:
         return self.offsets[-1]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns whether the tensors are as many as described, with these shapes and this grouping."""
+        """Returns whether the tensors are as many as described, with these shapes, types and this grouping."""
         return (
             len(tensors) == len(self.tensors)
             and grouping_of(tensors) == self.grouping
-            and all(tensor.shape == described.shape for tensor, described in zip(tensors, self.tensors, strict=True))
+            and all(t.shape == one.shape and t.dtype == one.dtype for t, one in zip(tensors, self.tensors, strict=True))
         )
 
-    def shapes(self) -> str:
-        """Returns the shapes and the grouping as text."""
-        shapes = ", ".join(str(list(described.shape)) for described in self.tensors)
+    def __str__(self) -> str:
+        """Returns types, shapes and grouping as text."""
+        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
         return shapes if self.grouping is None else f"{shapes} (grouped as {self.grouping})"
 
     def to_json(self) -> str:
         """Encodes the description for the next worker; nothing that arrives from another process is unpickled."""
         rows = [
-            [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last]
+            [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last, t.on_host]
             for t in self.tensors
         ]
-        return json.dumps([rows, self.grouping])
+        return json.dumps([rows, self.grouping, self.varies])
 
     @classmethod
     def from_json(cls, text: str) -> BoundarySpec:
         """Decodes what `to_json` encoded."""
-        rows, grouping = json.loads(text)
+        rows, grouping, varies = json.loads(text)
         tensors = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows)
-        return cls(tensors, grouping)
+        return cls(tensors, grouping, varies)
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
@@ -245,10 +281,11 @@ def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
     return tuple(t.view_of(message, start) for t, start in zip(spec.tensors, spec.offsets, strict=False))
 
 
-def fresh_leaves(tensors: Tensors, spec: BoundarySpec) -> Tensors:
-    """Returns the boundary in front of a cell: detached, and collecting gradients where they will be sent back."""
-    leaves = (
-        tensor.detach().requires_grad_(described.needs_gradient)
-        for tensor, described in zip(tensors, spec.tensors, strict=True)
-    )
+def fresh_leaves(tensors: Tensors, takers: Collection[int]) -> Tensors:
+    """Returns the boundary in front of a cell: detached; the tensors of the indices ``takers`` collect gradients."""
+    leaves = (tensor.detach().requires_grad_(number in takers) for number, tensor in enumerate(tensors))
     return grouped(leaves, grouping_of(tensors))
+
+
+def _flags(count: int) -> TensorSpec:
+    return TensorSpec((count,), torch.uint8, False, on_host=True)

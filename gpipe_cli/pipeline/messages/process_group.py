@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -29,6 +29,11 @@ def message_tag(message: Message, K: int) -> int:
 def spec_tag(boundary: int) -> int:
     """Returns the tag of a boundary's description; no message has it."""
     return TAGS_PER_CELL * boundary + 3
+
+
+def flags_tag(message: Message, K: int) -> int:
+    """Returns the tag of what the CPU group carries beside a message; nothing else has it."""
+    return message_tag(message, K) + 3
 
 
 def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
@@ -82,30 +87,56 @@ class ProcessGroupTransport:
         if len(sending) == self._window:
             _finish_oldest(sending)
         self._forget_sent()
+        receiver, number = self._ranks[message.receiver], self._aside(spec)
+        if number is not None:
+            work = dist.isend(tensors[number], receiver, group=self._control, tag=flags_tag(message, len(self._ranks)))
+            self._sending["flags"].append((work, tensors[number]))
+            tensors, spec = tensors[:number] + tensors[number + 1 :], spec.without_flags
         content = pack(tensors, spec, self._wire)
         if content.numel() == 0:
             return
-        receiver = self._ranks[message.receiver]
         group = self._group(message.direction, self._rank, receiver)
         work = dist.isend(content, receiver, group=group, tag=message_tag(message, len(self._ranks)))
         sending.append((work, content))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
+        sender, number, K = self._ranks[message.sender], self._aside(spec), len(self._ranks)
+        works: list[dist.Work | None] = []
+        flags = None
+        if number is not None:
+            flags = torch.empty(spec.tensors[number].shape, dtype=spec.tensors[number].dtype)
+            works.append(dist.irecv(flags, sender, group=self._control, tag=flags_tag(message, K)))
+            spec = spec.without_flags
         content = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
-        work = None
         if spec.size:
-            sender = self._ranks[message.sender]
             group = self._group(message.direction, sender, self._rank)
-            work = dist.irecv(content, sender, group=group, tag=message_tag(message, len(self._ranks)))
-        return partial(self._finish, spec, content, work)
+            works.append(dist.irecv(content, sender, group=group, tag=message_tag(message, K)))
+        return partial(self._finish, spec, content, works, number, flags)
 
-    def _finish(self, spec: BoundarySpec, content: Tensor, work: dist.Work | None, separate: int) -> Tensors:
-        if work is not None:
+    def _finish(
+        self,
+        spec: BoundarySpec,
+        content: Tensor,
+        works: Sequence[dist.Work | None],
+        number: int | None,
+        flags: Tensor | None,
+        separate: int,
+    ) -> Tensors:
+        for work in works:
+            assert work is not None  # this rank is in the group
             work.wait()
         self._forget_sent()
-        tensors = unpack(content.to(self._device), spec)
+        tensors = list(unpack(content.to(self._device), spec))
+        if flags is not None and number is not None:
+            tensors.insert(number, flags)
+        elif spec.flags is not None:
+            tensors[spec.flags] = unpack(content, spec)[spec.flags]
         split = len(tensors) - separate
         return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
+
+    def _aside(self, spec: BoundarySpec) -> int | None:
+        """Returns the index of flags that the CPU group carries, so that reading them does not wait for the device."""
+        return spec.flags if self.blocks_device else None
 
     def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
         text = torch.frombuffer(bytearray(spec.to_json().encode()), dtype=torch.uint8)

@@ -211,7 +211,10 @@ class Incoming:
             self._slots[number] = self._new_slot(number)
         if sent != tag:
             raise RuntimeError(f"rank {self._sender} sent message {sent} where {tag} is awaited")
-        tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._slots[number].tensors(spec))
+        tensors = tuple(
+            tensor.to("cpu" if described.on_host else self._device, copy=True)
+            for tensor, described in zip(self._slots[number].tensors(spec), spec.tensors, strict=True)
+        )
         with suppress(ConnectionError):  # the message is complete; the next receive reports the end of the sender
             self._peer.send(_BYTE)
         return tensors
