@@ -19,7 +19,7 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import Row, parser, report, run_command
-from gpipe_cli.disk import read_rows
+from gpipe_cli.json_files import read_rows
 
 MODELS = {
     "transformer_lm_small": ("model=transformer_lm_small",),

@@ -25,8 +25,8 @@ from benchmarks.common import Row, parser, report, run_command
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
 from gpipe_cli.data.source import no_report
-from gpipe_cli.disk import read_rows
 from gpipe_cli.factory.build import build_source, build_task
+from gpipe_cli.json_files import read_rows
 
 JOBS = {
     "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),

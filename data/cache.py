@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import writing
+from ..disk import DRAFT, open_for_writing, whole_file, writing
+from ..json_files import DamagedJson, read_json
 from .source import Report, no_report
 
 
@@ -29,27 +31,64 @@ def writing_cache(cache: Path) -> AbstractContextManager[None]:
 
 
 def made(path: Path, make: Callable[[Path], None], report: Report = no_report) -> Path:
-    """Returns a file or folder, which `make(draft)` makes first unless it is there; one process at a time.
-
-    A draft that a killed process has left is there for the next one.
-    """
+    """Returns a file, which `make(draft)` makes first unless it is there; one process at a time."""
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_name(f".{path.name}.lock").open("w") as lock:
-            _lock(lock.fileno(), path.name, report)
+        with sole_maker(path, report):
             if not path.exists():
                 with whole_file(path) as draft:
                     make(draft)
     return path
 
 
+def made_folder(path: Path, make: Callable[[Path], None], report: Report, usable: Callable[[Path], bool]) -> Path:
+    """Returns a folder, which `make(draft)` makes first unless it is there and usable; one process at a time.
+
+    A draft that a killed process has left is there for the next one; links in it lead elsewhere, and are removed.
+    """
+    if not usable(path):
+        with sole_maker(path, report):
+            if not usable(path):
+                _remove(path)
+                draft = path.with_name(f"{DRAFT}{path.name}")
+                if draft.is_symlink() or not draft.is_dir():
+                    _remove(draft)
+                    draft.mkdir()
+                for entry in draft.rglob("*"):
+                    if entry.is_symlink() or entry.name.startswith(DRAFT):
+                        entry.unlink()
+                make(draft)
+                draft.rename(path)
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a folder or a link, not what the link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def sole_maker(path: Path, report: Report) -> Iterator[None]:
+    """Holds the lock of what is to be made at a path, which the system releases when this process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = open_for_writing(path.with_name(f".{path.name}.lock"))
+    try:
+        _lock(lock, path.name, report)
+        yield
+    finally:
+        os.close(lock)
+
+
 def made_json(path: Path, make: Callable[[], Any]) -> Any:
-    """Returns the JSON value in a file, which `make` makes first unless it is there."""
-    if not path.exists():
-        text = json.dumps(make(), ensure_ascii=False)
-        with whole_file(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Returns the JSON object in a file, which `make` makes first unless it is there whole."""
+    with suppress(FileNotFoundError, DamagedJson):
+        return read_json(path, dict[str, Any])
+    text = json.dumps(make(), ensure_ascii=False)
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+    return json.loads(text)
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:
@@ -63,14 +102,6 @@ def mapped_array(path: Path) -> npt.NDArray[Any]:
     """Returns the array in a file, mapped into memory."""
     array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
     return array
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a draft's path; the draft becomes `path` when the block has ended, so that no reader sees half a file."""
-    draft = path.with_name(f".partial-{path.name}")  # numpy wants its ending
-    yield draft
-    draft.replace(path)
 
 
 def _lock(file: int, name: str, report: Report) -> None:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
+from typing_extensions import Required, TypedDict
+
 from ..errors import ConfigurationError
+from ..json_files import read_json
 
 DEFECTS = "defects.json"  # in a store
 KINDS = {  # what is said of the line
@@ -67,6 +71,17 @@ def check_policy(
     return {kind: "refuse" if strict and word == "drop" else word for kind, word in policy.items()}
 
 
+class Found(TypedDict, total=False):
+    """Describes defects.json."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    lines: int
+    corpora: dict[str, dict[str, list[int]]]
+    counts: Required[dict[str, dict[str, int]]]
+    defects: list[Defect]
+
+
 class Defects:
     """Counts the defects of a corpus or a part of it by language and kind, and keeps the first ones of each."""
 
@@ -84,7 +99,7 @@ class Defects:
         for language, counts in content["counts"].items():
             self.counts.setdefault(language, Counter()).update(counts)
         for defect in content.get("defects", ()):
-            self._list(Defect(**defect))
+            self._list(defect if isinstance(defect, Defect) else Defect(**defect))
         self.refuse(policy)
 
     def _list(self, defect: Defect) -> None:
@@ -131,8 +146,8 @@ class Defects:
         (store / DEFECTS).write_text(text, encoding="utf-8")
 
     @classmethod
-    def read(cls, store: Path) -> tuple[Defects, dict[str, Any]]:
+    def read(cls, store: Path) -> tuple[Defects, Found]:
         """Returns the defects found when a store was made, and all of defects.json."""
-        found, content = cls(), json.loads((store / DEFECTS).read_text(encoding="utf-8"))
+        found, content = cls(), read_json(store / DEFECTS, Found)
         found.update(content, {})
         return found, content

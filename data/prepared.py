@@ -22,9 +22,10 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
+from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
-from .cache import cache_folder, made, writing_cache
-from .defects import DEFECTS, Defects
+from .cache import cache_folder, made_folder, writing_cache
+from .defects import DEFECTS, Defects, Found
 from .source import Report
 from .vocabulary import VocabularySource, keep_vocabularies, smaller_notice
 
@@ -35,25 +36,37 @@ RunAll = Callable[..., Iterator[Any]]
 """Yields `function(*job)` of each job, in order."""
 
 
-def prepared_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
-    """Returns a folder of the cache, and makes it first if it is not there.
+def prepared_folder(
+    cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report, description: type[Any]
+) -> Path:
+    """Returns a folder of the cache, and makes it first if it is not there, or its JSON is damaged.
 
     Args:
         make: fills the draft of the folder, where a process that was killed may have left files.
+        description: what its store.json holds.
 
     Raises:
         DiskError: the cache cannot be written.
     """
 
     def fill(draft: Path) -> None:
-        draft.mkdir(exist_ok=True)
         make(draft)
+        shutil.rmtree(draft / WORK, ignore_errors=True)
+
+    def usable(folder: Path) -> bool:
+        try:
+            read_json(folder / "store.json", description)
+            Defects.read(folder)
+        except FileNotFoundError:
+            return False
+        except DamagedJson as error:
+            report(f"{error}: it is made anew", 0, 0)
+            return False
+        return True
 
     cache = cache_folder(cache_dir)
     with writing_cache(cache):
-        folder = made(cache / name, fill, report)
-    shutil.rmtree(folder / WORK, ignore_errors=True)
-    return folder
+        return made_folder(cache / name, fill, report, usable)
 
 
 def digest_of(*content: object) -> str:
@@ -77,9 +90,7 @@ class PreparedSource(VocabularySource):
         self._store, self.prepared_defects = store, Defects.read(store.folder)[0].totals()
         self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
 
-    def _warn(
-        self, policy: Mapping[str, str], used: str, vocabularies: Mapping[str, tuple[int, Sized]]
-    ) -> dict[str, Any]:
+    def _warn(self, policy: Mapping[str, str], used: str, vocabularies: Mapping[str, tuple[int, Sized]]) -> Found:
         """Warns of what was left out when the store was made, and of vocabularies smaller than asked for.
 
         Args:

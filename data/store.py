@@ -20,12 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from ..disk import write_whole
+from ..json_files import json_rows, read_json
 from .cache import mapped_array, save_array
 from .source import fingerprint_of
 from .token_batches import width_of
@@ -110,6 +113,13 @@ class LanguageSummary:
         return sum(self.shards)
 
 
+class StoreDescription(TypedDict):
+    """Describes store.json."""
+
+    block: Annotated[int, Field(ge=1)]
+    languages: dict[str, LanguageSummary]
+
+
 class Store:
     """Reads a corpus.
 
@@ -119,11 +129,12 @@ class Store:
         block: pairs of a block.
     """
 
+    JSON = StoreDescription
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
-        self.block: int = self._description["block"]
-        self.languages = {c: LanguageSummary(**of) for c, of in self._description["languages"].items()}
+        description = read_json(folder / "store.json", StoreDescription)
+        self.block, self.languages = description["block"], description["languages"]
         self.source_vocabulary, self.target_vocabulary = read_both(folder)
         self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
         self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()
@@ -140,7 +151,7 @@ class Store:
         not noticed.
         """
         vocabularies = [path.read_bytes() for path in sorted(self.folder.glob("*.model"))]
-        numbers = json.dumps([self.block, self._description["languages"]]).encode()
+        numbers = json.dumps([self.block, {code: asdict(of) for code, of in self.languages.items()}]).encode()
         return fingerprint_of(numbers, *vocabularies)
 
     def blocks(self) -> list[list[int]]:
@@ -195,9 +206,7 @@ class Store:
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """Yields all held-out sentences of "dev" or "test", language after language."""
-        with (self.folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                yield HeldOutPair(*json.loads(line))
+        return json_rows(self.folder / f"{split}.jsonl", HeldOutPair)
 
 
 def shard_path(folder: Path, code: str, number: int, kind: str) -> Path:

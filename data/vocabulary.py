@@ -14,9 +14,9 @@ from typing import Any
 
 import sentencepiece
 
+from ..disk import whole_file
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
-from .cache import whole_file
 from .source import Batch, Source
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3

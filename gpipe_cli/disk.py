@@ -1,20 +1,27 @@
-"""Reads and writes the files of a run, and says which one is damaged or cannot be written, and why. No slow imports."""
+"""Opens every file that the program writes, and says which one cannot be written, and why. No slow imports.
+
+In a folder that others write to, or that came from elsewhere, any name may be a link to somebody's file. So a file is
+replaced by a new one of a name that nobody can guess (`whole_file`), or opened without following links.
+"""
 
 from __future__ import annotations
 
 import errno
-import json
+import logging
 import os
+import secrets
+import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
 FEW_BYTES = 16_384
+DRAFT = ".partial-"  # the names of drafts, which a killed process leaves, begin with it
 
 
 class DiskError(PlainError):
@@ -42,14 +49,49 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         wanted, named = path.absolute(), (_file_of(error) or path).absolute()
-        if not (str(named).startswith(str(wanted)) or wanted.is_relative_to(named)):  # drafts have longer names
+        if named.name.startswith(DRAFT):
+            named = wanted if named.parent == wanted.parent else named.parent
+        if not (named.is_relative_to(wanted) or wanted.is_relative_to(named)):
             raise  # about a file that is read
-        raise DiskError(cannot_write(path, error) + (f": {advice}" if advice else "")) from error
+        raise DiskError(cannot_write(named, error) + (f": {advice}" if advice else "")) from error
 
 
-def open_for_writing(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC) -> int:
-    """Returns a descriptor of the file itself, made if it is not there; a symbolic link in its place is an OSError."""
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Returns a descriptor of a regular file, without waiting; of a pipe or device, which may never end, an OSError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or (flags != os.O_RDONLY and found.st_nlink > 1):
+        os.close(descriptor)
+        is_file = stat.S_ISREG(found.st_mode)
+        why = "it has another name elsewhere, put a copy in its place" if is_file else "it is no regular file"
+        raise OSError(errno.EINVAL, why, str(path))
+    return descriptor
+
+
+def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:
+    """Returns a descriptor of the file itself, made if it is not there; a link in its place is an OSError."""
+    return open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW)
+
+
+def own_folder(path: Path) -> Path:
+    """Makes a folder of a run unless it is there; a symbolic link in its place is an OSError."""
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a new empty file, which takes the place of `path` when the block has ended: no reader sees half a file."""
+    draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}{path.suffix}")  # numpy wants its ending
+    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    try:
+        yield draft
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -58,35 +100,19 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with os.fdopen(open_for_writing(draft), "w", encoding="utf-8") as file:
-        file.write(text)
-    draft.replace(path)
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
-def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yields each line with its JSON object; None where the line holds none, because it is damaged."""
-    for line in lines:
+class LogFile(logging.FileHandler):
+    """Appends records to a file; they are lost where it cannot be opened, or is a link."""
+
+    def _open(self) -> TextIOWrapper:
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        yield line, row if isinstance(row, dict) else None
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
-    if not path.is_file():
-        return [], []
-    with path.open("rb") as file:
-        found = [row for _, row in json_lines(file)]
-    return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
-
-
-def skipped(path: Path, damaged: Sequence[int]) -> str:
-    """Returns one line about the damaged lines of a file."""
-    more = f" and {len(damaged) - 8} more" if len(damaged) > 8 else ""
-    return f"{path}: damaged and skipped: line {', '.join(map(str, damaged[:8]))}{more}"
+            descriptor = open_for_writing(Path(self.baseFilename))
+        except OSError:
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+        return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def prepare_directory(directory: Path) -> None:
@@ -104,7 +130,7 @@ def prepare_directory(directory: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> str:
     """Returns one line for the console: the file, the reason, and the room that is left where it should lie."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = error.strerror or str(error)
     return f"{path} cannot be written: {reason} ({room(path)})"
 
 

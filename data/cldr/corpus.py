@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from ...cpu import usable_cores
@@ -65,7 +66,8 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
         ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
         DiskError: the cache cannot be written.
     """
-    folder = prepared_folder(cache_dir, parameters.folder(), lambda draft: _build(parameters, draft, report), report)
+    make = partial(_build, parameters, report=report)
+    folder = prepared_folder(cache_dir, parameters.folder(), make, report, Store.JSON)
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)

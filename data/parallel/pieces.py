@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..cache import made_json, whole_file
+from ...disk import whole_file
+from ..cache import made_json
 from ..defects import KINDS, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from ...disk import whole_file
 from ...errors import ConfigurationError
-from ..cache import made_json, save_array, whole_file
+from ..cache import made_json, save_array
 from ..defects import KINDS, Defect, Defects
 from ..prepared import WORK, RunAll, in_processes
 from ..sampling import temperature_shares

@@ -117,7 +117,7 @@ class ParallelTextSource(PairSource):
 
         stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
         name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
-        return Store(prepared_folder(self._cache_dir, name, make, report))
+        return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
 
     def prepare(self, report: Report) -> None:
         """Prepares the text unless it is in the cache, opens it, and says what was left out."""

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from ...disk import write_whole
+from ...disk import whole_file, write_whole
 from ...errors import ConfigurationError
-from ..cache import made_json, save_array, whole_file
+from ..cache import made_json, save_array
 from ..defects import Defects
 from ..prepared import WORK, RunAll, in_processes
 from ..sampling import EvenSample

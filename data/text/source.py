@@ -11,8 +11,10 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from ...errors import ConfigurationError
+from ...json_files import read_json
 from ...typed_section import Count, Examples, Seed, Vocabulary
 from ..cache import mapped_array
 from ..defects import OF_TEXT, check_policy
@@ -52,6 +54,23 @@ class TokenFiles:
         return ids.reshape(places.shape)
 
 
+class TextPieceDescription(TypedDict):
+    """Describes one piece of a prepared text: its files, their tokens and what they were made of."""
+
+    name: str
+    documents: int
+    train: int
+    dev: int
+    digest: str
+
+
+class TextDescription(TypedDict):
+    """Describes store.json."""
+
+    end_token: str | None
+    pieces: list[TextPieceDescription]
+
+
 class TextStore:
     """Opens a prepared text; reads neither the tokens nor, with SentencePiece, anything large.
 
@@ -62,13 +81,13 @@ class TextStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.description = json.loads((folder / "store.json").read_text(encoding="utf-8"))
+        self.description = read_json(folder / "store.json", TextDescription)
         self.source_vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
         self.target_vocabulary = self.source_vocabulary
         self.train, self.dev = (self._tokens(split) for split in SPLITS)
 
     def _tokens(self, split: str) -> TokenFiles:
-        counts = {piece["name"]: piece[split] for piece in self.description["pieces"] if piece[split]}
+        counts = {piece["name"]: int(piece[split]) for piece in self.description["pieces"] if piece[split]}  # type: ignore[literal-required]  # of SPLITS
         return TokenFiles([self.folder / f"{name}.{split}.npy" for name in counts], list(counts.values()))
 
     def fingerprint(self) -> str:
@@ -162,7 +181,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         given = [] if self.form.tokenizer is None else [Path(self.form.tokenizer).expanduser()]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
         name = f"text-{digest_of(FORMAT, asdict(self.form), stats)}"
-        store = TextStore(prepared_folder(self._cache_dir, name, make, report))
+        store = TextStore(prepared_folder(self._cache_dir, name, make, report, TextDescription))
         self._use(store)
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}

@@ -7,8 +7,9 @@
         step_00000200.partial/              being written; what a killed run has left is removed at the next start
             part_<worker>.json              the files that one worker has written
         step_00000050.discarded/            about to be deleted
-        best.json                           the step with the best evaluation so far, and its loss
+        best.json                           written by earlier releases: the step with the best evaluation
 
+The newest manifest says which step has the best evaluation (`Progress.best_step`), so no kill can part the two.
 Files are keyed by layer name and nothing on disk depends on K: a worker of any partition opens the files of its own
 layers. `writer.py` writes this layout.
 """
@@ -17,22 +18,26 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import quote
 
+from pydantic import Field
+from typing_extensions import TypedDict
+
 from .. import __version__
+from ..disk import open_regular
 from ..errors import ConfigurationError
+from ..json_files import DamagedJson, read_json
 from ..layers import Owner
 
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+Json: TypeAlias = Any  # a value of JSON
 
 FORMAT = 3  # 2 has other names in its configuration, and no digests of vocabularies
 OLD_SECTIONS = {"schedule": "lr_schedule"}
@@ -70,27 +75,22 @@ class LayerFile:
     """Describes one layer's file, as the manifest has it.
 
     Attributes:
+        name: of the layer.
         bytes: size of the file.
         sha256: checksum of the whole file, in hexadecimal.
         parameters: names inside the layer, such as ``attention.query.weight``.
         tied: those of them that the file of another layer, their owner's, holds.
     """
 
+    name: str
     bytes: int
     sha256: str
     parameters: tuple[str, ...]
     tied: Mapping[str, Owner] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> LayerFile:
-        """Returns the file that `as_json` has described."""
-        tied = {name: Owner(*owner) for name, owner in content.get("tied", {}).items()}
-        return cls(content["bytes"], content["sha256"], tuple(content["parameters"]), tied)
-
     def as_json(self) -> dict[str, Any]:
         """Returns plain values, with the key "tied" only where there are ties."""
-        tied = {"tied": dict(self.tied)} if self.tied else {}
-        return {"bytes": self.bytes, "sha256": self.sha256, "parameters": list(self.parameters), **tied}
+        return {key: value for key, value in asdict(self).items() if value or key != "tied"}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class RunState:
     Attributes:
         data_position: the ``Batch.position`` to continue after (docs/design.md, "Data").
         schedule: state of the learning rate schedule.
-        scalars: values of the whole run: best loss so far, skipped updates, ….
+        scalars: values of the whole run: best loss so far and its step, skipped updates, ….
         configuration: the resolved configuration.
         data_fingerprint: of the training data; None where their source has none.
         vocabularies: the SHA-256 of each file in the run's folder of vocabularies.
@@ -108,10 +108,26 @@ class RunState:
 
     data_position: Json = None
     schedule: Json = None
-    scalars: Mapping[str, Json] = field(default_factory=dict)
-    configuration: Mapping[str, Json] = field(default_factory=dict)
+    scalars: Mapping[str, bool | int | float | None] = field(default_factory=dict)
+    configuration: Mapping[str, Mapping[str, Json] | str | float | None] = field(default_factory=dict)
     data_fingerprint: str | None = None
     vocabularies: Mapping[str, str] = field(default_factory=dict)
+
+
+class Best(TypedDict):
+    """Describes best.json."""
+
+    step: Annotated[int, Field(ge=0)]
+
+
+class Manifest(TypedDict):
+    """Describes manifest.json."""
+
+    format: int
+    step: Annotated[int, Field(ge=0)]
+    state: RunState
+    layers: Annotated[list[LayerFile], Field(min_length=1)]
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,7 @@ def locked(descriptor: int, kind: int) -> bool:
 
 def sha256_of(path: Path) -> str:
     checksum = hashlib.sha256()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while block := file.read(1 << 22):
             checksum.update(block)
     return checksum.hexdigest()
@@ -206,23 +222,23 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     """
     path = directory / "manifest.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if int(content["format"]) > FORMAT:
+        content = read_json(path, dict[str, Any])
+        if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise NewerFormat(
                 f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install "
                 "a later gpipe-cli. Nothing of the checkpoint was touched"
             )
-        layers = {entry["name"]: LayerFile.from_json(entry) for entry in content["layers"]}
-        state = RunState(**content["state"])
-        if content["format"] == 2:
-            state = replace(state, configuration=with_todays_names(state.configuration))
-        info = CheckpointInfo(directory, int(content["step"]), state, layers, content["versions"])
+        manifest = read_json(path, Manifest)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except NewerFormat:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} is damaged: {error.strerror or error}") from error
+    except DamagedJson as error:
+        raise CheckpointError(str(error)) from error
+    state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
+    if manifest["format"] == 2:
+        state = replace(state, configuration=with_todays_names(state.configuration))
+    info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
         raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
     return info
@@ -279,19 +295,25 @@ def require_whole(info: CheckpointInfo, layer: str) -> None:
 
 
 def best_step(run_dir: Path) -> int | None:
-    """Returns the step recorded as the best; None where there is none or its checkpoint is gone.
+    """Returns the step of the best evaluation, as the newest manifest says; None without, or if its checkpoint is gone.
 
     Raises:
-        CheckpointError: the record is damaged.
+        NewerFormat: a later release has written that manifest.
+        CheckpointError: the record of an earlier release is damaged.
     """
-    path = checkpoints_directory(run_dir) / "best.json"
-    try:
-        step = int(json.loads(path.read_text(encoding="utf-8"))["step"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): delete it; the next best result writes it anew") from error
-    return step if step_directory(run_dir, step).is_dir() else None
+    step: float | None = None
+    for directory in reversed(step_directories(run_dir)):
+        with suppress(CheckpointError):
+            step = read_manifest(directory).state.scalars.get("best_step")
+            break
+    if step is None:
+        try:
+            step = read_json(checkpoints_directory(run_dir) / "best.json", Best)["step"]
+        except FileNotFoundError:
+            return None
+        except (OSError, DamagedJson) as error:
+            raise CheckpointError(f"{error}: delete it; the next best result takes its place") from error
+    return int(step) if step_directory(run_dir, int(step)).is_dir() else None
 
 
 # --- finding one ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from ..disk import whole_file
 from ..layers import AGAIN, Owner, own_name
 from . import files
 from .files import CheckpointError, CheckpointInfo, LayerFile
@@ -202,14 +203,12 @@ def write_layer(directory: Path, step: int, name: str, state: LayerState) -> Lay
             else:
                 values.setdefault(parameter, {})[key] = value
     path = files.layer_path(directory, name)
-    temporary = files.with_suffix(path, ".tmp")
-    save_tensors(tensors, temporary, {"layer": name, "step": str(step), "optimizer": json.dumps(values)})
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-    checksum = files.sha256_of(temporary)
-    temporary.replace(path)
-    return LayerFile(size, checksum, (*state.weights, *state.tied), state.tied)
+    with whole_file(path) as draft:
+        save_tensors(tensors, draft, {"layer": name, "step": str(step), "optimizer": json.dumps(values)})
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+    return LayerFile(name, size, files.sha256_of(path), (*state.weights, *state.tied), state.tied)
 
 
 def load_layer(info: CheckpointInfo, name: str) -> LayerState:

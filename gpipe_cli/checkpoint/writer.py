@@ -21,10 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 from .. import __version__
-from ..disk import DiskError, Vanished, cannot_write, open_for_writing, writing
+from ..disk import DRAFT, DiskError, Vanished, cannot_write, own_folder, whole_file, writing
+from ..json_files import read_json
 from .files import (
     DISCARDED,
     FORMAT,
@@ -91,12 +93,11 @@ class CheckpointWriter:
         self._raise_failure()
         return self._finished_step
 
-    def commit(self, step: int, state: RunState, workers: int, best: float | None = None) -> CheckpointInfo:
+    def commit(self, step: int, state: RunState, workers: int) -> CheckpointInfo:
         """Makes the checkpoint complete (worker 0, once all workers have reported ``step``), then prunes older ones.
 
         Args:
             workers: the number of workers that wrote a part.
-            best: the evaluation loss, if this checkpoint is the best so far.
 
         Raises:
             CheckpointError: what was saved is not the whole model, or a file is missing; the checkpoint stays partial.
@@ -106,7 +107,6 @@ class CheckpointWriter:
         final = step_directory(self._run_dir, step)
         with self._told("completing", final):
             self._complete(CheckpointInfo(final, step, state, {}, versions(self._device)), workers)
-            self._record_best(step, best)
         self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
         return read_manifest(final)
 
@@ -114,8 +114,7 @@ class CheckpointWriter:
         directory, parts = partial_directory(self._run_dir, info.step), range(workers)
         written: dict[str, LayerFile] = {}
         for path in (part_path(directory, worker) for worker in parts):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            written |= {name: LayerFile.from_json(file) for name, file in content.items()}
+            written |= {file.name: file for file in read_json(path, list[LayerFile])}
         saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
         expected = {*self._model, *(f"{layer}.{name}" for layer, names in self._model.items() for name in names)}
         if saved != expected:
@@ -132,20 +131,13 @@ class CheckpointWriter:
         final = directory.rename(step_directory(self._run_dir, info.step))
         sync_directory(final.parent)
 
-    def amend(self, step: int, state: RunState, best: float | None = None) -> None:
-        """Replaces the progress in the complete checkpoint of ``step`` (worker 0); ``best`` as in `commit`."""
+    def amend(self, step: int, state: RunState) -> None:
+        """Replaces the progress in the complete checkpoint of ``step`` (worker 0)."""
         directory = step_directory(self._run_dir, step)
         with self._told("amending", directory):
             info = read_manifest(directory)  # whose other values belong to its layers
             write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
-            self._record_best(step, best)
-        if best is not None:  # the former best one may go
-            self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
-
-    def _record_best(self, step: int, loss: float | None) -> None:
-        """Records a complete checkpoint as the best; pruning keeps it until another is recorded."""
-        if loss is not None:
-            write_json(checkpoints_directory(self._run_dir) / "best.json", {"step": step, "loss": loss})
+        self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))  # the former best one may go
 
     def wait(self) -> None:
         """Returns when everything begun is on disk: before the last report, and at the end of the run."""
@@ -156,17 +148,15 @@ class CheckpointWriter:
         directory = partial_directory(self._run_dir, step)
         try:
             with self._told("writing", directory):
-                for folder in (directory.parent, directory, directory / "layers"):  # but never the run directory
-                    folder.mkdir(exist_ok=True)
-                written = {name: write_layer(directory, step, name, state) for name, state in layers.items()}
+                directory.parent.mkdir(exist_ok=True)  # but never the run directory
+                own_folder(own_folder(directory) / "layers")
+                written = [write_layer(directory, step, name, state) for name, state in layers.items()]
                 sync_directory(directory / "layers")
-                content = {name: file.as_json() for name, file in written.items()}
-                write_json(part_path(directory, self._worker), content)
+                write_json(part_path(directory, self._worker), [file.as_json() for file in written])
         except DiskError:
             for path in (layer_path(directory, name) for name in layers):  # room for other files: the rest is useless
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
-                    with_suffix(path, ".tmp").unlink(missing_ok=True)
             raise
         self._finished_step = step
 
@@ -193,12 +183,10 @@ class CheckpointWriter:
 
 def write_json(path: Path, value: object) -> None:
     """Replaces ``path`` so that a kill leaves either the old content or the new."""
-    temporary = with_suffix(path, ".tmp")
-    with os.fdopen(open_for_writing(temporary), "w", encoding="utf-8") as file:
+    with whole_file(path) as draft, draft.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
     sync_directory(path.parent)
 
 
@@ -225,7 +213,7 @@ def part_path(directory: Path, worker: int) -> Path:
 def write_manifest(info: CheckpointInfo) -> None:
     """Writes the manifest of a checkpoint whose files are all there."""
     layers = [
-        {"name": name, "file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
+        {"file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
         for name, file in info.layers.items()
     ]
     content = {"format": FORMAT, "step": info.step, "state": asdict(info.state), "versions": dict(info.versions)}
@@ -262,9 +250,9 @@ def prune(run_dir: Path, keep: int) -> None:
 def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     """Prepares the run directory, once, before any worker saves.
 
-    Partial checkpoints of a killed run are removed. Checkpoints later than the one resumed from (they were damaged, or
-    the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the directory
-    always holds one training.
+    Partial checkpoints and drafts of a killed run are removed. Checkpoints later than the one resumed from (they were
+    damaged, or the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the
+    directory always holds one training.
 
     Raises:
         CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
@@ -278,6 +266,9 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
         sync_directory(folder)
     _delete(run_dir, PARTIAL)
     _delete(run_dir, DISCARDED)
+    for draft in chain(home.rglob("*.tmp"), home.rglob(f"{DRAFT}*"), home.parent.glob(f"{DRAFT}*")):
+        with suppress(OSError):
+            draft.unlink()
     for directory in existing:
         if resumed is not None and step_of(directory) > resumed.step:
             _discard(directory)

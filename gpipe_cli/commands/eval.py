@@ -9,7 +9,8 @@ step=N            of a run: the checkpoint of step N; step=best: the one with th
 split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
 output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
                   source, reference and output of each sentence, with tabs between
-trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
+trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers], and keys whose files
+                  it may read, such as trust=[data.root]
 compare=[RUNS]    shows quality over languages (the paper's figure 3) and levels of resource, from the newest report
                   of each run, also as output=DIR/report.html (default: comparison). A sweep stands for its runs;
                   RUN/evaluations/NAME chooses one report
@@ -67,7 +68,10 @@ def evaluate(words: Sequence[str]) -> int:
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
     run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ()))
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
+    run.require_named_paths()
     folder = Path(line.own.get("output", default))
+    if "output" not in line.own and default.resolve() != run.info.run_dir.resolve() / "evaluations" / default.name:
+        raise ConfigurationError(f"{default} is a link to another place: name one by output=DIR")
     require_writable("output", folder)
     name = run.prepared.settings.name or run.info.run_dir.name
     about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.checkpoint.files import CheckpointInfo, choose, with_suffix
-from gpipe_cli.disk import writing
+from gpipe_cli.checkpoint.files import CheckpointInfo, choose
+from gpipe_cli.disk import whole_file, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import read_words, run_command, show, to_stderr
 
@@ -61,15 +61,9 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     from gpipe_cli.checkpoint.layer_state import export_state_dict, save_tensors
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = with_suffix(output, ".tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.open("xb").close()
-    try:
+    with whole_file(output) as draft:
         weights = export_state_dict(info, average)
-        save_tensors(weights, temporary, {"format": "pt", "step": str(info.step)})
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+        save_tensors(weights, draft, {"format": "pt", "step": str(info.step)})
     numbers = sum(tensor.numel() for tensor in weights.values())
     return (
         f"{output}: {len(weights)} tensors of {len(info.layers)} layers, {numbers:,} numbers, "

@@ -99,6 +99,8 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
     if vocabulary_file(vocabularies).is_file():
         target = f"gpipe_cli.data.vocabulary.{source}"
         config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
+    else:
+        run.require_named_paths()
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
 
 

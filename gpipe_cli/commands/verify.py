@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpipe_cli.disk import write_whole
 from gpipe_cli.terminal.command import FAILED
 from gpipe_cli.terminal.runs import ERROR_FILE
 from gpipe_cli.terminal.text import text_table
@@ -57,9 +58,9 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
         console.say(line)
     evaluation = {f"{name}, largest difference": largest(report, name) for name in ("gradients", "weights after")}
     summary = {"loss": report["loss"], "evaluation": evaluation, "stopped_by": "steps"}
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
     if not report["agrees"]:
-        (run_dir / ERROR_FILE).write_text(f"{[*report['findings'], report['verdict']][0]}\n", encoding="utf-8")
+        write_whole(run_dir / ERROR_FILE, f"{[*report['findings'], report['verdict']][0]}\n")
     return 0 if report["agrees"] else FAILED
 
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import get_object
+from typing_extensions import TypedDict
 
 from ..config import Settings
 from ..data.cache import cache_folder, made, writing_cache
+from ..json_files import DamagedJson, read_json
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, LayerTimes
@@ -30,6 +31,14 @@ from .build import boundary_type_of, build_autocast, build_task
 
 FORMAT = 5  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
+
+
+class KeptCost(TypedDict):
+    """Describes one layer in a file."""
+
+    name: str
+    parameters: int
+    seconds: LayerTimes
 
 
 def profile_file(
@@ -55,8 +64,11 @@ def profile_file(
     return cache_folder(None) / "profiles" / f"{digest[:32]}.json"
 
 
-def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[LayerCost]:
-    """Returns the costs in a file, which are measured first unless it is there.
+def kept_costs(file: Path, names: Sequence[str], measure: Callable[[], Sequence[LayerCost]]) -> list[LayerCost]:
+    """Returns the costs in a file, which are measured first unless it is there whole.
+
+    Args:
+        names: of the layers.
 
     Raises:
         DiskError: the cache cannot be written.
@@ -66,20 +78,16 @@ def kept_costs(file: Path, measure: Callable[[], Sequence[LayerCost]]) -> list[L
         rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": asdict(cost.times)} for cost in measure()]
         draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
-    def read() -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = json.loads(made(file, write).read_text(encoding="utf-8"))
-        return rows
-
     with writing_cache(file.parent):
-        try:
-            rows = read()
-        except (json.JSONDecodeError, UnicodeDecodeError):  # a crash of the machine left a part of it
+        rows = None
+        with suppress(DamagedJson):
+            rows = read_json(made(file, write), list[KeptCost])
+        if rows is None or [row["name"] for row in rows] != [*names]:  # a crash of the machine left a part of it
             file.unlink()
-            rows = read()
-    times = [LayerTimes(**row["seconds"]) for row in rows]
+            rows = read_json(made(file, write), list[KeptCost])
     return [
-        LayerCost(row["name"], row["parameters"], None, None, each.total, measured=each)
-        for row, each in zip(rows, times, strict=True)
+        LayerCost(row["name"], row["parameters"], None, None, row["seconds"].total, measured=row["seconds"])
+        for row in rows
     ]
 
 
@@ -116,7 +124,7 @@ def profiled_costs(
 
     if file.exists():
         say(f"profile of the layers from {file}; remove the file to measure anew")
-    return kept_costs(file, measured)
+    return kept_costs(file, [builder.name for builder in builders], measured)
 
 
 def device_name(device: torch.device) -> str:

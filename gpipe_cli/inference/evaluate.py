@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..disk import write_whole
+from ..disk import own_folder, write_whole
 from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..metrics.records import Evaluation, Sample
@@ -41,8 +41,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
-    for old in context.run_dir.glob("translations/*.txt"):
-        old.unlink()  # of languages that were evaluated here before
     write_translations(result.translations, context.run_dir / "translations")
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -67,11 +65,17 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
 
 
 def write_translations(translations: Sequence[Sample], folder: Path) -> None:
-    """Writes LANGUAGE.txt: source, reference and output of each sentence, with tabs between, one sentence a line."""
+    """Writes LANGUAGE.txt: source, reference and output of each sentence, with tabs between, one sentence a line.
+
+    Files of languages that were evaluated here before are removed.
+    """
+    if translations or folder.exists():
+        own_folder(folder)
+    for old in folder.glob("*.txt"):
+        old.unlink()
     lines: dict[str, list[str]] = {}
     for of in translations:
         texts = (" ".join(text.split()) for text in (of.source, of.reference, of.output))
         lines.setdefault(of.language, []).append("\t".join(texts) + "\n")
     for language, of_language in lines.items():
-        folder.mkdir(exist_ok=True)
         write_whole(folder / f"{language}.txt", "".join(of_language))

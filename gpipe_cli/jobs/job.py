@@ -29,6 +29,7 @@ from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
+from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
@@ -323,7 +324,7 @@ def end_sweep(sweep: Sweep) -> int:
     table = compare(runs)
     document = table.document(sweep.directory)
     content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
-    (sweep.directory / "sweep.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(sweep.directory / "sweep.json", json.dumps(content, indent=1) + "\n")
     missing = (sweep.jobs or 0) - len(runs)
     more = f"\n{missing} more were not started" if missing > 0 else ""
     with suppress(OSError):

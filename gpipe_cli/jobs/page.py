@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.disk import json_lines
+from gpipe_cli.json_files import json_lines
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run

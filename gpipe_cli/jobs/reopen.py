@@ -5,7 +5,8 @@
     launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
-What depends on the machine is chosen anew unless it is typed: as many workers as there are devices, and one replica.
+What depends on the machine is chosen anew unless it is typed: as many workers as there are devices, one replica, and
+this machine's cache.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ANEW: Mapping[str, Any] = {
     "pipeline.replicas": 1,
     "pipeline.partition": "auto",  # sizes may be for another number of cells
     "pipeline.keep": None,  # and so may these
+    "data.cache_dir": None,  # this machine's, not a folder that a stranger has filled
     "checkpoint.resume": None,
     "checkpoint.init_from": None,
     "launch.inline": False,
@@ -46,11 +48,17 @@ class Reopened:
         info: the checkpoint.
         prepared: the checked configuration, overrides applied.
         warnings: about newer checkpoints that are damaged.
+        named: keys that were typed, and what is trusted.
     """
 
     info: CheckpointInfo
     prepared: Prepared
     warnings: list[str]
+    named: Sequence[str]
+
+    def require_named_paths(self) -> None:
+        """Refuses to read files that only the checkpoint names (`trust.refuse_unnamed_paths`)."""
+        trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, self.info.path)
 
 
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:
@@ -73,7 +81,8 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     config = _with_overrides(info.state.configuration, words)
     names = [*trusted, *trust.typed_names(words)]
     trust.refuse_foreign(plain(config), names, info.path)
-    return Reopened(info, prepare(config, trusted=names), warnings)
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    return Reopened(info, prepare(config, trusted=names), warnings, [*trusted, *keys])
 
 
 def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:
@@ -90,7 +99,8 @@ def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictCo
         for group in (override.key_or_group for override in overrides if override not in values):
             config[group] = default[group]
         for key, value in ANEW.items():
-            OmegaConf.update(config, key, value)
+            if OmegaConf.select(config, key) is not None:
+                OmegaConf.update(config, key, value)
         if sweep := next((override for override in overrides if override.is_sweep_override()), None):
             raise ConfigurationError(f"{sweep.input_line} is a sweep: give one value")
         typed = {override.key_or_group for override in values}
@@ -112,6 +122,6 @@ def _with_new_keys(recorded: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     config = {key: recorded.get(key, value) for key, value in defaults.items()}
     for section, kind in TYPED.items():
         known = {field.name for field in fields(kind)}
-        saved = {key: value for key, value in recorded.get(section, {}).items() if key in known}
-        config[section] = {**defaults[section], **saved}
+        saved = values if isinstance(values := recorded.get(section), Mapping) else {}
+        config[section] = {**defaults[section], **{key: value for key, value in saved.items() if key in known}}
     return config

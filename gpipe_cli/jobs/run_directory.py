@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,9 +20,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import latest, locked, read_manifest, step_directories
-from gpipe_cli.disk import DiskError, prepare_directory, read_rows, write_whole, writing
+from gpipe_cli.disk import DiskError, open_for_writing, own_folder, prepare_directory, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.torchrun import is_first
+from gpipe_cli.json_files import read_rows
 from gpipe_cli.launch.join import restart_count
 from gpipe_cli.launch.report import Failure, WorkerFailed, take_failure
 from gpipe_cli.terminal.runs import ERROR_FILE
@@ -47,7 +49,7 @@ def sole_writer(run_dir: Path) -> Iterator[None]:
         return
     path, until = run_dir / "run.lock", time.monotonic() + (ENDING_SECONDS if restart_count() else 0.0)
     with writing(path):
-        file = path.open("a")
+        file = os.fdopen(open_for_writing(path))
     with file:
         while not locked(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             if time.monotonic() > until:
@@ -133,13 +135,13 @@ class RunRecord:
             self.is_open = False
             return
         with suppress(OSError):  # it may lie on the disk that is the cause
-            (self._run_dir / ERROR_FILE).write_text(f"{error}\n", encoding="utf-8")
+            write_whole(self._run_dir / ERROR_FILE, f"{error}\n")
 
     def _write(self) -> None:
         with writing(self._run_dir):
-            (self._run_dir / ".hydra").mkdir(exist_ok=True)
+            folder = own_folder(self._run_dir / ".hydra")
             for name, content in self._files.items():
-                write_whole(self._run_dir / ".hydra" / name, OmegaConf.to_yaml(content))
+                write_whole(folder / name, OmegaConf.to_yaml(content))
             (self._run_dir / ERROR_FILE).unlink(missing_ok=True)
         self.is_open = True
 
@@ -167,7 +169,7 @@ class Restarts:
         if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
             (run_dir / RESTARTS).unlink(missing_ok=True)
         self._found = _saved(run_dir)
-        self.records = read_rows(run_dir / RESTARTS)[0]
+        self.records = read_rows(run_dir / RESTARTS, dict[str, Any])[0]
 
     def run(self, start: Callable[[dict[str, Any]], Any]) -> Any:
         """Calls ``start`` with the settings of each start, and returns its result.

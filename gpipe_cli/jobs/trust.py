@@ -18,6 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.config import KINDS
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.typed_section import typed
 
 OURS = {  # of models, data and tasks
     *KINDS,
@@ -25,6 +26,7 @@ OURS = {  # of models, data and tasks
     "gpipe_cli.models.traced.layers.layers",
     "gpipe_cli.tasks.own_loss.OwnLossTask",
 }
+PATHS = ("root", "evaluation_root", "tokenizer", "train", "dev", "test")  # keys of data that name files to read
 SECTIONS = ("model", "data", "task")  # optimizer and lr_schedule are not built without training
 
 
@@ -78,6 +80,25 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
         raise ConfigurationError(
             f"{checkpoint} wants to call {', '.join(foreign)}: code that is not part of gpipe-cli is called "
             f"only when you name it. If you know it and trust it, type trust=[{everything}]"
+        )
+
+
+def refuse_unnamed_paths(data: Mapping[str, Any], named: Sequence[str], checkpoint: Path) -> None:
+    """Refuses to read files that a checkpoint's configuration names, and the user does not.
+
+    Args:
+        data: the section.
+        named: the keys that were typed, and those of `trust=`.
+
+    Raises:
+        ConfigurationError: it names the keys with their values, and what to type.
+    """
+    found = {f"data.{key}": data[key] for key in PATHS if data.get(key) is not None and not [*targets(data[key])]}
+    if unnamed := [key for key in found if not {key, "data"} & {*named}]:
+        words = " ".join(f"{key}={typed(found[key])}" for key in unnamed)
+        raise ConfigurationError(
+            f"{checkpoint} was trained on files that it names: {words}. They are read only when you name them: type "
+            f"these words, or trust=[{','.join(unnamed)}]"
         )
 
 

@@ -116,7 +116,7 @@ def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns a text for the console."""
     path = error_path(directory, failure.rank)
     try:
-        directory.mkdir(exist_ok=True)
+        disk.own_folder(directory)
         disk.write_whole(path, json.dumps(asdict(failure), indent=1))
     except OSError as full:
         return f"{failure.text}\n({disk.cannot_write(directory, full)})"

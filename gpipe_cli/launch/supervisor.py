@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
-from gpipe_cli.disk import writing
+from gpipe_cli.disk import own_folder, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, Places, unnamed_memory
@@ -239,7 +239,7 @@ class _Watch:
     def __post_init__(self) -> None:
         self.directory = self.job.run_dir.absolute() / "workers"
         with writing(self.directory):
-            self.directory.mkdir(exist_ok=True)
+            own_folder(self.directory)
         self.processes = _Processes(self.job, self.directory)
         self._last_progress = time.monotonic()
 

@@ -212,7 +212,7 @@ def redirect_output(log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     with writing(log):
-        output = open_for_writing(log, os.O_WRONLY | os.O_APPEND)
+        output = open_for_writing(log)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, number in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, number)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
-from ..disk import DiskError, Vanished, cannot_write, skipped, write_whole, writing
+from ..disk import DiskError, Vanished, cannot_write, own_folder, write_whole, writing
 from ..distributed.pipeline import Pipeline
+from ..json_files import skipped
 from ..tasks.base import Task
 from .board import TensorBoard
 from .breakdown import mean_breakdown
@@ -197,7 +198,7 @@ class Journal(Notices):
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in table]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         with self._tried(path):
-            path.parent.mkdir(exist_ok=True)
+            own_folder(path.parent)
             write_whole(path, json.dumps(trace(step, recordings, placement, layers)) + "\n")
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
         self._draw(f"step_{step:06d}", f"step {step} as measured", recordings)
@@ -213,7 +214,7 @@ class Journal(Notices):
         with self._tried(path.parent):
             drawing = draw_step(f"{self._pipeline.kind}, {title}", recordings, self._pipeline)
             if drawing is not None:
-                path.parent.mkdir(exist_ok=True)
+                own_folder(path.parent)
                 drawing.save(path)
                 self._track("picture", name, path)
 

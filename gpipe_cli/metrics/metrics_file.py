@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..disk import Vanished, json_lines, open_for_writing, writing
+from ..disk import Vanished, open_for_writing, writing
+from ..json_files import json_lines
 
 
 class MetricsFile:
@@ -56,7 +57,7 @@ class MetricsFile:
 
 
 def _open(path: Path) -> io.FileIO:
-    return io.FileIO(open_for_writing(path, os.O_RDWR | os.O_APPEND), "r+")
+    return io.FileIO(open_for_writing(path), "r+")
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:

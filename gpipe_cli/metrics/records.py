@@ -18,7 +18,7 @@ class Progress:
     Attributes:
         step: number of updates, including skipped ones.
         skipped, skipped_in_a_row: updates left out because a loss or gradient was not finite.
-        best: the lowest evaluation loss so far.
+        best, best_step: the lowest evaluation loss so far, and its step, whose checkpoint is kept; None: none is.
         evaluations_since_best: for early stopping.
         evaluation_due: the evaluation after this step has not been completed; a resumed run begins with it.
         loss: of the last finite step.
@@ -31,6 +31,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     best: float = math.inf
+    best_step: int | None = None
     evaluations_since_best: int = 0
     evaluation_due: bool = False
     loss: float = math.nan

@@ -146,7 +146,8 @@ class Planner:
                 file = profile_file(self.builders, micro_batch, self.settings, present_device(self._section))
             if timed is not None or file.exists():
                 model.notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
-                return kept_costs(file, lambda: [] if timed is None else timed.costs)
+                names = [builder.name for builder in self.builders]
+                return kept_costs(file, names, lambda: [] if timed is None else timed.costs)
         return [
             LayerCost(builder.name, facts.parameter_count, None, None, times.total, measured=times)
             for builder, facts, times in zip(self.builders, model.layers, self._times.layers(model), strict=True)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from gpipe_cli.disk import read_rows, skipped
+from gpipe_cli.json_files import read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
 from gpipe_cli.terminal.text import percent

@@ -181,7 +181,7 @@ class Trainer:
         """Saves and evaluates when it is time; True when the run should end early."""
         progress = self.progress
         if _is_time(self.settings.checkpoint.every, progress.step):
-            self._save(is_best=False)
+            self._save()
         if progress.evaluation_due:
             self._evaluate_and_save()
         self._stop_early()
@@ -196,7 +196,7 @@ class Trainer:
         """Evaluates, and saves the best; a checkpoint of this step that is there notes that it has been evaluated."""
         is_best = self._evaluate(final=False)
         if is_best or self.saver.saved_step == self.progress.step:
-            self._save(is_best)
+            self._save()
 
     def _evaluate(self, final: bool, counts: bool = True) -> bool:
         """Evaluates the averaged weights, or the weights; True when this is the best evaluation loss so far.
@@ -227,21 +227,21 @@ class Trainer:
             progress.evaluations_since_best += counts
             return False
         progress.best, progress.evaluations_since_best = result.loss, 0
+        progress.best_step = progress.step or None
         return progress.step > 0
 
-    def _save(self, is_best: bool) -> None:
+    def _save(self) -> None:
         with self.where.doing("saving a checkpoint"):
-            self.saver.begin(self.exchange, asdict(self.progress), self.batches.position, is_best)
+            self.saver.begin(self.exchange, asdict(self.progress), self.batches.position)
 
     def _finish(self) -> None:
         progress = self.progress
-        is_best = False
         evaluated = self._evaluated == (progress.step, self.evaluator.effort(final=True))  # by early stopping
         if progress.stopped_by != "request" and not evaluated:
             was_due, progress.evaluation_due = progress.evaluation_due, True
-            self._save(is_best)
-            is_best = self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
-        self._save(is_best)
+            self._save()
+            self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
+        self._save()
         self.saver.finish(self.exchange)
 
     def draw(self) -> None:

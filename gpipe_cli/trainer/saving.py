@@ -33,7 +33,7 @@ class Saver:
     updater: Updater
     state: RunState
     saved_step: int = -1
-    _pending: tuple[int, RunState, float | None] | None = None
+    _pending: tuple[int, RunState] | None = None
     _saved: Path | None = None
 
     @property
@@ -45,7 +45,7 @@ class Saver:
         """Returns the exchange's fields: the last step that each worker has written, plus one."""
         return {"written": self.world.workers}
 
-    def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any, is_best: bool) -> None:
+    def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any) -> None:
         """Copies the worker's layers and writes them in the background, after the save before has ended.
 
         Where the layers of this step are saved already only the progress is replaced.
@@ -59,12 +59,11 @@ class Saver:
             # None, in place of infinity and NaN, stands for the default, which is one of them.
             scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
         )
-        best = float(progress["best"]) if is_best else None
         if step == self.saved_step:
             if self.world.rank == 0 and self.writer is not None:
-                self.writer.amend(step, state, best)
+                self.writer.amend(step, state)
             return
-        self.saved_step, self._pending = step, (step, state, best)
+        self.saved_step, self._pending = step, (step, state)
         layers = self.updater.layer_states(keep=self.writer is not None)
         if self.writer is not None:
             self.writer.begin(step, layers)
@@ -78,10 +77,10 @@ class Saver:
         """Completes the checkpoint, on rank 0, once all workers have written."""
         if self._pending is None or not bool((exchange.total["written"] == self._pending[0] + 1).all()):
             return
-        step, state, best = self._pending
+        step, state = self._pending
         self._pending = None
         if self.world.rank == 0 and self.writer is not None:
-            self._saved = self.writer.commit(step, state, self.world.workers, best).path
+            self._saved = self.writer.commit(step, state, self.world.workers).path
 
     def finish(self, exchange: Exchange) -> None:
         """Waits until the checkpoint that was begun is complete; every worker calls it at the same place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from hashlib import blake2b
 from typing import Any
 
@@ -66,8 +67,9 @@ def assemble_training(
         prepare_directory(context.run_dir, resumed)
     progress, position = Progress(), None
     if resumed is not None:
-        scalars: dict[str, Any] = {key: value for key, value in resumed.state.scalars.items() if value is not None}
-        progress, position = Progress(step=resumed.step, **scalars), resumed.state.data_position
+        saved, known = resumed.state.scalars, (each.name for each in fields_of(Progress))
+        scalars: dict[str, Any] = {key: saved[key] for key in known if saved.get(key) is not None}
+        progress, position = Progress(**{**scalars, "step": resumed.step}), resumed.state.data_position
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
     for cell in assembly.cells:
         cell.guard_buffers()

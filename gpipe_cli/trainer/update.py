@@ -200,7 +200,10 @@ class Updater:
         replay(self._lr_schedule, info.step)
         before, now = info.state, rates(self.optimizer)
         if all(before.configuration.get(key) == settings.get(key) for key in ("optimizer", "lr_schedule")):
-            saved = [group["lr"] for group in cast(Any, before.schedule)["optimizer_groups"]]
+            try:
+                saved = [float(group["lr"]) for group in cast(Any, before.schedule)["optimizer_groups"]]
+            except (TypeError, KeyError, ValueError) as error:
+                raise CheckpointError(f"{info.path}/manifest.json is damaged: state.schedule: {error}") from error
             if len(saved) != len(now) or not all(map(math.isclose, saved, now)):
                 raise CheckpointError(f"{info.path}: its learning rates were {saved}, now {now}")
 

@@ -24,6 +24,7 @@ from ..checkpoint.files import checkpoints_directory, latest
 from ..config import Settings
 from ..data.source import Source, no_report
 from ..difference import Quantity
+from ..disk import write_whole
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_source, build_task
@@ -79,7 +80,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     if report is None:
         return None
     report = dataclasses.replace(report, itself=itself)
-    (context.run_dir / "verify.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    write_whole(context.run_dir / "verify.json", json.dumps(report.as_json(), indent=1) + "\n")
     return report.as_json()
 
 
@@ -197,7 +198,7 @@ class Verification:
     def _resume(self, trainer: Trainer) -> Trainer:
         """Saves a checkpoint, makes every weight wrong, and continues from the checkpoint as a resumed run does."""
         position = trainer.batches.position
-        trainer.saver.begin(trainer.exchange, dataclasses.asdict(trainer.progress), position, is_best=False)
+        trainer.saver.begin(trainer.exchange, dataclasses.asdict(trainer.progress), position)
         trainer.saver.finish(trainer.exchange)
         self._watch.forget()
         wait_for_all(self._world)

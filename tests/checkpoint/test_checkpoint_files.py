@@ -51,6 +51,29 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def sparse(path: Path) -> None:
+    os.truncate(path, 1 << 40)
+
+
+def replaced(old: str, new: str) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        text = re.sub(old, new, path.read_text(), flags=re.DOTALL)
+        assert text != path.read_text()
+        path.write_text(text)
+
+    return replace
+
+
 def adjust_sums(checkpoint: Path) -> None:
     """Writes the sizes and checksums of the files into the manifest, as a person who tampers with them would."""
     content = json.loads((checkpoint / "manifest.json").read_text())
@@ -135,6 +158,9 @@ def arm(point):
         checkpoint_writer.write_manifest = die
     elif point == "rename":
         Path.rename = die
+    elif point == "renamed":
+        rename = Path.rename
+        Path.rename = lambda *paths: die(rename(*paths))
     elif point == "pruning":
         def half(directory, **_):
             next(Path(directory).rglob("*.safetensors")).unlink()
@@ -150,7 +176,7 @@ def run(run_dir, point):
             arm(point)
         writer.begin(step, {name: layer_state(layer, None) for name, layer in layers.items()})
         writer.wait()
-        writer.commit(step, RunState(), 1)
+        writer.commit(step, RunState(scalars={"best_step": step}), 1)
         writer.wait()
 
 for point in sys.argv[2:]:
@@ -167,15 +193,16 @@ for point in sys.argv[2:]:
 def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that saved step 1, and were killed with SIGKILL at a named point of saving step 2."""
     home = tmp_path_factory.mktemp("killed")
-    points = ["layer file", "part", "manifest", "rename", "pruning"]
+    points = ["layer file", "part", "manifest", "rename", "renamed", "pruning"]
     subprocess.run([sys.executable, "-c", KILLED_RUNS, str(home), *points], check=True, timeout=300)
     return home
 
 
 @pytest.mark.parametrize(
-    ("point", "survivor"), [("layer file", 1), ("part", 1), ("manifest", 1), ("rename", 1), ("pruning", 2)]
+    ("point", "survivor"),
+    [("layer file", 1), ("part", 1), ("manifest", 1), ("rename", 1), ("renamed", 2), ("pruning", 2)],
 )
-def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
+def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint_and_the_best(
     point: str, survivor: int, killed_runs: Path
 ) -> None:
     run_dir = killed_runs / point
@@ -186,8 +213,10 @@ def test_a_kill_at_any_point_of_saving_leaves_a_complete_checkpoint(
     restore(found, layers, None)
 
     checkpoint_writer.prepare_directory(run_dir, found)
-    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{survivor:08d}"]
-    assert save(run_dir, 3, layers).step == 3
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names - {"step_00000001"} == {f"step_{survivor:08d}"} - {"step_00000001"}
+    assert save(run_dir, 3, layers, keep=1, best=survivor).step == 3
+    assert kept_steps(run_dir) == [checkpoint_files.best_step(run_dir), 3] == [survivor, 3]
 
 
 def test_everything_is_on_disk_before_a_checkpoint_gets_its_name(
@@ -231,8 +260,24 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (cut_short, "manifest.json", r"manifest\.json is damaged"),
         (Path.unlink, "manifest.json", r"manifest\.json is missing"),
         (call_it_step_1000, "", "it says step 2, its directory step 1000"),
+        (pipe, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
+        (endless, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
+        (sparse, "manifest.json", r"manifest\.json is damaged: it has more than 256 MB"),
+        (
+            replaced('"versions": {', '"versions": {"torch": [],'),
+            "manifest.json",
+            r"versions\.torch: Input",
+        ),
+        (
+            replaced('"best_step": null', '"best": Infinity'),
+            "manifest.json",
+            r"manifest\.json is damaged: expected value",
+        ),
+        (replaced('"best_step": null', '"best": 1e999'), "manifest.json", "damaged: a number is not finite"),
+        (replaced('"epoch": 2', f'"a": {"[" * 99}{"]" * 99}'), "manifest.json", "nested more than 32 levels deep"),
+        (replaced(r'"layers": \[.*\]', '"layers": []'), "manifest.json", r"layers: List should have at least 1 item"),
     ],
-    ids=["truncated", "missing", "manifest truncated", "manifest missing", "another step"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
     damage: Callable[[Path], None], path: str, message: str, tmp_path: Path
@@ -323,7 +368,7 @@ def kept_steps(run_dir: Path) -> list[int]:
 def test_the_two_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     layers = make_layers()
     for step in range(1, 6):
-        save(tmp_path, step, layers, best=1.0 / step if step <= 2 else None)
+        save(tmp_path, step, layers, best=min(step, 2))
     assert kept_steps(tmp_path) == [2, 4, 5]
     assert checkpoint_files.best_step(tmp_path) == 2
 
@@ -344,11 +389,11 @@ def test_a_fresh_run_does_not_mix_its_checkpoints_with_another_runs(tmp_path: Pa
 def test_going_back_sets_later_checkpoints_aside_until_the_next_save(tmp_path: Path) -> None:
     layers = make_layers()
     for step in (10, 20, 30):
-        save(tmp_path, step, layers, keep=3, best=0.5)
+        save(tmp_path, step, layers, keep=3, best=step)
     info = checkpoint_files.resolve(tmp_path / "checkpoints" / "step_00000010", tmp_path)[0]
     checkpoint_writer.prepare_directory(tmp_path, info)
     assert kept_steps(tmp_path) == [10]
-    assert checkpoint_files.best_step(tmp_path) is None
+    assert checkpoint_files.best_step(tmp_path) == 10
     assert (tmp_path / "checkpoints" / "step_00000030.discarded").is_dir()
     save(tmp_path, 15, layers)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000010", "step_00000015"]

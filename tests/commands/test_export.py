@@ -34,8 +34,8 @@ def test_a_run_alone_is_exported_into_its_directory(tmp_path: Path) -> None:
 
 def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = make_layers()
-    save(tmp_path, 1, layers, best=("loss", 0.1))
-    save(tmp_path, 2, layers)
+    save(tmp_path, 1, layers, best=1)
+    save(tmp_path, 2, layers, best=1)
     for step, wanted in (("best", 1), ("last", 2), ("1", 1)):
         target = tmp_path / f"{step}.safetensors"
         assert export.main([f"checkpoint={tmp_path}", f"output={target}", f"step={step}"]) == 0

@@ -60,14 +60,14 @@ def save(
     layers: Layers,
     optimizer: Optimizer | None = None,
     keep: int = 2,
-    best: float | None = None,
+    best: int | None = None,
 ) -> CheckpointInfo:
-    """Saves everything as the only worker."""
+    """Saves everything as the only worker; ``best``: the step with the best evaluation so far."""
     run_dir.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(run_dir, 0, names_of(layers), keep)
     writer.begin(step, {name: layer_state(layer, optimizer) for name, layer in layers.items()})
     writer.wait()
-    info = writer.commit(step, RunState(data_position={"epoch": step}), workers=1, best=best)
+    info = writer.commit(step, RunState(data_position={"epoch": step}, scalars={"best_step": best}), workers=1)
     writer.wait()
     return info
 

@@ -30,8 +30,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
 GROUND = {
-    *("", "config", "cpu", "difference", "disk", "errors", "gpus", "layers", "micro_batch", "parent", "position"),
-    *("svg", "typed_section"),
+    *("", "config", "cpu", "difference", "disk", "errors", "gpus", "json_files", "layers", "micro_batch", "parent"),
+    *("position", "svg", "typed_section"),
 }  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
     "conf": set(),

@@ -11,8 +11,8 @@ import pytest
 from composed import checked
 from run_files import rows
 
-from gpipe_cli.disk import read_rows
 from gpipe_cli.factory.build import build_task
+from gpipe_cli.json_files import read_rows
 from gpipe_cli.metrics.journal import Journal
 from gpipe_cli.metrics.metrics_file import MetricsFile
 

@@ -1,0 +1,134 @@
+"""Reads JSON that files hold, each against a model of what it should be, and says which one is damaged, and where.
+
+A file may come from anywhere, and a crash may have left any bytes in it: only regular files of a sensible size are
+read, with finite numbers, and nested no deeper than what reads them can follow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import from_json
+from typing_extensions import Required, TypedDict
+
+from gpipe_cli.disk import open_regular
+from gpipe_cli.errors import ConfigurationError
+
+T = TypeVar("T")
+LARGEST, LONGEST = 256 << 20, 16 << 20  # bytes of a file, and of a line
+DEEPEST = 32  # lists and objects in each other
+Numbers = dict[str, float | None]
+
+
+class DamagedJson(ConfigurationError):
+    """Raised for a file that is not what it should be; the message names the file and the place in it."""
+
+
+class StepRow(TypedDict, total=False):
+    """Describes a line of metrics.jsonl or evaluations.jsonl; the task's and the user's own numbers stand beside."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    step: Required[int]
+    loss: float | None
+    seconds: float | None
+    bubble: float | None
+    bubble_predicted: float | None
+    examples_per_second: float | None
+    waiting_for_data_share: float | None
+    skipped_updates: int
+    breakdown: Numbers
+    cells: list[Numbers]
+    workers: list[Numbers]
+    samples: list[dict[str, str]]
+    mistakes: list[dict[str, str | float]]
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Returns the content of a file.
+
+    Args:
+        kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
+
+    Raises:
+        DamagedJson: it holds something else, is no regular file, or is too large.
+        FileNotFoundError: there is none.
+        OSError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise ValueError(f"it has more than {LARGEST >> 20} MB")
+            content: T = _parsed(file.read(), kind)
+            return content
+    except ValueError as error:
+        raise DamagedJson(f"{path} is damaged: {error}") from error
+
+
+def _parsed(content: bytes, kind: Any) -> Any:
+    _refuse_strange(from_json(content, allow_inf_nan=False))
+    try:
+        return _reader(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _refuse_strange(value: Any, depth: int = 0) -> None:
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError("a number is not finite")
+    if isinstance(value, (dict, list)):
+        if depth == DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_strange(item, depth + 1)
+
+
+def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields each line with its JSON object; None where the line holds no `kind`, because it is damaged."""
+    for line in lines:
+        try:
+            yield line, _parsed(line, kind)
+        except ValueError:
+            yield line, None
+
+
+def read_rows(path: Path, kind: Any = StepRow) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
+    if not path.is_file():
+        return [], []
+    with path.open("rb") as file:
+        found = [row for _, row in json_lines(iter(lambda: file.readline(LONGEST), b""), kind)]
+    return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
+
+
+def json_rows(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yields the lines of a file.
+
+    Raises:
+        DamagedJson: one holds something else.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
+            try:
+                yield _parsed(line, kind)
+            except ValueError as error:
+                raise DamagedJson(f"{path}, line {number}, is damaged: {error}") from error
+
+
+def skipped(path: Path, damaged: Sequence[int]) -> str:
+    """Returns one line about the damaged lines of a file."""
+    more = f" and {len(damaged) - 8} more" if len(damaged) > 8 else ""
+    return f"{path}: damaged and skipped: line {', '.join(map(str, damaged[:8]))}{more}"
