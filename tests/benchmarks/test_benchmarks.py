@@ -13,19 +13,15 @@ import pytest
 
 from benchmarks.chosen import answers, gaps
 from benchmarks.common import ROOT
-from benchmarks.kept_graphs import choices
 
 SMALL = {
     "chosen": "real --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
-    "kept_graphs": "--workers 2 --M 4 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "kills": "--quick --K 2",
-    "preparation": "--quick --workers 2",
     "scale": "--most 4",
-    "updates": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
 }
 
@@ -53,12 +49,6 @@ def test_every_benchmark_is_tried() -> None:
     folder = ROOT / "benchmarks"
     scripts = {path.stem for path in folder.glob("*.py") if re.search(r"def main\(\)", path.read_text())}
     assert scripts == set(SMALL)
-
-
-def test_kept_graphs_fit_in_memory_and_shorten_the_step() -> None:
-    always, keep = choices([1.0, 1.5, 0.5, 1.0] * 4, W=4, M=8, memory=10.0)
-    assert always.graphs < keep.graphs <= 10
-    assert keep.limit < always.limit
 
 
 def test_no_chosen_pipeline_is_faster_than_its_bound_or_larger_than_memory() -> None:
