@@ -1,7 +1,8 @@
 """Trains the default jobs, and beside each a plain torch loop with a model of the same size on the same mini-batches.
 
-The plain loop is what a practitioner would write: torch's own layers (a GPT, `nn.Transformer`, torchvision's ResNet-18)
-in one process, AdamW with a warm-up and half a cosine. It gets the processor seconds that the job took, start included.
+The plain loop is what a practitioner would write in 2026, in one process: a GPT of today's parts, `nn.Transformer`,
+torchvision's ResNet-18; Muon for the matrices of layers and AdamW for the others, with a warm-up and half a cosine. It
+gets the processor seconds that the job took, start included.
 `first`, `1/4`, `1/2` and `end` are training losses, means over a twentieth of the steps; `ln V` is the loss of a
 model that knows nothing. `evaluation` is the loss on the job's evaluation set, `accuracy` there.
 """
@@ -33,31 +34,68 @@ JOBS = {
     "transformer_lm_small": ("model=transformer_lm_small",),
     "amoebanet": ("model=amoebanet",),
 }
-RATES = {"transformer": 3e-3, "transformer_lm_small": 1e-3, "amoebanet": 3e-3}  # of the plain loop: the better of two
+RATES = {"transformer": 4e-3, "transformer_lm_small": 4e-3, "amoebanet": 3e-3}  # of AdamW in the plain loop
+MATRICES, TABLES = 5, 3  # times this rate: Muon's, and that of tables
+BOUND = 15.0  # of logits
 WARM_UP = 0.05  # share of the plain loop's time
 WINDOW = 20  # steps are averaged over this part of a run
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
 
 
+def norm(x: Tensor) -> Tensor:
+    return nn.functional.rms_norm(x, x.shape[-1:])
+
+
+class Block(nn.Module):
+    """Holds an attention and a feed-forward layer, each x + f(norm(x)), that begin as the identity."""
+
+    def __init__(self, heads: int, d_model: int, H: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value, self.mixed = (nn.Linear(d_model, n * d_model, bias=False) for n in (3, 1))
+        self.up, self.down = nn.Linear(d_model, H, bias=False), nn.Linear(H, d_model, bias=False)
+        nn.init.zeros_(self.mixed.weight)
+        nn.init.zeros_(self.down.weight)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        query, key, value = (
+            one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.query_key_value(norm(x)).chunk(3, -1)
+        )
+        query, key = (_turned(norm(one), turn) for one in (query, key))
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mixed(attended.transpose(1, 2).flatten(2))
+        return x + self.down(self.up(norm(x)).relu().square())  # type: ignore[no-any-return]
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    """Returns [b, A, t, w] turned by the angles of the positions (rotary), given as cosines and sines [2, t, w/2]."""
+    left, right = x.chunk(2, -1)
+    return torch.cat((left * turn[0] + right * turn[1], right * turn[0] - left * turn[1]), -1)
+
+
 class Gpt(nn.Module):
-    """Predicts the next tokens [b, t, V] of ids [b, t], as GPT-2 does: learned positions, tied tables, norms before."""
+    """Predicts the next tokens [b, t, V] of ids [b, t], as the plain loops of 2026 do (nanochat).
+
+    RMS norms without weights, rotary positions, norms of queries and keys, squared ReLU, bounded logits.
+    """
+
+    turn: Tensor
 
     def __init__(self, L: int, H: int, heads: int, d_model: int, vocabulary: int, longest: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, d_model), nn.Embedding(longest, d_model)
-        layer = nn.TransformerEncoderLayer(d_model, heads, H, 0.0, "gelu", batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, L, nn.LayerNorm(d_model), enable_nested_tensor=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                residual = name.endswith(("out_proj.weight", "linear2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * L) if residual else 0.02)
+        self.tokens, self.softmax = nn.Embedding(vocabulary, d_model), nn.Linear(d_model, vocabulary, bias=False)
+        self.layers = nn.ModuleList(Block(heads, d_model, H) for _ in range(L))
+        nn.init.zeros_(self.softmax.weight)
+        waves = 10_000 ** -torch.linspace(0, 1, d_model // heads // 2)
+        angles = torch.outer(torch.arange(longest), waves)
+        self.register_buffer("turn", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.tokens(ids) + self.places.weight[:length]
-        return nn.functional.linear(self.layers(x, mask, is_causal=True), self.tokens.weight)
+        x = norm(self.tokens(ids))
+        for layer in self.layers:
+            x = layer(x, self.turn[:, : ids.shape[1]])
+        return BOUND * torch.tanh(self.softmax(norm(x)) / BOUND)
 
 
 class TorchTranslator(nn.Module):
@@ -101,6 +139,17 @@ def plain_model(settings: Settings) -> nn.Module:
     return Gpt(*sizes, model["vocabulary"], data["sequence_length"])
 
 
+def optimizers_of(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """Returns Muon for the matrices of layers, where there are any, and AdamW for tables and the others."""
+    matrices, tables, others = list[nn.Parameter](), list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        kind = others if parameter.dim() != 2 else matrices if ".layers." in f".{name}" else tables
+        kind.append(parameter)
+    groups: list[dict[str, Any]] = [{"params": tables, "lr": TABLES * rate}, {"params": others}]
+    muon = [torch.optim.Muon(matrices, MATRICES * rate, weight_decay=0.0)] if matrices else []
+    return [torch.optim.AdamW(groups, rate, (0.9, 0.98), weight_decay=0.01), *muon]
+
+
 def job(name: str, words: Sequence[str], folder: Path) -> Row:
     """Runs gpipe-train in a folder and returns its row."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -118,14 +167,16 @@ def plain(name: str, settings: Settings, budget: float, rate: float) -> Row:
     torch.manual_seed(settings.seed)
     source, task, model = build_source(settings.data, settings.seed), build_task(settings.task), plain_model(settings)
     source.prepare(no_report)
-    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.98), weight_decay=0.01)
+    optimizers = optimizers_of(model, rate)
+    rates = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     losses, began = list[float](), time.process_time()
     for batch in source.train(None, settings.pipeline.M, 0, 1):
         share = (time.process_time() - began) / budget
         if share >= 1:
             break
         factor = min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
-        optimizer.param_groups[0]["lr"] = rate * factor
+        for group, highest in rates:
+            group["lr"] = highest * factor
         weight = sum(task.weight(targets) for _, targets in batch.micro_batches)
         losses.append(0.0)
         for inputs, targets in batch.micro_batches:
@@ -133,8 +184,9 @@ def plain(name: str, settings: Settings, budget: float, rate: float) -> Row:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             losses[-1] += float(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     seconds = time.process_time() - began
     model.eval()
     sums, weight = torch.zeros(len(task.metrics), dtype=torch.float64), 0.0

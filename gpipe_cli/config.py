@@ -359,6 +359,13 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
         )
         return {}
     hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+    if section == "optimizer":
+        hints, found = {**hints, "groups": list[dict[str, Any]] | None}, values.get("groups")
+        for number, group in enumerate(found if isinstance(found, list) else ()):
+            if isinstance(group, Mapping):
+                read_values({**hints, **GROUP}, group, f"optimizer.groups[{number}].", problems)
+                if not {"match", "only"} & group.keys():
+                    problems.append(f"optimizer.groups[{number}]={shown(group)}: give match or only: which parameters")
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 
@@ -366,7 +373,13 @@ TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
     **dict.fromkeys(("lr", "weight_decay", "momentum"), NotNegative),
     "betas": Annotated[list[ShareOrZero], Field(min_length=2, max_length=2)],
-    "decay_only": Literal["matrices"] | None,
+}
+GROUP: dict[str, Any] = {  # keys of an entry of optimizer.groups beside the optimizer's own
+    "match": str | list[str],
+    "only": Literal["vectors", "matrices", "hidden"],
+    "lr_factor": NotNegative,
+    "frozen": bool,
+    "muon": bool,
 }
 FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
 TYPED: dict[str, type] = {

@@ -53,9 +53,18 @@ class LayerBuilder:
         tied: parameters that are one with those of earlier layers, which may lie in other cells: own name, as
             ``weight``, to ``<layer>.<parameter>``, as ``embedding.weight``. Shape, type and requires_grad must be the
             same; what ``build`` draws for them is not used. Builders that return one module need not say it.
+        frozen: names of parameters that do not learn, as with requires_grad=False.
     """
 
     name: str
     build: Callable[[], nn.Module]
     cost: float | None = None
     tied: Mapping[str, str] = field(default_factory=dict, hash=False)
+    frozen: tuple[str, ...] = ()
+
+    def made(self) -> nn.Module:
+        """Returns a new module, in which the parameters of ``frozen`` do not learn."""
+        module = self.build()
+        for name in self.frozen:
+            module.get_parameter(name).requires_grad_(False)
+        return module

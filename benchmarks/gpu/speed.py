@@ -23,6 +23,7 @@ from gpipe_cli.distributed.cells import build_cells
 from gpipe_cli.distributed.world import World
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch
+from gpipe_cli.factory.groups import Groups
 from gpipe_cli.metrics.step_report import peak_memory
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
@@ -79,7 +80,8 @@ class Subject:
         self.word = "tokens" if targets[0].dim() > 1 else "images"
         self.units = M * (targets[0].numel() if self.word == "tokens" else len(targets[0]))
         self.flops = M * (1 + BACKWARD) * sum(layer.cost for layer in layer_costs(builders, inputs, "flops"))
-        self.update = build_optimizer(settings.optimizer, self.parameters, settings.seed).step
+        members = Groups(settings.optimizer).divided(pair for cell in cells for pair in cell.parameters())
+        self.update = build_optimizer(settings.optimizer, members, settings.seed).step
         modules, autocast = [layer.module for cell in cells for layer in cell.layers], build_autocast(precision, device)
 
         def plain() -> None:

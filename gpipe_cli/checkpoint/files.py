@@ -238,6 +238,7 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
     if manifest["format"] == 2:
         state = replace(state, configuration=with_todays_names(state.configuration))
+    state = replace(state, configuration=with_groups(state.configuration))
     info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
         raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
@@ -254,6 +255,15 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
             if (target := section.get("_target_")) in OLD_TARGETS:
                 renamed[name]["_target_"] = OLD_TARGETS[target]
     return renamed
+
+
+def with_groups(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with `optimizer.groups` in place of `optimizer.decay_only`, which it replaces."""
+    optimizer = dict(configuration.get("optimizer", {}))
+    if "decay_only" in optimizer:
+        matrices = optimizer.pop("decay_only") == "matrices"
+        optimizer["groups"] = [{"only": "vectors", "weight_decay": 0.0}] if matrices else None
+    return {**configuration, "optimizer": optimizer}
 
 
 def problems(info: CheckpointInfo) -> list[str]:

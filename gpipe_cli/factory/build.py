@@ -17,14 +17,15 @@ from hydra.utils import get_object, instantiate
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..config import FREE_FORM, PrecisionConfig, Settings
+from ..config import FREE_FORM, GROUP, PrecisionConfig, Settings
 from ..data.source import Source
 from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..layers import LayerBuilder
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
-from ..typed_section import read_values
+from ..typed_section import read_values, unknown_key
+from .groups import GroupKey, Groups
 from .wrappers import CheckedTask, TargetsAsInputs
 
 LINES_SHOWN = 2  # of an exception's message
@@ -85,34 +86,36 @@ def _arguments_left(section: Mapping[str, Any]) -> int:
 
 
 def build_optimizer(
-    section: Mapping[str, Any], parameters: Sequence[nn.Parameter], seed: int = 0
+    section: Mapping[str, Any], members: Mapping[GroupKey, Sequence[nn.Parameter]], seed: int = 0
 ) -> torch.optim.Optimizer:
     """Makes ``optimizer._target_`` over this worker's parameters; without any it does nothing.
 
-    The key ``decay_only`` is not the optimizer's: with ``matrices``, ``weight_decay`` applies to parameters of two or
-    more dimensions (convolutions, linear maps, embeddings) and is 0 for the others (biases, norms). The optimizer then
-    has two groups on every worker, one of them perhaps empty, so that the state of the lr schedule fits any partition.
+    Args:
+        members: the parameters by the entries of `optimizer.groups` that apply to them (`Groups.key`). The keys are the
+            same on every worker, some without parameters, so that the state of the lr schedule fits any cut.
 
     Raises:
-        ConfigurationError: a wrong ``decay_only``, or keys that the optimizer does not take.
+        ConfigurationError: keys that the optimizer does not take.
     """
-    own = {key: value for key, value in section.items() if key != "decay_only"}
-    groups = _groups(section, list(parameters) or [nn.Parameter(torch.zeros(1))])
-    return cast(torch.optim.Optimizer, _instantiate("optimizer", own, seed, groups))
+    _refuse_unknown_in_groups(section)
+    groups, own = Groups(section), {key: value for key, value in section.items() if key != "groups"}
+    if not groups.entries:
+        parameters: list[Any] = list(members.get((), ())) or [nn.Parameter(torch.zeros(1))]
+    else:
+        of_keys = {(): (), **members}
+        parameters = [{"params": list(of_keys[key]), **groups.settings(key)} for key in sorted(of_keys)]
+    return cast(torch.optim.Optimizer, _instantiate("optimizer", own, seed, parameters))
 
 
-def _groups(section: Mapping[str, Any], parameters: list[nn.Parameter]) -> list[Any]:
-    kind = section.get("decay_only")
-    if kind is None:
-        return parameters
-    if kind != "matrices":
-        raise ConfigurationError(f"optimizer.decay_only={kind}: use matrices, or null to decay every parameter")
-    if "weight_decay" not in section:
-        raise ConfigurationError(f"optimizer.decay_only={kind} without optimizer.weight_decay: give both, or neither")
-    return [
-        {"params": [parameter for parameter in parameters if parameter.dim() >= 2]},
-        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
-    ]
+def _refuse_unknown_in_groups(section: Mapping[str, Any]) -> None:
+    """Refuses keys that are no argument of the optimizer: torch would pass over them in silence."""
+    known = {key for part in (section, section.get("rest") or {}) for key in parameters_of(part)} - {"params", "rest"}
+    problems = Problems()
+    for number, entry in enumerate(section.get("groups") or () if known else ()):
+        prefix = f"optimizer.groups[{number}]."
+        names = [prefix + key for key in (*GROUP, *known)]
+        problems += [unknown_key(prefix + key, names) for key in entry if prefix + key not in names]
+    problems.refuse()
 
 
 def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimizer, seed: int = 0) -> LRScheduler:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,15 @@ from ..config import Settings
 from ..cpu import usable_memory
 from ..distributed.world import World
 from ..errors import ConfigurationError
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, own_name
 from ..partition.fake_layers import CostError, TensorShape, fake_mode
 from ..partition.tie_search import find_ties
 from .build import build_optimizer
+from .groups import GroupKey, Groups
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
-MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[[nn.Parameter], Optimizer]
+StateBytes = Callable[[str, TensorShape], int]  # of a parameter's full name and shape
 _SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
 FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then
 
@@ -50,21 +53,22 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
     except CostError as error:
         raise ConfigurationError(str(error)) from error
     replicas = settings.pipeline.replicas
-    if memory is None or FEW * replicas * sum(shape.bytes for layer in layers for shape, _ in layer) < memory:
+    if memory is None or FEW * replicas * sum(shape.bytes for layer in layers for _, shape, _ in layer) < memory:
         return
     copies = 1 if settings.pipeline.shard_optimizer else replicas  # of the optimizer's state
-    state_of = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
+    state_of = optimizer_state_bytes(settings.optimizer)
 
-    def bytes_of(layer: Sequence[tuple[TensorShape, bool]]) -> int:
-        kept = sum(shape.bytes * (1 + (trained and trains)) for shape, trained in layer) * replicas
-        return kept + copies * sum(state_of(shape) for shape, trained in layer if trained and trains)
+    def bytes_of(builder: LayerBuilder, layer: Sequence[tuple[str, TensorShape, bool]]) -> int:
+        kept = sum(shape.bytes * (1 + (trained and trains)) for _, shape, trained in layer) * replicas
+        learning = [(own_name(builder.name, name), shape) for name, shape, trained in layer if trained and trains]
+        return kept + copies * sum(state_of(name, shape) for name, shape in learning)
 
-    sizes = [bytes_of(layer) for layer in layers]
+    sizes = list(map(bytes_of, builders, layers))
     if sum(sizes) > MARGIN * memory:
         largest = max(range(len(layers)), key=sizes.__getitem__)
         kept = "weights, gradients and optimizer state" if trains else "weights"
         each = f" in {replicas} replicas" if replicas > 1 else ""
-        parameters = sum(shape.numel for layer in layers for shape, _ in layer)
+        parameters = sum(shape.numel for layer in layers for _, shape, _ in layer)
         raise ConfigurationError(
             f"the model has {parameters:,} parameters, whose {kept}{each} take {_size(sum(sizes))}; there are "
             f"{_size(memory)}. The largest layer is {builders[largest].name!r}, with {_size(sizes[largest])}: "
@@ -76,13 +80,22 @@ def _size(number: int) -> str:
     return f"{number / 1e9:,.1f} GB"
 
 
-def optimizer_state_bytes(make: MakeOptimizer, shape: TensorShape) -> int:
-    """Returns the bytes of state that an optimizer keeps for one parameter.
+def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
+    """Returns what tells the bytes of state that an optimizer keeps for a parameter; equal ones are looked at once.
 
     Args:
-        make: makes the optimizer for some parameters.
-        shape: of the parameter.
+        section: `optimizer`.
     """
+    groups = Groups(section)
+
+    @cache
+    def of_key(key: GroupKey, shape: TensorShape) -> int:
+        return _bytes_for(lambda parameter: build_optimizer(section, {key: [parameter]}), shape)
+
+    return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
+
+
+def _bytes_for(make: MakeOptimizer, shape: TensorShape) -> int:
     try:
         with fake_mode():
             return _state_bytes(make, torch.empty(shape.shape, dtype=shape.dtype))
@@ -94,7 +107,7 @@ def optimizer_state_bytes(make: MakeOptimizer, shape: TensorShape) -> int:
 def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
     parameter = nn.Parameter(weight)
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = make([parameter])
+    optimizer = make(parameter)
     try:
         optimizer.step()
     except Exception:

@@ -79,7 +79,7 @@ def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Modu
     """
     try:
         with fake:
-            module = builder.build()
+            module = builder.made()
     except Exception:
         return build_or_explain(builder)
     refuse_parameters(builder.name, module)
@@ -88,7 +88,7 @@ def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Modu
 
 def build_or_explain(builder: LayerBuilder) -> nn.Module:
     try:
-        module = builder.build()
+        module = builder.made()
     except Exception as error:
         raise CostError(
             f"layer {builder.name!r} cannot be built: {type(error).__name__}: {error}; call its builder by hand"
@@ -133,7 +133,7 @@ def build_key(builder: LayerBuilder, index: int) -> Hashable:
     """Returns equal keys for layers built alike (classes and partials with equal arguments), else ``index``."""
     if not isinstance(builder.build, (partial, type)):
         return index
-    key = _frozen(builder.build)
+    key = _frozen((builder.build, builder.frozen))
     try:
         hash(key)
     except TypeError:

@@ -28,12 +28,12 @@ class Ties:
         owners: for every layer, the owner of each such parameter, by its own name; the first one, where the layer has
             the parameter under several.
         repeated: for every layer, the number of elements of these parameters.
-        own: for every layer, its other parameters, and whether each is trained.
+        own: for every layer, its other parameters: name, form, and whether each is trained.
     """
 
     owners: list[dict[str, Owner]]
     repeated: list[int]
-    own: list[list[tuple[TensorShape, bool]]]
+    own: list[list[tuple[str, TensorShape, bool]]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
                 known |= {f"{builder.name}.{name}": (one, owner) for name in one.names}
             ties.owners.append(tied)
             ties.repeated.append(sum(one.form.numel for one in parameters if one.names[0] in tied))
-            ties.own.append([(one.form, one.trained) for one in parameters if one.names[0] not in tied])
+            ties.own.append([(one.names[0], one.form, one.trained) for one in parameters if one.names[0] not in tied])
     return ties
 
 

@@ -55,7 +55,7 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
         ConfigurationError: the builder returns the module that it made while costs were counted, without values.
     """
     with weights_of_layer(seed, index):
-        module = builder.build()
+        module = builder.made()
     require_values(builder, module)
     return module.to(device)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..layers import own_name
 from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape
 from ..pipeline.messages.boundary import ALIGNMENT
@@ -27,7 +28,7 @@ class CellFacts:
         first, last: numbers of its layers in the model's list.
         layers: their facts; in the last cell followed by those of the task's loss.
         weights: its parameters; of tied ones those that it owns.
-        trained: its parameters that learn; likewise.
+        trained: its parameters that learn, by full name; likewise.
         copies: values of parameters that another worker owns.
         uses: tied parameters that learn and that another layer owns: each has a gradient here.
         sizes: bytes of one micro-batch.
@@ -39,7 +40,7 @@ class CellFacts:
     last: int
     layers: tuple[LayerFacts, ...]
     weights: tuple[TensorShape, ...]
-    trained: tuple[TensorShape, ...]
+    trained: tuple[tuple[str, TensorShape], ...]
     copies: tuple[TensorShape, ...]
     uses: tuple[TensorShape, ...]
     sizes: CellSizes
@@ -61,7 +62,7 @@ class CellFacts:
 
     @property
     def gradient_bytes(self) -> int:
-        return _bytes(self.trained) + _bytes(self.uses)
+        return _bytes([shape for _, shape in self.trained]) + _bytes(self.uses)
 
     @property
     def tied_bytes(self) -> int:
@@ -88,7 +89,7 @@ def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> list[CellF
             layers = model.with_loss[members.start :]
         boundary = model.layers[members.start - 1].boundary if members.start else model.inputs
         parameters = [
-            (shape, name in layer.frozen, name in cut.ties[index], f"{names[index]}.{name}" in copied)
+            (names[index], name, shape, name in layer.frozen, name in cut.ties[index])
             for index, layer in zip(members, layers, strict=False)
             for name, shape in layer.parameters
         ]
@@ -98,10 +99,14 @@ def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> list[CellF
                 first=members.start,
                 last=members.stop - 1,
                 layers=tuple(layers),
-                weights=tuple(shape for shape, _, tied, _ in parameters if not tied),
-                trained=tuple(shape for shape, frozen, tied, _ in parameters if not tied and not frozen),
-                copies=tuple(shape for shape, _, _, copy in parameters if copy),
-                uses=tuple(shape for shape, frozen, tied, _ in parameters if tied and not frozen),
+                weights=tuple(shape for _, _, shape, _, tied in parameters if not tied),
+                trained=tuple(
+                    (own_name(layer, name), shape)
+                    for layer, name, shape, frozen, tied in parameters
+                    if not tied and not frozen
+                ),
+                copies=tuple(shape for layer, name, shape, _, _ in parameters if f"{layer}.{name}" in copied),
+                uses=tuple(shape for _, _, shape, frozen, tied in parameters if tied and not frozen),
                 sizes=cell_sizes(layers, boundary, model.target_bytes, is_last),
                 inputs_bytes=sum(tensor.bytes for tensor in boundary),
             )

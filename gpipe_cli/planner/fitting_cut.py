@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import torch
 
 from ..config import PipelineConfig, Settings
-from ..factory.build import boundary_type_of, build_autocast, build_optimizer, build_task
-from ..factory.memory_check import optimizer_state_bytes
-from ..layers import LayerBuilder
+from ..factory.build import boundary_type_of, build_autocast, build_task
+from ..factory.memory_check import StateBytes, optimizer_state_bytes
+from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch
 from ..partition.balance import Bytes
 from ..partition.cost import LayerCost
 from ..partition.cut import Cut, cut_by_costs
-from ..partition.fake_layers import CostError, TensorShape
+from ..partition.fake_layers import CostError
 from ..partition.tie_search import Ties
 from ..schedule.instruction import Op
 from ..schedule.schedule import kept_graphs, most_kept, schedule
@@ -66,9 +66,7 @@ def cut_that_fits(
     return min(cut, fitting, key=fullest)
 
 
-def bytes_of_workers(
-    cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held: Callable[[LayerFacts], float]
-) -> Bytes:
+def bytes_of_workers(cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held: Sequence[float]) -> Bytes:
     """Returns the function for the most bytes of a worker with the layers start to stop - 1, as of one cell.
 
     It is a little more than the plan of that cut says, where a worker has several cells: not all of them are at their
@@ -76,14 +74,14 @@ def bytes_of_workers(
 
     Args:
         cut: its placement decides what is in flight.
-        held: bytes of a layer's weights, gradients, optimizer state and averages.
+        held: bytes of each layer's weights, gradients, optimizer state and averages.
     """
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
     lists = schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
     kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     waiting = [max(each.inputs.values()) for each in kept]
     graphs = [max(each.graphs.values()) for each in kept]
-    sums = [0.0, *accumulate(map(held, model.layers))]
+    sums = [0.0, *accumulate(held)]
 
     @cache
     def activations(start: int, stop: int, waiting: int, graphs: int) -> float:
@@ -106,15 +104,15 @@ def bytes_of_workers(
     return bytes_
 
 
-def held_bytes(settings: Settings, state_bytes: Callable[[TensorShape], float], layer: LayerFacts) -> float:
+def held_bytes(settings: Settings, state_bytes: StateBytes, name: str, layer: LayerFacts) -> float:
     """Returns the bytes that a layer keeps between steps; ``state_bytes``: of the optimizer, for a parameter."""
     shapes = [shape for _, shape in layer.parameters]
-    trained = [shape for name, shape in layer.parameters if name not in layer.frozen]
-    held = sum(shape.bytes for shape in (*shapes, *trained)) + layer.buffer_bytes
+    trained = [(own_name(name, each), shape) for each, shape in layer.parameters if each not in layer.frozen]
+    held = sum(shape.bytes for shape in shapes) + sum(shape.bytes for _, shape in trained) + layer.buffer_bytes
     if settings.trainer.average is not None:
         held += sum(shape.bytes for shape in shapes) + layer.averaged_buffer_bytes
     shards = settings.pipeline.replicas if settings.pipeline.shard_optimizer else 1
-    return held + sum(map(state_bytes, trained)) / shards
+    return held + sum(starmap(state_bytes, trained)) / shards
 
 
 def limits_of_workers(pipeline: PipelineConfig, memory: float) -> list[float]:
@@ -147,7 +145,7 @@ def cut_for_run(
         model = measure_model(builders, task.loss, (inputs, targets), autocast, boundary_type_of(precision), kernels)
     except CostError:  # what such layers hold is not known
         return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties)
-    state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
-    held = partial(held_bytes, settings, state_bytes)
+    names = [builder.name for builder in builders]
+    held = list(map(partial(held_bytes, settings, optimizer_state_bytes(settings.optimizer)), names, model.layers))
     bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=model, held=held)
     return cut_that_fits(builders, costs, ties, pipeline, limits_of_workers(pipeline, memory), bytes_of)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import starmap
 from math import isfinite
 
 import torch
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker, usable_cores
-from ..factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
+from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
+from ..factory.groups import Groups
 from ..factory.kept_profile import kept_costs, profile_file
 from ..factory.memory_check import optimizer_state_bytes
 from ..micro_batch import MicroBatch
@@ -73,7 +75,10 @@ class Planner:
             (inputs, _), _ = example_micro_batch(settings, 1, options.longest)
             settings = replace(settings, model=with_example(settings.model, inputs))
         self.settings, self.options = settings, options
-        self.builders = build_model(settings.model, settings.seed)
+        groups = Groups(settings.optimizer)
+        self.builders = groups.frozen_in(build_model(settings.model, settings.seed))
+        if groups.entries:
+            groups.told(self.builders)  # refuses entries that select nothing
         self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
         self._section = self._with_workers(most_cells)  # of which this machine is measured
@@ -83,7 +88,7 @@ class Planner:
             self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
         self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
         self._measured = cache(self._measure)
-        self._state_bytes = cache(partial(optimizer_state_bytes, partial(build_optimizer, settings.optimizer)))
+        self._state_bytes = optimizer_state_bytes(settings.optimizer)
 
     def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
@@ -189,15 +194,15 @@ class Planner:
 
     def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
-        held = partial(self._held, replace(self.settings, pipeline=pipeline))
+        held = list(map(partial(self._held, replace(self.settings, pipeline=pipeline)), self._names, measured.layers))
         bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=measured, held=held)
         return cut_that_fits(self.builders, measured.costs, self._ties, pipeline, self.limits(pipeline), bytes_of)
 
-    def _held(self, settings: Settings, layer: LayerFacts) -> float:
+    def _held(self, settings: Settings, name: str, layer: LayerFacts) -> float:
         """Returns the bytes that a layer keeps between steps."""
         if self.options.bytes_per_parameter is not None:
             return layer.parameter_count * self.options.bytes_per_parameter
-        return held_bytes(settings, self._state_bytes, layer)
+        return held_bytes(settings, self._state_bytes, name, layer)
 
     def limits(self, pipeline: PipelineConfig) -> list[float]:
         """Returns the bytes that each worker's device may hold."""
@@ -292,17 +297,18 @@ class Planner:
         share = cache(partial(self._largest_share, cells, pipeline.replicas))
         model = []
         for cell in cells:
-            state = sum(map(self._state_bytes, cell.trained))
+            state = sum(starmap(self._state_bytes, cell.trained))
             kept = state * share(cell.worker) if pipeline.shard_optimizer else state
             average = cell.average_bytes if self.settings.trainer.average is not None else 0
             model.append(ModelBytes(cell.weight_bytes, cell.gradient_bytes, kept, average))
         return model
 
     def _largest_share(self, cells: Sequence[CellFacts], replicas: int, worker: int) -> float:
-        trained = [shape for cell in cells if cell.worker == worker for shape in cell.trained]
+        trained = [each for cell in cells if cell.worker == worker for each in cell.trained]
         states = [0.0] * replicas
-        for shape, owner in zip(trained, shares([shape.numel for shape in trained], replicas), strict=True):
-            states[owner] += self._state_bytes(shape)
+        owners = shares([shape.numel for _, shape in trained], replicas)
+        for (name, shape), owner in zip(trained, owners, strict=True):
+            states[owner] += self._state_bytes(name, shape)
         return max(states) / sum(states) if any(states) else 1.0
 
     def _update_seconds(
@@ -315,7 +321,7 @@ class Planner:
         passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
         seconds = [0.0] * pipeline.worker_count
         for cell, bytes_ in zip(cells, model, strict=True):
-            reduced = sum(shape.bytes for shape in cell.trained)
+            reduced = sum(shape.bytes for _, shape in cell.trained)
             seconds[cell.worker] += self._times.update(cell, bytes_.optimizer)
             seconds[cell.worker] += passes * self._times.reduction(reduced, pipeline.replicas)
         for sender, receiver, size in ties:

@@ -29,6 +29,7 @@ from ..distributed.world import World, join_world
 from ..errors import ConfigurationError
 from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
 from ..factory.example import asks_for_example, with_example
+from ..factory.groups import Groups
 from ..factory.kept_profile import profiled_costs
 from ..factory.memory_check import memory_of, refuse_too_large
 from ..launch.context import Context
@@ -130,7 +131,7 @@ def assemble_model(
     """
     config, builders = settings.pipeline, None
     if not asks_for_example(settings.model):  # before a corpus is prepared, which takes minutes
-        builders = list_layers(context, settings, world, trains)
+        builders = list_layers(context, settings, world, trains, journal.message)
     with context.where.doing("preparing the data"):
         source = open_source(settings, world, journal, context.stop_requested, context.emit)
     with context.where.doing("reading the first mini-batch"):
@@ -138,7 +139,7 @@ def assemble_model(
     if builders is None:
         model = world.broadcast(lambda: with_example(settings.model, cast(Batch, read).micro_batches[0][0]))
         settings = replace(settings, model=model)
-        builders = list_layers(context, settings, world, trains)
+        builders = list_layers(context, settings, world, trains, journal.message)
     with context.where.doing("cutting the model"):
         shape, tokens, cut = describe_and_cut(builders, settings, world, source, read, journal.message)
     if trains:
@@ -171,16 +172,22 @@ def _warn_of_single_examples(pipeline: Pipeline, synchronised: bool, read: Batch
         )
 
 
-def list_layers(context: Context, settings: Settings, world: World, trains: bool) -> list[LayerBuilder]:
+def list_layers(
+    context: Context, settings: Settings, world: World, trains: bool, say: Callable[[str], None]
+) -> list[LayerBuilder]:
     """Makes the model's list of layers.
 
     Raises:
         ConfigurationError: it cannot be made, has fewer layers than cells, or, on rank 0, does not fit the memory.
     """
     with context.where.doing("listing the model's layers"):
-        builders = build_model(settings.model, settings.seed)
+        builders, groups = build_model(settings.model, settings.seed), Groups(settings.optimizer)
         refuse_more_cells_than_layers(len(builders), settings.pipeline)
+        if trains:
+            builders = groups.frozen_in(builders)
         if world.rank == 0:
+            if trains and groups.entries:
+                say(groups.told(builders))
             one_machine = context.messenger is not None or world.size == 1
             refuse_too_large(builders, settings, memory_of(world, one_machine), trains)
     return builders

@@ -55,7 +55,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     if settings.checkpoint.resume is not None:  # one look at all files is enough; each worker checks those it loads
         resumed = (open_checkpoint if world.rank == 0 else read_manifest)(Path(settings.checkpoint.resume))
     task = build_task(settings.task, settings.seed)
-    build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, []))  # refused before data is prepared
+    build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, {}))  # refused before data is prepared
     emit, writes = context.emit, world.rank == 0
     trackers = build_trackers(settings.logging.trackers)
     journal = Journal(context.run_dir, emit, settings, task, trackers) if writes else Notices(emit, False)

@@ -18,7 +18,9 @@ from ..distributed.exchange import Exchange
 from ..distributed.pipeline import Pipeline
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
+from ..factory.groups import GroupKey, Groups
 from ..launch.context import Context
+from ..layers import own_name
 from ..metrics.journal import Notices
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
@@ -139,8 +141,17 @@ def make_updater(assembly: Assembly) -> Updater:
     if settings.pipeline.shard_optimizer and group is not None:
         replicas = slice(world.worker, None, world.workers)  # of all ranks, those with these layers
         shards = OptimizerShards(parameters, group, lambda value: world.all_gather(value)[replicas])
-    own = parameters if shards is None else shards.own
-    optimizer = build_optimizer(settings.optimizer, own, settings.seed)
+    groups, own = Groups(settings.optimizer), set(parameters if shards is None else shards.own)
+    named = [
+        (own_name(layer.name, name), parameter)
+        for layer in assembly.pipeline.layers
+        for name, parameter in layer.module.named_parameters()
+        if name not in layer.tied
+    ]
+    keys = world.gather_from_workers(groups.divided(named))
+    members: dict[GroupKey, list[nn.Parameter]] = {tuple(key): [] for key in keys}
+    members |= groups.divided(pair for pair in named if pair[1] in own)
+    optimizer = build_optimizer(settings.optimizer, members, settings.seed)
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from ..config import Settings
 from ..difference import NO_LAYER, Difference, Key, Quantity, judge, measure
+from ..factory.groups import Groups
+from ..layers import own_name
 from . import compare as c
 from .compare import Gaps
 from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update
@@ -109,13 +112,12 @@ class Checker:
         self.batchnorms |= plain.batchnorms
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
-        rate = learning_rate(self.settings.optimizer, self.settings.lr_schedule, number)
-        self._measure_update(gaps, number, before, updates, rate, factor)
+        rates = self._measure_update(gaps, number, before, updates, factor)
         return [
             *self._of_forward(record, plain),
             *whole,
             c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
-            *self._of_update(record.seen, gaps[c.GRADIENTS], rate, factor),
+            *self._of_update(record.seen, gaps[c.GRADIENTS], rates, factor),
             c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
             *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
             _of_replicas(record.seen.get(HELD, {})),
@@ -139,10 +141,12 @@ class Checker:
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def _measure_update(
-        self, gaps: dict[str, Gaps], number: int, before: str, updates: int, rate: float | None, factor: float
-    ) -> None:
-        """Measures what the update has made of each parameter, given the pipeline's gradients and the right rate."""
-        decay = self.settings.trainer.average
+        self, gaps: dict[str, Gaps], number: int, before: str, updates: int, factor: float
+    ) -> dict[Key, float | None]:
+        """Measures what the update has made of each parameter, given the pipeline's gradients; returns the rates."""
+        decay, optimizer = self.settings.trainer.average, self.settings.optimizer
+        rates: dict[Key, float | None] = {}
+        of_key = cache(partial(learning_rate, optimizer, self.settings.lr_schedule, number))
         owned: dict[Key, Tensor] = {}  # expected values of tied parameters
         for layer in range(len(self.names)):
             old, new = self.spill.get(before, layer), self.spill.get(f"held {number}", layer)
@@ -154,7 +158,9 @@ class Checker:
                     continue
                 right, state = weight, _state_of(old, name)
                 if name in gradients:
-                    right, state = update(self.settings.optimizer, rate, weight, state, gradients[name] * factor)
+                    group = Groups(optimizer).key(own_name(self.names[layer], name), weight.shape)
+                    rates[layer, name] = rate = of_key(group)
+                    right, state = update(optimizer, group, rate, weight, state, gradients[name] * factor)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
                     owned[layer, name] = right
@@ -167,14 +173,17 @@ class Checker:
                 if decay is not None and value is not None:
                     expected_average = average(decay, updates, held, value)
                     gaps[c.AVERAGES][layer, name] = measure(new.get(f"average/{name}"), expected_average, held)
+        return rates
 
-    def _of_update(self, seen: Seen, gradients: Gaps, rate: float | None, factor: float) -> list[Quantity]:
+    def _of_update(
+        self, seen: Seen, gradients: Gaps, right: Mapping[Key, float | None], factor: float
+    ) -> list[Quantity]:
         used, rates = seen.get(USED, {}), seen.get(RATE, {})
         factors = {key: used[key] / gap.ours for key, gap in gradients.items() if gap.ours and key in used}
         limit = max(1e-5, self.tolerance * 1e-2)
         return [
             c.numbers(c.CLIPPED, factors, dict.fromkeys(factors, factor), limit, limit),
-            c.numbers(c.RATES, rates, {} if rate is None else dict.fromkeys(rates, rate), 1e-9, 1e-9),
+            c.numbers(c.RATES, rates, {key: rate for key, rate in right.items() if rate is not None}, 1e-9, 1e-9),
         ]
 
     # -- an evaluation -------------------------------------------------------------------------------------------------

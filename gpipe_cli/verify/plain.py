@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..config import Settings
 from ..difference import Key, norm_of_all
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
+from ..factory.groups import GroupKey, Groups
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.compare import averaged_over_a_mini_batch
@@ -116,12 +117,13 @@ class PlainModel:
             step: that they are told of (`begin_step`).
         """
         seed = self.settings.seed
-        builders, layers = build_model(self.settings.model, seed), []
+        groups = Groups(self.settings.optimizer)
+        builders, layers = groups.frozen_in(build_model(self.settings.model, seed)), []
         announce(builders[index] for index in cell)
         used: set[int] = set()
         for index in cell:
             with weights_drawn(seed, index):
-                module = builders[index].build()
+                module = builders[index].made()
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
@@ -353,39 +355,47 @@ def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
     return seeded(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
 
 
-def learning_rate(optimizer: Section, lr_schedule: Section, n: int) -> float | None:
-    """Returns the learning rate of update n = 1, 2, …; None where the optimizer has none."""
-    made = build_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))])
-    if "lr" not in made.param_groups[0]:
+def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKey = ()) -> float | None:
+    """Returns the learning rate of a parameter in update n = 1, 2, …; None where the optimizer has none.
+
+    Args:
+        key: the entries of `optimizer.groups` that apply to the parameter.
+    """
+    made, group = _alone(optimizer, key, nn.Parameter(torch.zeros(1, 1)))
+    if "lr" not in group:
         return None
     schedule = build_lr_schedule(lr_schedule, made)
     for _ in range(n - 1):
         made.step()
         schedule.step()
-    return float(made.param_groups[0]["lr"])
+    return float(group["lr"])
 
 
 def update(
-    section: Section, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
+    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
 ) -> tuple[Tensor, Any]:
     """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 
     Args:
+        key: see `learning_rate`.
         rate: the learning rate.
         state: of the optimizer before, by name; empty before the first update.
         gradient: clipped.
     """
-    keys = {key: value for key, value in section.items() if key != "decay_only"}
-    keys |= {} if rate is None else {"lr": rate}
-    if section.get("decay_only") == "matrices" and weight.dim() < 2:
-        keys["weight_decay"] = 0.0
     parameter = nn.Parameter(weight.clone())
-    alone = build_optimizer(keys, [parameter])
+    alone, group = _alone(section, key, parameter)
+    group |= {} if rate is None else {"lr": rate}
     if state:
         alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
     parameter.grad = gradient.clone()
     alone.step()
     return parameter.detach(), dict(alone.state[parameter])
+
+
+def _alone(section: Section, key: GroupKey, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """Returns an optimizer over one parameter, and the group that it is in."""
+    made = build_optimizer(section, {key: [parameter]})
+    return made, next(group for group in made.param_groups if group["params"])
 
 
 def average(decay: float, updates: int, before: Tensor, weight: Tensor) -> Tensor:

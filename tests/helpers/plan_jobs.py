@@ -17,6 +17,7 @@ from gpipe_cli.distributed.pipeline import Pipeline
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
+from gpipe_cli.factory.groups import Groups
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
@@ -60,7 +61,8 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     parameters = [p for cell in cells for _, p in cell.parameters()]
     held = {p.data_ptr(): p for p in (*parameters, *ties.users)}
     buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
-    optimizer = build_optimizer(settings.optimizer, parameters)
+    members = Groups(settings.optimizer).divided(pair for cell in cells for pair in cell.parameters())
+    optimizer = build_optimizer(settings.optimizer, members)
     optimizer.step()
     if world.size > 1:
         dist.barrier()

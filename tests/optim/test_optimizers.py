@@ -9,8 +9,8 @@ import torch
 import yaml
 from torch import nn
 
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule, build_optimizer
+from gpipe_cli.factory.groups import Groups
 from gpipe_cli.optim.optimizers import TFRMSprop
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -48,50 +48,29 @@ def test_rmsprop_is_tensorflows() -> None:
         assert found == pytest.approx(expected, rel=1e-14)
 
 
-# -- decay_only ------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------------------------
 
 
 def section(name: str, **keys: object) -> dict[str, object]:
     return {**yaml.safe_load((CONF / "optimizer" / f"{name}.yaml").read_text()), **keys}
 
 
-def test_decay_only_matrices_leaves_norms_and_biases_alone() -> None:
-    layers = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
-    before = {name: value.detach().clone() for name, value in layers.named_parameters()}
-    words = section("sgd", lr=1.0, momentum=0.0, weight_decay=0.25, decay_only="matrices")
-    optimizer = build_optimizer(words, list(layers.parameters()))
-    for parameter in layers.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, value in layers.named_parameters():
-        share = 0.75 if name in ("0.weight", "3.weight") else 1.0
-        assert torch.equal(value.detach(), before[name] * share), name
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shapes", [[(2, 3), (3,)], []], ids=["both", "nothing"])
-def test_every_optimizer_takes_decay_only_and_has_two_groups_on_every_worker(
+def test_every_optimizer_takes_groups_and_has_the_same_ones_on_every_worker(
     name: str, shapes: list[tuple[int, ...]]
 ) -> None:
+    words = section(name, lr=0.5, groups=[{"only": "vectors", "weight_decay": 0.25, "lr_factor": 3}])
+    groups = Groups(words)
+    vectors, matrices = groups.key("b", [3]), groups.key("embedding", [2, 3])
     parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = build_optimizer(section(name, weight_decay=0.5, decay_only="matrices"), parameters)
+    members = {matrices: parameters[:1], vectors: parameters[1:]}
+    optimizer = build_optimizer(words, members)
     schedule = build_lr_schedule({"_target_": "gpipe_cli.optim.lr_schedules.constant"}, optimizer)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     schedule.step()
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
-    assert len(schedule.get_last_lr()) == 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [words["weight_decay"], 0.25]
+    assert schedule.get_last_lr() == [0.5, 1.5]
     assert all((parameter != 1).all() for parameter in parameters)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"decay_only": "weights"}, r"optimizer\.decay_only=weights: use matrices, or null"),
-        ({"decay_only": "matrices"}, r"optimizer\.decay_only=matrices without optimizer\.weight_decay"),
-    ],
-)
-def test_a_wrong_decay_only_says_what_to_type(words: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        build_optimizer({"_target_": "torch.optim.SGD", "lr": 0.1, **words}, [weight(1.0)])

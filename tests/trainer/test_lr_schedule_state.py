@@ -46,7 +46,7 @@ def both_at_once(optimizer: torch.optim.Optimizer) -> lr_scheduler.ChainedSchedu
 
 
 def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any]:
-    """Makes an optimizer of two groups, as with `decay_only`, and its learning-rate schedule."""
+    """Makes an optimizer of two groups, as with `optimizer.groups`, and its learning-rate schedule."""
     groups = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.02}]
     kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     optimizer = kinds[kind](groups, lr=0.1, **({"momentum": 0.9} if kind == "sgd" else {}))

@@ -1,0 +1,134 @@
+"""Divides a model's parameters into groups by name and shape, each with settings of its own: `optimizer.groups`.
+
+    optimizer.groups:
+      - {match: "*.bias", weight_decay: 0}                     # a pattern, or a list of them, of full names
+      - {only: vectors, weight_decay: 0}                       # or a shape: vectors, matrices, hidden
+      - {match: ["embedding.*", "softmax.*"], lr_factor: 3}    # times optimizer.lr
+      - {match: "encoder.*", frozen: true}
+
+All entries that select a parameter apply; a later one's values replace an earlier one's. Other keys are arguments of
+the optimizer. An optimizer with the attribute `FIRST_GROUPS` has these entries before the user's. A tied parameter has
+its owner's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from hydra.utils import get_object
+from torch import nn
+
+from ..config import GROUP
+from ..errors import ConfigurationError
+from ..layers import LayerBuilder, own_name
+from ..partition.tie_search import find_ties
+from ..typed_section import shown, typed
+
+GroupKey = tuple[int, ...]  # numbers of the entries that apply to a parameter; empty: only what `optimizer` says
+WIDEST = 16  # times the shorter side of a hidden matrix: tables and classifiers are wider
+NOT_HIDDEN = re.compile(
+    r"(?:^|[._])(?:emb|embed|embeddings?|wte|wpe|tokens?|positions?|pos|table|head|softmax|logits|classifier|score|bias)"
+    r"(?:$|[._])|^(?:fc|shared|output|decoder)\.weight$"
+)
+
+
+def is_hidden(name: str, shape: Sequence[int]) -> bool:
+    """Returns whether a parameter is a matrix between hidden features, by its name in the model and its shape."""
+    return len(shape) == 2 and 1 < max(shape) <= WIDEST * min(shape) and not NOT_HIDDEN.search(name)
+
+
+class Groups:
+    """Decides which entries of `optimizer.groups` apply to a parameter, and what they set.
+
+    Args:
+        section: `optimizer`.
+    """
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self._section = section
+        try:
+            first = getattr(get_object(section["_target_"]), "FIRST_GROUPS", ())
+        except Exception:  # told when it is made
+            first = ()
+        self._first = len(first)
+        self.entries: list[Mapping[str, Any]] = [*first, *(section.get("groups") or ())]
+
+    def key(self, name: str, shape: Sequence[int]) -> GroupKey:
+        """Returns the entries that select a parameter of this full name."""
+        return tuple(n for n, entry in enumerate(self.entries) if _selects(entry, name, shape))
+
+    def divided(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[GroupKey, list[nn.Parameter]]:
+        """Returns parameters, given with their full names, by the entries that apply to them."""
+        members: dict[GroupKey, list[nn.Parameter]] = {}
+        for name, parameter in named:
+            members.setdefault(self.key(name, parameter.shape), []).append(parameter)
+        return members
+
+    def settings(self, key: GroupKey) -> dict[str, Any]:
+        """Returns the optimizer's arguments for the parameters of a key, where they are not those of `optimizer`."""
+        found = self._merged(key)
+        factor = found.pop("lr_factor", None)
+        options = {name: value for name, value in found.items() if name not in GROUP.keys() - {"muon"}}
+        if factor is not None:
+            if (rate := options.get("lr", self._section.get("lr"))) is None:
+                raise ConfigurationError("optimizer.groups has lr_factor: give optimizer.lr, which it multiplies")
+            options["lr"] = rate * factor
+        return options
+
+    def freezes(self, key: GroupKey) -> bool:
+        """Returns whether the parameters of a key do not learn."""
+        return bool(self._merged(key).get("frozen"))
+
+    def frozen_in(self, builders: Sequence[LayerBuilder]) -> list[LayerBuilder]:
+        """Returns the layers, of which the parameters that an entry freezes do not learn."""
+        if not any(entry.get("frozen") for entry in self.entries):
+            return list(builders)
+        ties, frozen, made = find_ties(builders), set[str](), []
+        for builder, own, owners in zip(builders, ties.own, ties.owners, strict=True):
+            names = [n for n, form, _ in own if self.freezes(self.key(own_name(builder.name, n), form.shape))]
+            frozen |= {f"{builder.name}.{name}" for name in names}
+            names += [name for name, owner in owners.items() if str(owner) in frozen]
+            made.append(replace(builder, frozen=(*builder.frozen, *names)))
+        return made
+
+    def told(self, builders: Sequence[LayerBuilder]) -> str:
+        """Returns a line that lists the groups of a model, and how many parameters and weights each has.
+
+        Raises:
+            ConfigurationError: an entry selects no parameter.
+        """
+        ties = find_ties(builders)
+        found = [(own_name(b.name, n), form) for b, own in zip(builders, ties.own, strict=True) for n, form, _ in own]
+        keys = [self.key(name, form.shape) for name, form in found]
+        for number, entry in enumerate(self.entries[self._first :]):
+            if not any(self._first + number in key for key in keys):
+                names = ", ".join(name for name, _ in found[:: max(1, len(found) // 4)][:4])
+                raise ConfigurationError(
+                    f"optimizer.groups[{number}]={shown(entry)} selects no parameter. The names are as {names}; a tied "
+                    "parameter has its owner's"
+                )
+        groups = []
+        for key in sorted(set(keys)):
+            sizes = [form.numel for (_, form), other in zip(found, keys, strict=True) if other == key]
+            settings = typed(self._merged(key)) if key else "as `optimizer` says"
+            groups.append(f"{len(sizes)} parameters ({sum(sizes):,} weights) {settings}")
+        return f"optimizer.groups: {'; '.join(groups)}"
+
+    def _merged(self, key: GroupKey) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number in key:
+            found |= {name: value for name, value in self.entries[number].items() if name not in ("match", "only")}
+        return found
+
+
+def _selects(entry: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
+    patterns, only = entry.get("match", "*"), entry.get("only")
+    if not any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)):
+        return False
+    if only == "hidden":
+        return is_hidden(name, shape)
+    return only is None or (len(shape) > 1) == (only == "matrices")

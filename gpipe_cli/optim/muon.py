@@ -1,0 +1,94 @@
+"""Defines Muon for a whole model: hidden matrices by Muon, the other parameters by another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from ..typed_section import Count, NotNegative, ShareOrZero
+from .optimizers import SteppedByGroup
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial: the steepest at zero (Jordan et al. 2024)
+SMALLEST_NORM = 1e-7
+
+
+class Muon(SteppedByGroup):
+    """Updates groups with the key ``muon`` by Muon (Jordan et al. 2024), the others by an optimizer that is given.
+
+    The momentum of a matrix becomes a matrix with the same directions whose singular values are all about 1, so that
+    each direction is learnt at the same speed. The updates are those of `torch.optim.Muon`, which always computes in
+    bfloat16; CPUs without that type emulate it, 20 times slower than float32. One matrix at a time: the kernel for
+    several at once may depend on their number, and the bits then on the cut. A convolution is a matrix of its outputs.
+
+    Args:
+        params: groups of parameters.
+        rest: makes the optimizer of the other parameters.
+        lr: learning rate of the other parameters; a schedule sets it.
+        matrix_lr_factor: the learning rate of the matrices is so many times the other's.
+        momentum: of the matrices' gradients, by Nesterov's rule.
+        weight_decay: of the matrices, applied directly, times their learning rate.
+        iterations: of Newton and Schulz, towards singular values of 1.
+    """
+
+    # Entries before those of optimizer.groups: {match: ..., muon: false} gives matrices to the rest.
+    FIRST_GROUPS = ({"only": "hidden", "muon": True},)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        rest: Callable[..., Optimizer],
+        lr: NotNegative = 0.005,
+        matrix_lr_factor: NotNegative = 4.0,
+        momentum: ShareOrZero = 0.95,
+        weight_decay: NotNegative = 0.0,
+        iterations: Count = 5,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations, "muon": False})
+        for group in self.param_groups:
+            if group["muon"]:
+                if any(parameter.dim() < 2 for parameter in group["params"]):
+                    raise ValueError("optimizer.groups has muon: true for a parameter with fewer than two dimensions")
+                group["lr"] *= matrix_lr_factor
+                group.setdefault("weight_decay", weight_decay)
+        others = [group for group in self.param_groups if not group["muon"]]
+        self._rest = rest(others, lr=lr) if others else None
+        if self._rest is not None:
+            self._rest.state = self.state  # one state and the same groups: for checkpoints and the schedule
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient; the gradients stay unchanged."""
+        loss = super().step(closure)
+        if self._rest is not None:
+            self._rest.step()
+        return loss
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters if group["muon"] else ():
+            assert parameter.grad is not None
+            average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            average.lerp_(parameter.grad, 1 - group["momentum"])
+            matrix = parameter.grad.lerp(average, group["momentum"]).flatten(1)
+            rate = group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(orthogonal(matrix, group["iterations"]).reshape(parameter.shape), alpha=-rate)
+
+
+def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
+    """Returns a matrix with the same singular vectors, whose singular values are between about 0.7 and 1.2.
+
+    In bfloat16 where the device multiplies it fast, else in the matrix's own type.
+    """
+    if matrix.is_cuda or torch.cpu._is_avx512_bf16_supported():
+        matrix = matrix.bfloat16()
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    a, b, c = COEFFICIENTS
+    for _ in range(iterations):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
