@@ -1,4 +1,4 @@
-"""Finds files of text, and opens them as lines: plain, compressed, or the rows of a Parquet file as lines of JSON."""
+"""Finds files of text, and opens them as lines: plain, compressed, or the records of a file as lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ..errors import ConfigurationError
+from .records import ROWS_OF, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -35,7 +36,7 @@ def ending_of(path: Path) -> str:
 
 def has_records(path: Path) -> bool:
     """Returns whether each line is a record (`texts_in`)."""
-    return ending_of(path) in (*JSON, PARQUET)
+    return ending_of(path) in (*JSON, PARQUET, *ROWS_OF)
 
 
 @contextmanager
@@ -55,35 +56,44 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def _opened(path: Path) -> BinaryIO:
-    if path.suffix.lower() == PARQUET:
-        return io.BufferedReader(_ParquetLines(path), 1 << 20)
+    ending = ending_of(path)
+    if ending == PARQUET:
+        return io.BufferedReader(_RecordLines(_parquet_rows(path)), 1 << 20)
+    file = _unpacking(path)
+    rows = ROWS_OF.get(ending) or (json_array if ending == ".json" and file.peek(1)[:1] == b"[" else None)
+    return file if rows is None else io.BufferedReader(_RecordLines(rows(file)), 1 << 20)
+
+
+def _unpacking(path: Path) -> io.BufferedReader:
     if path.suffix == ".zst":
         import zstandard
 
         unpacker = zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW)
         reader = unpacker.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
         return io.BufferedReader(cast(Any, reader), 1 << 20)
-    return cast(BinaryIO, OPENERS.get(path.suffix, open)(path, "rb"))
+    return cast(io.BufferedReader, OPENERS.get(path.suffix, open)(path, "rb"))
 
 
-class _ParquetLines(io.RawIOBase):
-    """Gives each row's columns of text as a line of JSON, so that a row's number is a line's.
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Returns each row's columns of text.
 
     Raises:
         ConfigurationError: pyarrow is not installed.
     """
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigurationError(f"{path} is read by the pyarrow library: pip install 'gpipe-cli[parquet]'") from error
+    file = parquet.ParquetFile(path)
+    texts = [column.name for column in file.schema_arrow if "string" in str(column.type)]  # structures of texts too
+    batches = file.iter_batches(ROWS, columns=texts, use_threads=False)  # there is a process for each core
+    return (row for batch in batches for row in batch.to_pylist())
 
-    def __init__(self, path: Path) -> None:
-        try:
-            parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise ConfigurationError(
-                f"{path} is read by the pyarrow library: pip install 'gpipe-cli[parquet]'"
-            ) from error
-        file = parquet.ParquetFile(path)
-        texts = [column.name for column in file.schema_arrow if "string" in str(column.type)]  # structures of texts too
-        batches = file.iter_batches(ROWS, columns=texts, use_threads=False)  # there is a process for each core
-        rows = (row for batch in batches for row in batch.to_pylist())
+
+class _RecordLines(io.RawIOBase):
+    """Gives each record as a line of JSON, so that a record's number is a line's."""
+
+    def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
         self._lines = (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
         self._rest = b""
 

@@ -5,6 +5,7 @@
     train.de + train.en                          pairs of files, in one folder or in one for each language
     de-en/train.tsv, de/…, train.de-en.tsv       source, tab, target; plain train.tsv if one language is chosen
     de-en/train.jsonl, train-00000-of-00001.parquet      records, see `lines.texts_in`
+    NAME.de-en.tmx, de-en/train.po, train.de-en.csv      likewise, see `data/records.py`
 
 The language is the name beside the target language. dev may be called valid or validation. Each file may be
 compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
@@ -23,6 +24,7 @@ from pydantic import Field
 
 from ...errors import ConfigurationError
 from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked
+from ..records import COLUMNS_OF, ROWS_OF
 from ..tree import files_below, refuse_dead_links
 
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
@@ -31,13 +33,14 @@ Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_len
 SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
-    "target), .jsonl or .parquet; dev, valid or validation, and test likewise; NAME.xx-en.xx beside NAME.xx-en.en "
-    "(OPUS); each may end in .gz, .zst, .xz or .bz2. Files of other names are named by data.train={xx: [FILE]}"
+    "target), .jsonl, .parquet, .csv, .tmx, .xliff, .po or .mo; dev, valid or validation, and test likewise; "
+    "NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in .gz, .zst, .xz or .bz2. Files of other names are named "
+    "by data.train={xx: [FILE]}"
 )
 
 _LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"
 _PAIR = rf"{_LANGUAGE}-{_LANGUAGE}"
-_TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET)))
+_TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET, *ROWS_OF)))
 _NAME = re.compile(
     rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
     rf"|(?!.*(?i:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
@@ -94,7 +97,8 @@ def find_pairs(
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
-        of_records = (columns or (pair.language, target)) if has_records(pair.source) and pair.target is None else None
+        usual = COLUMNS_OF.get(ending_of(pair.source), (pair.language, target))
+        of_records = (columns or usual) if has_records(pair.source) and pair.target is None else None
         text = unpacked(pair.source.resolve())
         same = corpora.setdefault(text, replace(pair, columns=of_records, number=len(corpora)))
         if same.source != pair.source:
@@ -131,6 +135,8 @@ def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[Pair
         for name in [names] if isinstance(names, str) else names:
             if not isinstance(name, str):
                 source, other = (_matching(folder, side, key)[0] for side in name)
+                if ending_of(source) in ROWS_OF:
+                    raise ConfigurationError(f"{key}: {source} holds both sides: name it alone, as [{name[0]}]")
                 yield PairFiles(language, split, source, other)
                 continue
             for source in _matching(folder, name, key):

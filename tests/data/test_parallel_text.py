@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
@@ -10,16 +11,21 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from xml.sax.saxutils import escape
 
 import numpy as np
 import parallel_folder
 import pytest
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import write_po
 from inline_run import train_inline
 from preparation_jobs import prepare
 from run_files import bytes_of, rows
 from text_sources import defects, places, prepared, refusal_of
 
 from gpipe_cli.data.defects import KINDS, check_policy
+from gpipe_cli.data.lines import reading, texts_in
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
@@ -104,17 +110,74 @@ LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Pairs], list[list[str]]], dict
     "JSON lines of named columns": (("de-en/train.ndjson",), records(NAMES), {"columns": NAMES}),
     "Parquet": (("de-en/train-00000-of-00001.parquet",), records(CODES, below=True), {}),
     "Parquet of named columns": (("de-en/train-00000-of-00001.parquet",), records(NAMES), {"columns": NAMES}),
+    "a JSON array": (("de-en/train.json",), records(CODES), {}),
+    "a table with names": (("train.de-en.csv",), records(NAMES), {"columns": NAMES}),
+    "a catalogue": (("locale/x.po",), records(CODES), {"train": {"de": ["locale/*.po"]}}),
+    "a translation memory": (("Memory.de-en.tmx",), records(CODES), {}),
+    "XLIFF": (("de-en/train.xlf",), records(CODES), {}),
 }  # fmt: skip
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> None:
-    if path.suffix != ".parquet":
+    """Writes lines, or what they hold as a library of the format writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in lines] if lines[0].startswith("{") else []
+    if path.suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist([{**row, "vector": [0.5]} for row in rows]), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    elif path.suffix == ".po":
+        catalogue = Catalog("de")
+        for row in rows:
+            catalogue.add(row["en"], row["de"])
+        with path.open("wb") as file:
+            write_po(file, catalogue)
+    elif path.suffix in (".tmx", ".xlf"):
+        path.write_text(memory(rows) if path.suffix == ".tmx" else bilingual(rows))
+    else:
         parallel_folder.write(path, lines)
-        return
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path.parent.mkdir(parents=True)
-    rows = [{**json.loads(line), "vector": [0.5]} for line in lines]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def memory(rows: Sequence[dict[str, str]]) -> str:
+    units = (f'<tuv xml:lang="{name}"><seg>{escape(text)}</seg></tuv>' for row in rows for name, text in row.items())
+    pairs = "".join(f"<tu>{one}{other}</tu>\n" for one, other in zip(units, units, strict=True))
+    return f'<?xml version="1.0"?><tmx version="1.4"><header srclang="en"/><body>{pairs}</body></tmx>'
+
+
+def bilingual(rows: Sequence[dict[str, str]]) -> str:
+    sides = ((escape(row["en"]), escape(row["de"])) for row in rows)
+    units = "".join(f"<trans-unit><source>{one}</source><target>{other}</target></trans-unit>" for one, other in sides)
+    file = f'<file source-language="en" target-language="de-DE"><body>{units}</body></file>'
+    return f'<xliff xmlns="urn:oasis:names:tc:xliff:document:1.2" version="1.2">{file}</xliff>'
+
+
+def rows_of(path: Path) -> list[list[str]]:
+    with reading(path) as file:
+        return [texts_in(line.decode(), ("msgstr", "msgid"), "data.columns") for line in file]
+
+
+def test_a_catalogue_is_read_by_its_forms_and_never_as_two_files_of_lines(tmp_path: Path) -> None:
+    catalogue = tmp_path / "de.po"
+    catalogue.write_text(
+        'msgid ""\nmsgstr ""\n"POT-Creation-Date: YEAR-MO-DA HO:MI+ZONE\\n"\n"PO-Revision-Date: YEAR-MO-DA\\n"\n\n'
+        'msgid "one file"\nmsgid_plural "files"\nmsgstr[0] "eine Datei"\nmsgstr[1] "Dateien"\n\n'
+        '#, fuzzy\nmsgid "guessed"\nmsgstr "geraten"\n\n#~ msgid "old"\n#~ msgstr "alt"\n'
+    )
+    forms = [["eine Datei", "one file"], ["Dateien", "files"]]
+    assert rows_of(catalogue) == [*forms, ["", "guessed"]]
+    compiled = Catalog("de")
+    compiled.add(("one file", "files"), ("eine Datei", "Dateien"))
+    with (tmp_path / "de.mo").open("wb") as file:
+        write_mo(file, compiled)
+    assert rows_of(tmp_path / "de.mo") == forms
+    said = refusal(tmp_path, train={"de": [["de.po", "de.po"]]})
+    assert "de.po holds both sides: name it alone, as [de.po]" in said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
