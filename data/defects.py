@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ConfigDict
 from typing_extensions import Required, TypedDict
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, in_utf8
 from ..json_files import read_json
 
 DEFECTS = "defects.json"  # in a store
@@ -132,7 +132,8 @@ class Defects:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        return {"counts": self.counts, "defects": [vars(defect) for defect in self.examples]}
+        examples = [{**vars(of), "file": in_utf8(of.file), "found": in_utf8(of.found)} for of in self.examples]
+        return {"counts": self.counts, "defects": examples}
 
     def write(self, store: Path, lines: int, corpora: Mapping[str, Mapping[str, list[int]]] | None = None) -> None:
         """Writes defects.json.

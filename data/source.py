@@ -111,6 +111,14 @@ class Source(ABC):
         """Returns whether `typical_micro_batch` is the source's own, which needs no data."""
         return type(self).typical_micro_batch is not Source.typical_micro_batch
 
+    def fewest_examples(self, micro_batches: int) -> int | None:
+        """Returns the examples of an epoch's smallest micro-batch; None: as in the first mini-batch.
+
+        Args:
+            micro_batches: of a mini-batch, in all replicas.
+        """
+        return None
+
     def epoch(self, position: Any) -> float:
         """Returns how often the data were read up to `position`; for `trainer.epochs`."""
         raise self._lacks("epoch(position), by which trainer.epochs counts: use trainer.steps")

@@ -87,6 +87,11 @@ class DatasetSource(Source):
         loaded = self._load(self._evaluation_set, iter(keys))
         return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in batches)
 
+    def fewest_examples(self, micro_batches: int) -> int | None:
+        """Returns the examples of an epoch's smallest micro-batch, which is in its last mini-batch."""
+        remainder = 0 if self._drop_last else self._count % self._batch_size
+        return (remainder or self._batch_size) // micro_batches
+
     def epoch(self, position: Any) -> float:
         """Returns how often all examples were read up to `position`."""
         start = position or {"epoch": 0, "batch": 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -46,3 +47,9 @@ def refuse_dead_links(paths: Iterable[str | Path]) -> None:
     if dead := [path for path in map(Path, paths) if path.is_symlink() and not path.exists()]:
         more, target = f" ({len(dead):,} such links)" if len(dead) > 1 else "", dead[0].readlink()
         raise ConfigurationError(f"{dead[0]} links to {target}, which is not there{more}: mount it, or remove the link")
+
+
+def by_ending(names: Iterable[str]) -> str:
+    """Returns how many files have each ending: "2,051 .py, 3 .heic, 1 without"."""
+    counts = Counter(Path(name).suffix.lower() or "without" for name in names)
+    return ", ".join(f"{count:,} {ending}" for ending, count in counts.most_common(8))

@@ -97,11 +97,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Replaces the file atomically. Unlike a checkpoint's files it may be lost when the machine crashes.
 
+    Bytes of a file's name that are no UTF-8 are written as \\udcXX.
+
     Raises:
         OSError: the file cannot be written.
     """
     with whole_file(path) as draft:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 class LogFile(logging.FileHandler):
@@ -112,7 +114,7 @@ class LogFile(logging.FileHandler):
             descriptor = open_for_writing(Path(self.baseFilename))
         except OSError:
             descriptor = os.open(os.devnull, os.O_WRONLY)
-        return os.fdopen(descriptor, "a", encoding="utf-8")
+        return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def prepare_directory(directory: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+NO_UTF8 = "[\udc80-\udcff]"  # matches a byte of a file's name that is no UTF-8, as Python reads it
 NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 
 
@@ -52,6 +53,11 @@ class Problems(list[str]):
 def visible(text: str) -> str:
     """Returns the text with control characters written out, so that no file's content can act on a terminal."""
     return text.translate(_CONTROLS)
+
+
+def in_utf8(name: object) -> str:
+    """Returns a text whose bytes that are no UTF-8, as in names of files, are written out: caf\\xe9.txt."""
+    return str(name).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def place_in_users_code(error: BaseException) -> str | None:

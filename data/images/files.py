@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 SIXTEEN_BITS = ("PNG", "PPM")  # formats whose images in Pillow's mode of 32-bit integers have 16 bits
+BITS_OF_TIFF = 258  # the tag
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
@@ -37,7 +38,10 @@ class Images(ABC):
     Attributes:
         labels: int64 [n], numbers of `class_names`.
         others: the number of files beside the images that are no images.
+        bits: that images of 16 bits use; None: as the file says, else 16.
     """
+
+    bits: int | None = None
 
     def __init__(self, labels: Sequence[int], class_names: Sequence[str], others: int = 0) -> None:
         self.labels, self.class_names, self.others = np.asarray(labels, np.int64), tuple(class_names), others
@@ -92,7 +96,7 @@ class ImageFiles(Images):
     def read(self, index: int) -> Tensor:
         path = self._root / os.fsdecode(self._paths[index])
         try:
-            return decode(self._file(index, path))
+            return decode(self._file(index, path), self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
             raise BrokenImageError(str(path), f"{type(error).__name__}: {error}") from error
 
@@ -114,11 +118,14 @@ class ImageArray(Images):
         return self._images[index]
 
 
-def decode(file: Path | BinaryIO) -> Tensor:
+def decode(file: Path | BinaryIO, bits: int | None = None) -> Tensor:
     """Decodes an image of any format and colours, turned as its EXIF data say, to uint8 [3, H, W].
 
     It uses Pillow: torchvision's own decoder, a little faster, is deprecated. The channels stay last in memory, because
     torchvision then resizes bytes fastest.
+
+    Args:
+        bits: see `Images`.
 
     Raises:
         Exception: anything that Pillow raises for a broken or very large file, or numbers without a known range.
@@ -132,18 +139,24 @@ def decode(file: Path | BinaryIO) -> Tensor:
             image.load()
             with suppress(Exception):  # damaged EXIF data raise anything
                 ImageOps.exif_transpose(image, in_place=True)
-            return torch.from_numpy(np.array(_bytes_of(image))).permute(2, 0, 1)
+            return torch.from_numpy(np.array(_bytes_of(image, bits))).permute(2, 0, 1)
 
 
-def _bytes_of(image: PillowImage) -> PillowImage:
-    """Returns the image in 8-bit RGB; one channel of 16 bits or of floats from 0 to 1 is scaled to bytes.
+def _bytes_of(image: PillowImage, bits: int | None) -> PillowImage:
+    """Returns the image in 8-bit RGB, on white; one channel of 16 bits or of floats from 0 to 1 is scaled to bytes.
 
     Pillow's `convert` would clip them instead: 16 bits would become white, and floats black.
     """
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN_BITS):
-        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+        values = np.asarray(image).astype(np.uint32)
+        told = getattr(image, "tag_v2", {}).get(BITS_OF_TIFF, (16,))[0]
+        if bits is None and told == 16 and 0 < values.max() < 2**12:
+            raise ValueError("at most 12 of its 16 bits are used: set data.bits=12 or 10, or 16 if it is so dark")
+        image = Image.fromarray(np.minimum(values >> ((bits or told) - 8), 255).astype(np.uint8))
+    elif image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     elif image.mode == "F":
         values = np.asarray(image)
         if not (values.min() >= 0 and values.max() <= 1):  # also where one is not a number

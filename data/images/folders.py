@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ...errors import ConfigurationError
 from ..source import Report
-from ..tree import files_below, refuse_dead_links, visible_entries
+from ..tree import by_ending, files_below, refuse_dead_links, visible_entries
 from .files import ImageFiles
 
 log = logging.getLogger(__name__)
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 
 FoldersOf = Callable[[Sequence[str], Path], Sequence[str]]
 """Returns the class of each image in a folder or tar that does not tell it."""
@@ -110,7 +110,8 @@ def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
 def _warned_of(split: Path, others: Sequence[str]) -> int:
     """Warns of files that are no images; returns how many there are."""
     if others:
-        log.warning("%s: %d files are left out, being no images: %s", split, len(others), some_of(others))
+        counts = by_ending(others)
+        log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
     return len(others)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, in_utf8
 from ...micro_batch import MicroBatch, Tensors
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, Source, read_ahead, split_evenly
@@ -54,6 +54,7 @@ class ImageSource(Source):
         batch_size: images of a mini-batch, over all micro-batches and replicas.
         drop_last: leave out an epoch's last images if they do not fill a mini-batch.
         crop_area, flip, brightness, chroma, cutout: see `transforms.training_transform`.
+        bits: that images of 16 bits use, as 12; None: as the file says, else 16.
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
         broken_images_limit: most broken images, counted from the start of the process.
@@ -84,6 +85,7 @@ class ImageSource(Source):
         workers: Literal["auto"] | CountOrZero = "auto",
         broken_images_limit: CountOrZero = 0,
         seed: int = 0,
+        bits: Annotated[int, Field(ge=8, le=16)] | None = None,
     ) -> None:
         if crop_area is not None and crop_area[0] > crop_area[1]:
             raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
@@ -92,7 +94,7 @@ class ImageSource(Source):
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
         self._augmentation = (crop_area, flip, brightness, chroma, cutout)
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        self._workers, self._broken_limit = workers, broken_images_limit
+        self._workers, self._broken_limit, self._bits = workers, broken_images_limit, bits
         self.broken_images: dict[str, str] = {}
 
     def prepare(self, report: Report) -> None:
@@ -103,7 +105,8 @@ class ImageSource(Source):
         """
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, report)
         self._check_counts(train, evaluation)
-        self.class_names = train.class_names
+        self.class_names = tuple(map(in_utf8, train.class_names))
+        train.bits = evaluation.bits = self._bits
         self.prepared_defects = {"other_files": train.others + evaluation.others}
         self._broken_limit = min(self._broken_limit, len(train) - 1)
         augmented = training_transform(self._image_size, *self._augmentation)
@@ -135,6 +138,10 @@ class ImageSource(Source):
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
         return self._train_set.images.fingerprint()
+
+    def fewest_examples(self, micro_batches: int) -> int | None:
+        """Returns the examples of an epoch's smallest micro-batch."""
+        return self._examples().fewest_examples(micro_batches)
 
     def epoch(self, position: Any) -> float:
         """Returns how often the training images were read up to `position`."""

@@ -121,7 +121,7 @@ def _in_folders(names: Sequence[str], tar: Path, folders_of: FoldersOf | None) -
 def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[Any]]:
     """Returns the index of tar files from the cache; it is made again when a file's size or time has changed."""
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
-    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr(states).encode())}.npz"
+    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES]).encode())}.npz"
     with writing(kept.parent, "set GPIPE_CACHE to a folder with room"):
         made(kept, lambda draft: np.savez(draft, **_index(tars, report)), report)
     with np.load(kept) as arrays:

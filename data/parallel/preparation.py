@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...disk import whole_file
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, in_utf8
 from ..cache import made_json, save_array
 from ..defects import KINDS, Defect, Defects
 from ..prepared import WORK, RunAll, in_processes
@@ -190,7 +190,8 @@ class Preparation:
             bounds.append(np.array(found["bounds"]))
             corpora[file][0] += int(bounds[-1][0, -1])
         merged = self._merge(run_all, code, np.stack(bounds))
-        return {"summary": asdict(merged), "corpora": corpora, **defects.as_json()}
+        named = {in_utf8(file): counts for file, counts in corpora.items()}
+        return {"summary": asdict(merged), "corpora": named, **defects.as_json()}
 
     def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
         """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ...disk import whole_file, write_whole
-from ...errors import ConfigurationError
+from ...errors import ConfigurationError, in_utf8
 from ..cache import made_json, save_array
 from ..defects import Defects
 from ..prepared import WORK, RunAll, in_processes
@@ -185,7 +185,7 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> dict[str, list[str]
                 for place in chosen:
                     sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
             sample.go_on(len(starts))
-    return {"texts": sample.items, "unusable": [str(defect) for defect in defects.examples[:1]]}
+    return {"texts": sample.items, "unusable": [in_utf8(defect) for defect in defects.examples[:1]]}
 
 
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:

@@ -128,6 +128,7 @@ def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[i
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
     before = sys.argv
+    torchrun.refuse_half_an_environment()
     with ExitStack() as stack:
         stack.callback(setattr, sys, "argv", before)
         if torchrun.is_first():

@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
 from gpipe_cli.launch.join import joined
@@ -72,8 +72,11 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     no key needs a plus.
 
     Raises:
-        ConfigurationError: an option is null or a number, which Hydra refuses without naming its group.
+        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number, whose
+            group Hydra does not name.
     """
+    if strange := [word for word in words if re.search(NO_UTF8, word)]:
+        raise ConfigurationError(f"{strange[0]} is not UTF-8: rename what it names, or type a link to it")
     words = [word for word in words if word not in ("experiment=null", "debug=null")]  # there is none, then
     for group, _, option in (word.partition("=") for word in words):
         if re.fullmatch(r"null|true|false|[-+.\d]*", option, re.IGNORECASE) and (CONF / group).is_dir():

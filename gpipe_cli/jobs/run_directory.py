@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import latest, locked, read_manifest, step_directories
 from gpipe_cli.disk import DiskError, open_for_writing, own_folder, prepare_directory, write_whole, writing
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import NO_UTF8, ConfigurationError
 from gpipe_cli.jobs.torchrun import is_first
 from gpipe_cli.json_files import read_rows
 from gpipe_cli.launch.join import restart_count
@@ -71,6 +72,8 @@ def require_writable(key: str, folder: str | Path) -> None:
     """
     if not str(folder):
         raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
+    if re.search(NO_UTF8, str(Path(str(folder)).absolute())):
+        raise ConfigurationError(f"{key}={folder}: its path is not UTF-8, and checkpoints cannot be read there")
     try:
         prepare_directory(Path(str(folder)).expanduser())
     except DiskError as error:

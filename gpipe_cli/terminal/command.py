@@ -51,7 +51,10 @@ def run_command(
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # its encoding may be Latin-1 or ASCII
+        if sys.stdout.isatty():
+            sys.stdout.reconfigure(errors="replace")  # its encoding may be Latin-1 or ASCII
+        else:  # files and pipes get every character, and the bytes of files' names
+            sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     adopt_step(os.environ)
 
     def answer() -> int:

@@ -147,7 +147,8 @@ def assemble_model(
     autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
     pipeline = Pipeline(builders, cut, config, task, shape, world, settings.seed, autocast, between, context.where)
     if trains:
-        _warn_of_single_examples(pipeline, config.sync_batchnorm, read, journal)
+        fewest = None if source is None else source.fewest_examples(config.M * world.replicas)
+        _warn_of_single_examples(pipeline, config.sync_batchnorm, read, fewest, journal)
     if config.compile:
         left = world.gather_from_workers(name for cell in pipeline.cells for name in cell.not_compiled)
         if left:
@@ -157,15 +158,28 @@ def assemble_model(
     return Assembly(settings, task, source, shape, tokens, lay_out_model(pipeline), builders, pipeline)
 
 
-def _warn_of_single_examples(pipeline: Pipeline, synchronised: bool, read: Batch | None, journal: Notices) -> None:
-    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time."""
+def _warn_of_single_examples(
+    pipeline: Pipeline, synchronised: bool, read: Batch | None, fewest: int | None, journal: Notices
+) -> None:
+    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time.
+
+    Args:
+        read: the first mini-batch, on rank 0.
+        fewest: examples of an epoch's smallest micro-batch, if it is known.
+
+    Raises:
+        ConfigurationError: it sees one at the end of an epoch only, where a run that has come so far would fail.
+    """
     cells = pipeline.world.gather_from_workers(cell.number for cell in pipeline.cells if cell.batchnorms)
-    if (
-        cells
-        and read
-        and not (synchronised and pipeline.world.replicas > 1)
-        and min(len(inputs[0]) for inputs, _ in read.micro_batches) == 1
-    ):
+    if not cells or not read or (synchronised and pipeline.world.replicas > 1):
+        return
+    if min(len(inputs[0]) for inputs, _ in read.micro_batches) > 1:
+        if fewest == 1:
+            raise ConfigurationError(
+                "an epoch's last mini-batch has a micro-batch of a single example, which BatchNorm cannot normalise: "
+                "set data.drop_last=true, or another data.batch_size"
+            )
+    else:
         journal.warn(
             "a micro-batch has a single example, so in training BatchNorm normalises over the places of one example "
             "only, and evaluation will look different: lower pipeline.M or raise data.batch_size"

@@ -129,3 +129,9 @@ def test_the_answer_is_one_line_and_no_more(
         import_module("gpipe_cli.commands.train").main(words)
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1
+
+
+def test_variables_of_a_launcher_without_its_address_are_refused(tmp_path: Path) -> None:
+    done = command("train", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
+    assert "RANK=0 and WORLD_SIZE=2 are set, but not MASTER_ADDR: start by torchrun or srun, or" in done.stderr

@@ -65,6 +65,49 @@ def test_values_of_more_bits_are_scaled_to_bytes(kind: str) -> None:
     assert (decode(io.BytesIO(EIGHT_BITS[kind])) - expected).abs().max() <= 1
 
 
+def tiff_of_12_bits(values: np.ndarray[Any, Any]) -> bytes:
+    """Returns a TIFF of 12 bits a sample, packed without gaps, which Pillow reads and does not write."""
+    bits = "".join(f"{value:012b}" for value in values.ravel().tolist())
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big")
+    height, width = values.shape
+    short = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 277: 1, 278: height}
+    tags = {**{tag: (3, value) for tag, value in short.items()}, 273: (4, 8), 279: (4, len(data))}
+    entries = [struct.pack("<HHII", tag, kind, 1, value) for tag, (kind, value) in sorted(tags.items())]
+    return (
+        b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
+    )
+
+
+def test_fewer_bits_than_the_16_of_their_file_are_told_by_it_or_by_a_key_and_never_black() -> None:
+    twelve = np.round(RAMP / 255 * 4095).astype(np.uint16)
+    expected = torch.from_numpy(RAMP).expand(3, 8, 8)
+    for content, bits in (
+        (tiff_of_12_bits(twelve), None),
+        (array(twelve, "PNG"), 12),
+        (array(twelve >> 2, "TIFF"), 10),
+    ):
+        assert (decode(io.BytesIO(content), bits) - expected).abs().max() <= 1
+    for kind in ("PNG", "TIFF"):
+        with pytest.raises(ValueError, match=r"at most 12 of its 16 bits are used: set data\.bits=12 or 10, or 16"):
+            decode(io.BytesIO(array(twelve, kind)))
+    assert decode(io.BytesIO(array(twelve, "PNG")), 16).max() == 15
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "GIF"])
+def test_what_is_transparent_is_white_and_a_gif_is_its_first_frame(mode: str) -> None:
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 200, 255), (0, 0, 2, 4))
+    if mode == "GIF":
+        content = encoded(image, "GIF", save_all=True, append_images=[Image.new("RGBA", (4, 4), "red")])
+    else:
+        options = {"transparency": 1} if mode == "P" else {}
+        palette = Image.fromarray(np.array([[0, 0, 1, 1]] * 4, np.uint8), "P")
+        palette.putpalette([0, 0, 200, 0, 0, 0])
+        content = encoded(palette if mode == "P" else image.convert(mode), "TIFF" if mode == "PA" else "PNG", **options)
+    read = decode(io.BytesIO(content))
+    assert (read[:, :, 2:] == 255).all() and read[:2, :, :2].max() < 60
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -131,6 +174,6 @@ def test_files_of_other_kinds_in_a_class_folder_are_mentioned_each_time_and_coun
         caplog.clear()
         source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0)
         source.prepare(no_report)
-        assert "4 files are left out, being no images: n00000001/README, " in caplog.text
+        assert "4 files are left out, no images (2 .txt, 1 without, 1 .heic): n00000001/README, " in caplog.text
         assert source.prepared_defects == {"other_files": 5}
         assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6

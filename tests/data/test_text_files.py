@@ -17,13 +17,16 @@ import numpy as np
 import parallel_folder
 import pytest
 import zstandard
+from composed import composed
 from inline_run import train_inline
 from run_files import bytes_of
 from text_sources import places, prepared, refusal_of
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource
+from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.run_directory import require_writable
 
 SMALL: dict[str, Any] = {"vocabulary": 300, "sequence_length": 16, "batch_size": 4, "held_out": 0.1}
 SMALL["character_coverage"] = 1.0
@@ -238,6 +241,20 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     assert f"{key}, line 1: has no text under 'text' (data.json_key), only under: body" in refusal(key)
     assert "data.document=line" in refusal(tmp_path / "text", held_out=0.0)
     assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
+
+
+def test_a_name_that_is_no_utf8_is_read_told_and_written_down(tmp_path: Path) -> None:
+    root = write(Path(os.fsdecode(bytes(tmp_path) + b"/te\xe9xt/caf\xe9.txt")), "\n\n".join(documents())).parent
+    write(root / "b.txt", b"caf\xe9\n\n" + documents()[0].encode())
+    assert places(source(root)) == [("undecodable", "b.txt", 1)] and len(texts_of(source(root))) > 80
+    (root / "b.txt").rename(root / os.fsdecode(b"\xe9.txt"))
+    said = refusal(root, strict=True)
+    assert "/te\\xe9xt/\\xe9.txt, line 1: is not UTF-8" in said
+    with pytest.raises(ConfigurationError, match="is not UTF-8: rename what it names, or type a link to it"):
+        composed("data=text", f"data.root={root}")
+    write_whole(tmp_path / "error.txt", f"{root}")
+    with pytest.raises(ConfigurationError, match="its path is not UTF-8, and checkpoints cannot be read there"):
+        require_writable("hydra.run.dir", root)
 
 
 # --- training

@@ -23,11 +23,19 @@ def shown(*events: dict[str, object], every: int = 1) -> str:
     return output.getvalue()
 
 
-def test_what_a_terminal_cannot_show_is_a_question_mark() -> None:
-    written = io.BytesIO()
+@pytest.mark.parametrize(("is_terminal", "expected"), [(True, b"8.1 ? 7.9\n"), (False, "8.1 → 7.9\n".encode())])
+def test_only_what_a_terminal_cannot_show_is_a_question_mark(
+    is_terminal: bool, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Written(io.BytesIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    written = Written()
     with redirect_stdout(io.TextIOWrapper(written, encoding="ascii")):
         assert run_command("gpipe-x", ["K=1"], "", lambda words: Console(1, "plain").say("8.1 → 7.9") or 0) == 0
-        assert written.getvalue() == b"8.1 ? 7.9\n"
+        assert written.getvalue() == expected
 
 
 HOSTILE = "\x1b]0;title\x07\x9b2J\rok"

@@ -9,6 +9,7 @@ from typing import Any
 
 import own_model
 import pytest
+import tiny_images
 from inline_run import train_inline
 from processes import command
 from run_files import rows
@@ -170,3 +171,14 @@ def test_micro_batches_too_small_for_batchnorm_are_refused(tmp_path: Path) -> No
     words = ["model=amoebanet", "model.L=3", "model.D=16", "data.batch_size=4", "pipeline.M=4"]
     with pytest.raises(ConfigurationError, match="Expected more than 1 value per channel"):
         train_inline(tmp_path, *words)
+
+
+def test_an_epoch_that_would_end_with_a_single_example_for_batchnorm_is_refused_at_the_start(tmp_path: Path) -> None:
+    tiny_images.image_folder(tmp_path / "images")  # of twelve training images
+    words = ["model=amoebanet", "debug=tiny", "data=image_folder", f"data.root={tmp_path}/images", "data.batch_size=10"]
+    words += ["pipeline.M=2", "data.workers=0", "data.classes=3", "trainer.steps=1"]
+    with pytest.raises(ConfigurationError, match=r"a micro-batch of a single example.*set data\.drop_last=true"):
+        train_inline(tmp_path / "refused", *words, "data.drop_last=false")
+    assert (
+        train_inline(tmp_path / "run", *words, "data.drop_last=true", "trainer.evaluate_first=false")[0]["steps"] == 1
+    )
