@@ -393,9 +393,9 @@ def tied_value_not_sent(update: Any, updater: Any, *rest: Any) -> None:
 
 
 @fault("pipeline.batchnorm:DeferredBatchNorm", "_gather", c.BUFFERS, said="layer norm", words=("data.batch_size=14",))
-def mean_of_unequal_means(gather: Any, norm: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+def mean_of_unequal_means(gather: Any, norm: Any, statistics: Tensor) -> None:
     """Gives micro-batches of different sizes the same weight in BatchNorm's averages."""
-    gather(norm, 1, mean, variance)
+    gather(norm, torch.cat([torch.full_like(statistics[:1], 64.0), statistics[1:]]))
 
 
 @fault("optim.average:WeightAverage", "update", c.AVERAGES, said="weights are right, their averages", words=AVERAGE)

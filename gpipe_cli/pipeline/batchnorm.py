@@ -7,9 +7,10 @@ in the forwards, never in recomputes, and applied once when the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     group: dist.ProcessGroup | None
     gathering: bool
-    _pooled: Tensor | None  # float64 (3, C): count, sum, sum of squares about zero
+    _gathered: list[Tensor]  # of each forward: (3, C) of count, mean, unbiased variance
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x`` of shape (n, C, …), normalised over all dimensions but the second."""
@@ -40,12 +41,14 @@ class DeferredBatchNorm(_BatchNorm):
         if self.group is not None:
             together: Tensor = self._normalise_over_replicas(x, count)
             return together
+        if not (torch.compiler.is_compiling() or self.gathering):  # a compiled layer is one for both cases
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 1.0, self.eps)
         # With momentum 1 the "moving" averages are just this micro-batch's statistics.
         wide = self.weight.dtype if self.weight is not None else torch.promote_types(x.dtype, torch.float32)
-        mean = torch.zeros(x.size(1), device=x.device, dtype=wide)
-        variance = torch.zeros_like(mean)
+        statistics = torch.full((3, x.size(1)), count, dtype=wide, device=x.device)
+        _, mean, variance = statistics.unbind()
         output = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        self._gather(count, mean, variance * ((count - 1) / count))
+        self._gather(statistics)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; a compiled layer calls it as it is
@@ -59,8 +62,9 @@ class DeferredBatchNorm(_BatchNorm):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide.mean(dims)
         squares = (wide - mean.view(shape)).square().sum(dims)
-        self._gather(count, mean, squares / count)
-        everyone = self._from_every_replica(torch.stack([torch.full_like(mean, count), mean, squares]))
+        counts = torch.full_like(mean, count)
+        self._gather(torch.stack([counts, mean, squares / max(count - 1, 1)]).detach())
+        everyone = self._from_every_replica(torch.stack([counts, mean, squares]))
         counts, means, squares = everyone.unbind(1)  # each (replicas, C)
         together = (counts * means).sum(0) / counts.sum(0)
         variance = (squares + counts * (means - together).square()).sum(0) / counts.sum(0)
@@ -76,29 +80,16 @@ class DeferredBatchNorm(_BatchNorm):
         everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
         return everyone
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # so that a compiled layer is one for both cases
-    def _gather(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or not (self.gathering and self.training):
-            return
-        mean, variance = mean.detach().double(), variance.detach().double()
-        sums = torch.stack([torch.full_like(mean, count), mean * count, (variance + mean * mean) * count])
-        self._pooled = sums if self._pooled is None else self._pooled + sums
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; see `forward`
+    def _gather(self, statistics: Tensor) -> None:
+        averages = self.running_mean, self.running_var, self.num_batches_tracked
+        if self.gathering and self.training and not any(average is None for average in averages):
+            self._gathered.append(statistics)
 
-    def take_pooled(self) -> Tensor | None:
-        """Returns the sums gathered since the last call, float64 (3, C), or None, and clears them."""
-        pooled, self._pooled = self._pooled, None
-        return pooled
-
-    def update_moving_averages(self, pooled: Tensor) -> None:
-        """Updates the moving averages with mean and population variance of all micro-batches of a mini-batch."""
-        count, mean = pooled[0], pooled[1] / pooled[0]
-        variance = pooled[2] / count - mean * mean
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+    def take_gathered(self) -> list[Tensor]:
+        """Returns the statistics (3, C) of the forwards since the last call, and clears them."""
+        gathered, self._gathered = self._gathered, []
+        return gathered
 
 
 class _SumOverReplicas(torch.autograd.Function):
@@ -131,7 +122,7 @@ def _deferred(module: nn.Module, group: dist.ProcessGroup | None, made: dict[nn.
         parts = {name: part and _deferred(part, group, made) for name, part in module._modules.items()}
         if isinstance(module, _BatchNorm):
             kind: Any = type(module)
-            made[module] = _copied(module, parts, _deferring(kind), group=group, gathering=True, _pooled=None)
+            made[module] = _copied(module, parts, _deferring(kind), group=group, gathering=True, _gathered=[])
         elif any(part is not module._modules[name] for name, part in parts.items()):
             made[module] = _copied(module, parts, type(module))
         else:
@@ -156,14 +147,32 @@ def _copied(module: nn.Module, parts: dict[str, nn.Module | None], kind: type[nn
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Applies the gathered statistics to the moving averages; with replicas, pooled over them in one sum."""
-    gathered = [(layer, pooled) for layer in layers if (pooled := layer.take_pooled()) is not None]
-    if not gathered:
-        return
+    """Applies the gathered statistics to the moving averages of all layers; pooled over ``replicas``."""
+    alike: dict[object, list[tuple[Any, list[Tensor]]]] = defaultdict(list)
+    for layer in layers:
+        if gathered := layer.take_gathered():
+            alike[len(gathered), cast(Tensor, layer.running_mean).dtype].append((layer, gathered))
+    for group in alike.values():  # nearly always one: each layer has run once for each micro-batch
+        _update_moving_averages(group, replicas)
+
+
+def _update_moving_averages(group: Sequence[tuple[Any, list[Tensor]]], replicas: dist.ProcessGroup | None) -> None:
+    """Updates by mean and population variance of all micro-batches, in few operations for many layers.
+
+    All are of one number at a time, and added up in the order of the micro-batches: the same bits for every cut.
+    """
+    layers, gathered = [layer for layer, _ in group], [each for _, each in group]
+    flat = torch.cat([statistics for micro_batch in zip(*gathered, strict=True) for statistics in micro_batch], 1)
+    counts, means, variances = flat.double().view(3, len(gathered[0]), -1)
+    sums = torch.stack([counts, counts * means, (counts - 1) * variances + counts * means * means], 1)
+    first, *others = sums.unbind()
+    total = sum(others, first)
     if replicas is not None:
-        flat = torch.cat([pooled.flatten() for _, pooled in gathered])
-        sum_over_replicas(flat, replicas)
-        sums = torch.split(flat, [pooled.numel() for _, pooled in gathered])
-        gathered = [(layer, total.view_as(pooled)) for (layer, pooled), total in zip(gathered, sums, strict=True)]
-    for layer, pooled in gathered:
-        layer.update_moving_averages(pooled)
+        sum_over_replicas(total.view(-1), replicas)
+    mean = total[1] / total[0]
+    variance = total[2] / total[0] - mean * mean
+    torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
+    shares = [1 / n.num_batches_tracked.item() if n.momentum is None else n.momentum for n in layers]
+    for averages, values in (([n.running_mean for n in layers], mean), ([n.running_var for n in layers], variance)):
+        new = values.to(averages[0].dtype).split([len(average) for average in averages])
+        torch._foreach_lerp_(averages, new, shares)

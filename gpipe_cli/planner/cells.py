@@ -184,6 +184,7 @@ def cell_sizes(
         put_off, first_half, second_half = _halves(layers, kept)
     return CellSizes(
         gathered=sum(layer.gathered for layer in layers),
+        casts=sum(layer.casts for layer in layers),
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
         targets=sum(target_bytes),
         graph=total - own_outputs,

@@ -94,7 +94,8 @@ def bytes_of_workers(cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held
             backward = max(graph + size.input_half, size.put_off + size.weight_half)
             left = max(graph, size.put_off)
         working = (graphs - 1) * left + max(size.forward, backward)
-        return size.gathered + working + (waiting if start else pipeline.M) * size.message
+        gathered = pipeline.M * size.gathered + size.casts
+        return gathered + working + (waiting if start else pipeline.M) * size.message
 
     def bytes_(worker: int, start: int, stop: int) -> float:
         if stop == start:

@@ -36,8 +36,8 @@ class CellSizes:
     """Holds the bytes of one micro-batch in one cell.
 
     Attributes:
-        gathered: kept until the mini-batch has ended, once for all micro-batches: the sums of BatchNorm, and weights
-            that autocast uses in half precision.
+        gathered: BatchNorm's statistics, kept until the mini-batch has ended.
+        casts: weights that autocast uses in half precision, kept as long, once for all micro-batches.
         message: the message from the cell before: all tensors in front of the cell, and the targets.
         targets: targets of the micro-batch.
         graph: kept by forward for backward, without inputs and outputs.
@@ -53,6 +53,7 @@ class CellSizes:
     """
 
     gathered: int
+    casts: int
     message: int
     targets: int
     graph: int
@@ -231,7 +232,8 @@ class _Walk:
 
     def _forward(self, cell: int, number: int) -> None:
         size, keeps = self._sizes[cell], (cell, number) not in self._recomputed
-        self._hold(("gathered", cell), "step", MINI_BATCH, size.gathered)
+        self._hold(("gathered", cell, number), "step", MINI_BATCH, size.gathered)
+        self._hold(("casts", cell), "step", MINI_BATCH, size.casts)
         self._run(size.forward if keeps else size.inference)
         if keeps:
             self._hold(("graph", cell, number), "graph", GRAPHS, size.graph)

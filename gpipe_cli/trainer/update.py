@@ -125,7 +125,7 @@ class Updater:
     def forget_step(self) -> None:
         """Clears the gradients, and the BatchNorm statistics of a step that is not applied."""
         for batchnorm in self._batchnorms:
-            batchnorm.take_pooled()
+            batchnorm.take_gathered()
         for parameter in self._parameters:
             parameter.grad = None
         self._ties.forget_gradients()

@@ -113,7 +113,8 @@ class LayerFacts:
         saves_inputs: numbers of the inputs that the graph keeps.
         saves_outputs: numbers of the output storages that the graph keeps.
         saves_inside: bytes of everything else that the graph keeps, without weights.
-        gathered: bytes kept until the mini-batch has ended: the sums of BatchNorm, weights cast for autocast.
+        gathered: bytes of BatchNorm's statistics, kept until the mini-batch has ended.
+        casts: bytes of weights cast for autocast, kept as long, once for all micro-batches.
         outputs: in order.
         batchnorm: whether it normalises over the examples of a micro-batch.
         may_end_cell: False where the shapes of its outputs depend on values.
@@ -132,6 +133,7 @@ class LayerFacts:
     saves_outputs: frozenset[int]
     saves_inside: int
     gathered: int
+    casts: int
     outputs: tuple[LayerOutput, ...] = field(repr=False)
     batchnorm: bool
     may_end_cell: bool = True
@@ -319,7 +321,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         with torch.no_grad(), autocast():
             run(*inputs)
         inference = LayerPass(tuple(tracker.operations), tracker.peak)
-        gathered = _take_gathered(module) + sum(cast.nbytes for cast in casts.held)
+        gathered = _take_gathered(module)
         tracker.begin()
         with noting_saved(saved):
             outputs, loss = _run_forward(run, inputs, autocast)
@@ -348,6 +350,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         saves_outputs=saves_outputs,
         saves_inside=saves_inside,
         gathered=gathered,
+        casts=sum(cast.nbytes for cast in casts.held),
         outputs=described,
         batchnorm=any(isinstance(part, DeferredBatchNorm) for part in module.modules()),
     )
@@ -370,9 +373,9 @@ def _averaged_buffer_bytes(module: nn.Module) -> int:
 
 
 def _take_gathered(module: nn.Module) -> int:
-    """Takes the sums that BatchNorm has gathered in a run, so that the next begins without; returns their bytes."""
-    pooled = [layer.take_pooled() for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
-    return sum(sums.nbytes for sums in pooled if sums is not None)
+    """Takes the statistics that BatchNorm has gathered in a run; returns their bytes."""
+    norms = [layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm)]
+    return sum(statistics.nbytes for norm in norms for statistics in norm.take_gathered())
 
 
 def _run_forward(run: Run, inputs: Sequence[Tensor], autocast: Autocast) -> tuple[Tensors, Tensor | None]:
