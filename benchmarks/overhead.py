@@ -3,7 +3,8 @@
 The model is T(L,H,A) with dropout, once at the sizes of conf/model/transformer.yaml and once larger; data are random
 tokens. Engine and loop use the same modules, the task's own loss and M micro-batches; nothing is recomputed. They take
 turns. Seconds are the processor's: one thread that never waits, so on an idle machine they equal wall time, and on a
-busy one they are still right. The median of the pairs' ratios is shown, with their quartiles.
+busy one they are still right. The median of the pairs' ratios is shown, with their quartiles; and the operations of a
+step (views not counted), which a GPU's host has to start.
 
 plain: the usual loop, F0 B0 F1 B1 …, with one graph at a time, as the schedule 1f1b has on a single worker. With gpipe
 it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward, so the backwards read from
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.pipeline.cell import build_layer
+from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.tasks.translation import TranslationTask
 
 KINDS = ("1f1b", "gpipe")
@@ -38,7 +40,8 @@ SIZES = {
     "larger": {"L": 6, "H": 2048, "A": 8, "d_model": 512, "vocabulary": 8000},
 }
 COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f"}
-COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
+COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "plain, operations": ",d"}
+COLUMNS |= {"engine, operations": ",d"}
 
 
 def build_modules(vocabulary: int, **sizes: Any) -> list[nn.Module]:
@@ -60,6 +63,13 @@ def timed(step: Step, modules: Sequence[nn.Module]) -> float:
     return time.process_time() - began
 
 
+def operations(step: Callable[[], object]) -> int:
+    """Returns how many operations other than views a step has."""
+    with Tracker() as tracker:
+        step()
+    return len(tracker.operations)
+
+
 def measure(modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], repetitions: int) -> Iterator[Row]:
     """Makes a row for the engine with each kind of schedule, beside the plain loop."""
     loss, cell = TranslationTask().loss, make_cell(0, modules)
@@ -67,12 +77,14 @@ def measure(modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], r
     steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in KINDS}
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
     seconds = take_turns(turns, repetitions, WARM_UP)
+    counts = {name: operations(turn) for name, turn in turns.items()}
     plain, parameters = seconds["plain"], sum(p.numel() for module in modules for p in module.parameters())
     for kind in KINDS:
         shares = [mine / other - 1 for mine, other in zip(seconds[kind], plain, strict=True)]
         low, middle, high = statistics.quantiles(shares if repetitions > 1 else shares * 2, n=4)
         row: Row = {"parameters": parameters, "schedule": kind, "plain, s": statistics.median(plain)}
         row |= {"engine, s": statistics.median(seconds[kind]), "slower by": middle, "seconds": seconds}
+        row |= {"plain, operations": counts["plain"], "engine, operations": counts[kind]}
         yield row | {"quartiles": f"{low:+.2%} … {high:+.2%}"}
 
 

@@ -365,12 +365,12 @@ def replicas_not_added_up(reduce: Any, parameters: Any, group: Any) -> None:
     """Leaves every replica with its own gradients."""
 
 
-@fault("metrics.step_report:StepReporter", "write_norms", c.NORM)
-def norm_of_one_cell(write: Any, reporter: Any, exchange: Any, numbers: Any, squares: Tensor) -> None:
+@fault(UPDATER, "squared_norms", c.NORM)
+def norm_of_one_cell(norms: Any, updater: Any) -> Tensor:
     """Takes the norm of the last cell's gradients for that of all."""
-    only = squares.clone()
-    only[:-2] = 0  # all but the head's weight and bias
-    write(reporter, exchange, numbers, only)
+    squares: Tensor = norms(updater)
+    squares[:-2] = 0  # all but the head's weight and bias
+    return squares
 
 
 @fault("trainer.update", "scale_gradients", c.CLIPPED, said=r"layer norm \(cell 1\)")

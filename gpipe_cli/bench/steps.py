@@ -57,6 +57,7 @@ class EngineStep:
         self.engine.meter.begin_step()
         self.engine.train_step(self.instructions, self.step_input, self.micro_batches)
         self.engine.meter.end_step()
+        self.engine.meter.read_step()
 
 
 def make_cell(number: int, modules: Sequence[nn.Module], first: int = 0, device: torch.device = CPU) -> Cell:

@@ -199,7 +199,7 @@ class Pipeline:
             the mean loss of the mini-batch, the same bits on every worker and for every K.
         """
         micro_batches, plan = self._announce(inputs, targets, "train")
-        record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done))
+        record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done), timed=False)
         self.unused.fill(self.parameters())
         self.unused.owners = self.ties.add_gradients()
         finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)

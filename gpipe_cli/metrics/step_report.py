@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ..distributed.exchange import Exchange
 from ..distributed.pipeline import Pipeline
@@ -26,7 +27,7 @@ TIME_OF = {
     Op.SEND_GRADIENT: "sending",
 }
 KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
-PHASES = ("gradients", "data", "exchange", "update")  # between the instructions of two steps, in this order
+PHASES = ("data", "gradients", "exchange", "update")  # between the instructions of two steps, in this order
 WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
 
 
@@ -96,27 +97,33 @@ class StepReporter:
             "workers": self.ranks * len(WORKER_NUMBERS),
         }
 
-    def write_record(self, exchange: Exchange, record: StepRecord) -> None:
-        """Writes losses and statistics; each (layer, micro-batch) is on one worker of the replica."""
-        losses = exchange.own["losses"].view(self.replicas, len(self.losses), self.micro_batches)
-        numbers = torch.stack([loss.double() for loss in record.losses.values()]).tolist() if record.losses else []
-        for (layer, micro_batch), loss in zip(record.losses, numbers, strict=True):
-            losses[self.replica, self.losses.index(layer), micro_batch] = loss
-        if record.statistics is not None:
-            exchange.own["statistics"].view(self.replicas, -1)[self.replica] = record.statistics.cpu()
+    def write_results(
+        self, exchange: Exchange, record: StepRecord, own_parameters: Sequence[int], squares: Tensor
+    ) -> None:
+        """Writes losses, statistics and squared gradient norms, which come from the device in one copy.
 
-    def write_norms(self, exchange: Exchange, first_parameters: Sequence[int], squares: torch.Tensor) -> None:
-        """Writes the squared gradient norms of this worker's parameters at their places in the whole model."""
-        if self.replica > 0:  # its gradients are those of replica 0
-            return
-        exchange.own["squared_norms"][torch.tensor(first_parameters, dtype=torch.int64)] = squares
+        Args:
+            record: each (layer, micro-batch) is on one worker of the replica.
+            own_parameters: places of this worker's parameters in the whole model.
+            squares: of their gradients' norms.
+        """
+        losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
+        statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
+        together = [losses, statistics, squares]
+        numbers = torch.cat(together).cpu().split([len(part) for part in together])
+        places = [(self.losses.index(layer), micro_batch) for layer, micro_batch in record.losses]
+        mine = exchange.own["losses"].view(self.replicas, len(self.losses), self.micro_batches)[self.replica]
+        mine[tuple(torch.tensor(places, dtype=torch.int64).view(-1, 2).T)] = numbers[0]
+        if record.statistics is not None:
+            exchange.own["statistics"].view(self.replicas, -1)[self.replica] = numbers[1]
+        if self.replica == 0:  # the gradients of the others are the same
+            exchange.own["squared_norms"][torch.tensor(own_parameters, dtype=torch.int64)] = numbers[2]
 
     def write_times(self, exchange: Exchange, phases: Sequence[Phase], span: float, waited_for_data: float) -> None:
         """Writes this worker's times and its peak memory, before the exchange that carries them.
 
         Args:
-            phases: those before the step that the engine's meter has recorded.
-            span: result of `Meter.end_step`.
+            phases, span: result of `Meter.read_step`.
         """
         meter, world = self.pipeline.engine.meter, self.pipeline.world
         cells = [[0.0] * len(KINDS_OF_TIME) for _ in range(self.cells)]

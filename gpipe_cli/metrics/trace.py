@@ -35,9 +35,8 @@ def record_everyone(pipeline: Pipeline, met_at: float) -> list[Recording]:
         met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
     """
     meter = pipeline.engine.meter
-    meter.read_phases()
     mine = [(str(span.instruction), span.start, span.end) for span in meter.spans]
-    return on_one_clock(pipeline.world.gather((machine_id(), met_at, [*mine, *meter.phases])))
+    return on_one_clock(pipeline.world.gather((machine_id(), met_at, [*mine, *meter.read_phases()])))
 
 
 def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:

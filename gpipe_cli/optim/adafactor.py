@@ -76,8 +76,9 @@ class Adafactor(SteppedByGroup):
         if group["parameter_scale"]:
             update *= _rms(parameter).clamp(min=LEAST_SCALE)
         if group["beta1"]:
-            momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-            update = momentum.lerp_(update, 1 - group["beta1"])
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(parameter)
+            update = state["momentum"].lerp_(update, 1 - group["beta1"])
         if group["weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.sub_(update)
@@ -90,11 +91,12 @@ def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: 
     divided by the two roots one after the other.
     """
     if squares.dim() < 2:
-        average = state.setdefault("square", torch.zeros_like(squares))
-        average.lerp_(squares, 1 - beta2)
-        return gradient / cast(Tensor, average).sqrt()
-    rows = state.setdefault("rows", torch.zeros_like(squares[..., :1]))
-    columns = state.setdefault("columns", torch.zeros_like(squares[..., :1, :]))
+        if "square" not in state:
+            state["square"] = torch.zeros_like(squares)
+        return gradient / cast(Tensor, state["square"].lerp_(squares, 1 - beta2)).sqrt()
+    if "rows" not in state:
+        state["rows"], state["columns"] = torch.zeros_like(squares[..., :1]), torch.zeros_like(squares[..., :1, :])
+    rows, columns = state["rows"], state["columns"]
     rows.lerp_(squares.mean(-1, keepdim=True), 1 - beta2)
     columns.lerp_(squares.mean(-2, keepdim=True), 1 - beta2)
     by_rows = gradient * (rows.mean(-2, keepdim=True).sqrt() / rows.sqrt())

@@ -50,7 +50,7 @@ class WeightAverage:
         """Averages in the weights after update number ``t``."""
         decay = min(self._decay, (1 + t) / (10 + t))
         if self._live:
-            torch._foreach_lerp_(self._averages, [tensor.detach() for tensor in self._live], 1 - decay)
+            torch._foreach_lerp_(self._averages, self._live, 1 - decay)
 
     @torch.no_grad()
     def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:

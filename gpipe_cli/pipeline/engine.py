@@ -254,6 +254,13 @@ class Engine:
         return self.transport.post(message, spec if is_activation else spec.gradients)
 
 
+def _named_in_profile(i: Instruction) -> AbstractContextManager[Any]:
+    """Returns the context in which a profiler that records shows a name; without one it costs less than 1 µs."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(f"{i.op.name.lower()}, cell {i.cell}, micro-batch {i.micro_batch}")
+
+
 @dataclass
 class _Step:
     """Interprets the instruction list of one step: what training and forward-only steps share.
@@ -291,7 +298,8 @@ class _Step:
             op = instruction.op
             where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
             started = None if meter is None else meter.mark()
-            handlers[op](self, instruction)
+            with _named_in_profile(instruction):
+                handlers[op](self, instruction)
             if meter is not None and started is not None:
                 meter.record(instruction, started)
             if position in after:

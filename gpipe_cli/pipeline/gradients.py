@@ -102,14 +102,12 @@ def buckets(gradients: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def squared_norms(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Returns the squared norm of each parameter's gradient, 0 where there is none: float64 (P,), on the CPU."""
-    norms = [
-        torch.zeros((), dtype=torch.float64, device=p.device)
-        if p.grad is None
-        else torch.linalg.vector_norm(p.grad.detach(), dtype=torch.float64)
-        for p in parameters
-    ]
-    return torch.stack(norms).square().cpu() if norms else torch.zeros(0, dtype=torch.float64)
+    """Returns the squared norm of each parameter's gradient, 0 where there is none: float64 (P,), on their device."""
+    if not (gradients := [p.grad for p in parameters if p.grad is not None]):
+        return torch.zeros(len(parameters), dtype=torch.float64)
+    norms = iter(torch._foreach_norm(gradients, 2, torch.float64))
+    zero = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    return torch.stack([zero if p.grad is None else next(norms) for p in parameters]).square()
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

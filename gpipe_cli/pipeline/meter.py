@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -32,16 +32,31 @@ class Phase(NamedTuple):
     end: float
 
 
+class _Clock(NamedTuple):
+    """Turns marks into seconds of the machine's monotonic clock; an event by its distance from ``event``."""
+
+    began: float
+    event: Mark
+
+    def time(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert not isinstance(self.event, float)
+        return self.began + float(self.event.elapsed_time(mark)) / 1000
+
+    def phases(self, marks: list[tuple[str, Mark, Mark]]) -> list[Phase]:
+        return [Phase(name, self.time(a), self.time(b)) for name, a, b in marks]
+
+
 class Meter:
     """Records the instructions of one step after another, and the phases that follow them.
 
-    On a GPU the instructions run asynchronously, so events are recorded in their stream and read when the step has
-    ended; nothing is synchronised in between.
+    On a GPU the instructions run asynchronously, so events are recorded in their stream and read when the results of
+    the step have been; nothing is synchronised in between.
 
     Attributes:
         began: begin of the step by the machine's monotonic clock, which all its processes share.
-        spans: of the last finished step, in seconds of that clock.
-        phases: that followed this step, as far as `read_phases` has read them.
+        spans: of the last step that was read, in seconds of that clock.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,16 +64,17 @@ class Meter:
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self.began = 0.0
-        self._began_on_gpu: torch.Event | None = None
+        self._clock, self._ended = _Clock(0.0, 0.0), cast(Mark, 0.0)
+        self._before = self._clock, self._phase_marks
         self.spans: list[Span] = []
-        self.phases: list[Phase] = []
 
     def begin_step(self) -> None:
         """Starts the clock."""
-        self.read_phases()
-        if self._on_gpu:
-            self._began_on_gpu = event_now(self._device)
+        self._before = self._clock, self._phase_marks
+        self._phase_marks, self._marks = [], []
+        started = self.mark()
         self.began = time.perf_counter()
+        self._clock = _Clock(self.began, started)
 
     def mark(self) -> Mark:
         """Returns the present moment."""
@@ -68,43 +84,39 @@ class Meter:
         """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
-    def end_step(self) -> float:
-        """Fills `spans` and returns the seconds since `begin_step`; on a GPU waits for its work first."""
-        if self._on_gpu:
-            self._synchronize()
-        seconds = time.perf_counter() - self.began
-        self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
-        self.phases = []
-        self._marks.clear()
-        return seconds
+    def end_step(self) -> None:
+        """Records that all instructions have been started."""
+        self._ended = self.mark()
+
+    def read_step(self) -> tuple[list[Phase], float]:
+        """Fills `spans`; on a GPU waits for the instructions first.
+
+        Returns:
+            The phases before the step, and the seconds from its begin to the end of its last instruction.
+        """
+        if not isinstance(self._ended, float):
+            self._ended.synchronize()
+        time_of = self._clock.time
+        self.spans = [Span(instruction, time_of(a), time_of(b)) for instruction, a, b in self._marks]
+        clock, marks = self._before
+        return clock.phases(marks), time_of(self._ended) - self.began
 
     @contextmanager
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
         """Records the time of the body. ``on_device``: its work runs on the device, asynchronously."""
-        device = on_device and self._on_gpu
-        started = event_now(self._device) if device else time.perf_counter()
+        started = self.mark() if on_device else time.perf_counter()
         yield
-        self._phase_marks.append((name, started, event_now(self._device) if device else time.perf_counter()))
+        self._phase_marks.append((name, started, self.mark() if on_device else time.perf_counter()))
 
-    def read_phases(self) -> None:
-        """Fills `phases`; on a GPU waits for its work first."""
+    def read_phases(self) -> list[Phase]:
+        """Returns the phases since the step's instructions; on a GPU waits for its work first."""
         if self._on_gpu:
-            self._synchronize()
-        self.phases += [Phase(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
-        self._phase_marks.clear()
-
-    def _synchronize(self) -> None:
-        torch.get_device_module(self._device).synchronize(self._device)
+            torch.get_device_module(self._device).synchronize(self._device)
+        return self._clock.phases(self._phase_marks)
 
     def seconds(self) -> dict[tuple[Op, int], float]:
-        """Returns the seconds per (kind of instruction, cell) in the last finished step."""
+        """Returns the seconds per (kind of instruction, cell) in the last step that was read."""
         sums: dict[tuple[Op, int], float] = defaultdict(float)
         for instruction, start, end in self.spans:
             sums[instruction.op, instruction.cell] += end - start
         return dict(sums)
-
-    def _time(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            return mark
-        assert self._began_on_gpu is not None
-        return self.began + float(self._began_on_gpu.elapsed_time(mark)) / 1000

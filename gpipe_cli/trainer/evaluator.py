@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.source import Source
 from ..decoding.translation import Generator
@@ -75,18 +76,18 @@ class Evaluator:
     def _score(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns the task's numbers over the evaluation set, nothing where it is empty, and `_mistakes`."""
         pipeline, world, codec = self.pipeline, self.pipeline.world, self.pipeline.codec
-        exchange, task, predicted = self.exchange, self.pipeline.task, Counter[tuple[int, ...]]()
+        exchange, task = self.exchange, self.pipeline.task
         reader = None
         if self.source is not None:
             batches = evaluation_batches(self.source, codec.M, world.replica, world.replicas)
             reader = BatchReader(batches, pipeline)
-        sums = torch.zeros(len(task.metrics), dtype=torch.float64)
-        weight = 0.0
+        sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
+        pairs, weight = list[Tensor](), 0.0
 
         def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
-            sums.add_(task.evaluate(outputs, targets).cpu())
+            sums.add_(task.evaluate(outputs, targets).to(sums.device))  # nothing waits for a GPU
             if task.predicts_classes:
-                predicted.update((*pair,) for pair in task.predictions(outputs, targets).tolist())
+                pairs.append(task.predictions(outputs, targets))
 
         while True:
             if reader is not None:
@@ -98,18 +99,19 @@ class Evaluator:
             weight += plan.total_weight
             if plan.signatures:
                 pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
-        exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums
+        exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums.cpu()
         exchange.run()
         totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()
         numbers = task.summarize(dict(zip(task.metrics, totals, strict=True)), weight) if weight else {}
-        return numbers, self._mistakes(predicted) if task.predicts_classes else []
+        return numbers, self._mistakes(pairs) if task.predicts_classes else []
 
-    def _mistakes(self, predicted: Counter[tuple[int, ...]]) -> list[dict[str, Any]]:
+    def _mistakes(self, pairs: Sequence[Tensor]) -> list[dict[str, Any]]:
         """Returns the most frequent mistakes of a classification on rank 0: classes by name, how often, of how many.
 
         Args:
-            predicted: (true class, predicted class) of this worker's examples.
+            pairs: (true class, predicted class) of this worker's examples.
         """
+        predicted = Counter((*pair,) for pair in (torch.cat([*pairs]).tolist() if pairs else ()))
         names = dict(enumerate(() if self.source is None else self.source.class_names))
         wrong, examples = Counter[tuple[int, int]](), Counter[int]()
         for rows in self.pipeline.world.gather([[*pair, count] for pair, count in predicted.items()]):

@@ -92,19 +92,18 @@ class Trainer:
         meter, where, layout = self.pipeline.engine.meter, self.where, self.assembly.layout
         where.step = step + 1  # as the console counts
         meter.begin_step()
-        before = meter.phases
         steps, scale = self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
         mini_batch = MiniBatch(plan, self.batches.take(), step, steps, scale)
         record = self.pipeline.train_step(mini_batch, on_complete=self.updater.on_cell_complete)
-        span = meter.end_step()
-        with meter.phase("gradients"), where.doing("adding up the gradients"):
-            self.updater.reduce_gradients(scale)
-            self.reporter.write_record(self.exchange, record)
-            self.reporter.write_norms(self.exchange, layout.own_parameters, self.updater.squared_norms())
-            self.pipeline.unused.write(self.exchange)
-        self.reporter.write_times(self.exchange, before, span, self.batches.seconds_waited)
-        with meter.phase("data"):
+        meter.end_step()
+        with meter.phase("data"):  # a GPU computes meanwhile
             self._announce()
+        with meter.phase("gradients", on_device=True), where.doing("adding up the gradients"):
+            self.updater.reduce_gradients(scale)
+            norms = self.updater.squared_norms()
+            self.reporter.write_results(self.exchange, record, layout.own_parameters, norms)  # waits for the GPU
+            self.pipeline.unused.write(self.exchange)
+        self.reporter.write_times(self.exchange, *meter.read_step(), self.batches.seconds_waited)
         with meter.phase("exchange"), where.doing("exchanging the results of the step"):
             self.exchange.run()
             self.pipeline.unused.clear(self.exchange)

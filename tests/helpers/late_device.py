@@ -95,6 +95,8 @@ class Event:
         return self.mark is None or self.mark.passed
 
     def synchronize(self) -> None:
+        if not self.query():
+            METER.wait("Event.synchronize")
         QUEUES.run_until(self.query)
 
     def elapsed_time(self, end: Event) -> float:
@@ -167,6 +169,7 @@ def stream(chosen: Stream) -> Iterator[None]:
 
 
 def synchronize(device: object = None) -> None:
+    METER.wait("synchronize")
     QUEUES.run_all()
 
 

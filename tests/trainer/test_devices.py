@@ -16,7 +16,8 @@ from run_files import losses, rows
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.trainer.batches import Uploader
+from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
 CUDA = pytest.param(
     "cuda",
@@ -102,13 +103,21 @@ def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
     return Counter(waits)
 
 
-def test_the_host_waits_at_the_end_of_a_step_only(tmp_path: Path) -> None:
-    words = ("pipeline.M=8", "trainer.gradient_clip=0.5", "pipeline.schedule=1f1b")
-    more = waits_of_steps(tmp_path, 3, *words) - waits_of_steps(tmp_path, 2, *words)
-    # One step more: losses and the task's statistics, and the gradients' norms, each read once a step.
-    report, norms = "in metrics/step_report.py:write_record", "in pipeline/gradients.py:squared_norms"
-    assert {place: sum(n for wait, n in more.items() if wait.endswith(place)) for place in (report, norms)} == {
-        report: 2,
-        norms: 1,
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor_momentum", marks=pytest.mark.slow)])
+def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_path: Path) -> None:
+    words = ("pipeline.M=8", "trainer.gradient_clip=0.5", "pipeline.schedule=1f1b", f"optimizer={optimizer}")
+    announce, queued = TrainingBatches.announce, list[bool]()
+
+    def noting(batches: TrainingBatches, exchange: Exchange) -> None:
+        queued.append(any(stream.queue for stream in QUEUES.streams))
+        announce(batches, exchange)
+
+    with patch.object(TrainingBatches, "announce", noting):
+        three, two = (waits_of_steps(tmp_path, steps, *words) for steps in (3, 2))
+    # One step more: losses, the task's statistics and the gradients' norms, in one copy.
+    assert three - two == {"aten::_to_copy in metrics/step_report.py:write_results": 1}
+    assert {wait: n for wait, n in two.items() if "evaluator" in wait} == {
+        "aten::_to_copy in trainer/evaluator.py:_score": 1,
+        "tolist in trainer/evaluator.py:_mistakes": 1,
     }
-    assert all(wait.endswith((report, norms)) for wait in more)
+    assert all(queued)  # the next mini-batch is read while the device works
