@@ -40,8 +40,7 @@ SIZES = {
     "larger": {"L": 6, "H": 2048, "A": 8, "d_model": 512, "vocabulary": 8000},
 }
 COLUMNS = {"model": "", "parameters": ",d", "schedule": "", "plain, s": ".4f"}
-COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "plain, operations": ",d"}
-COLUMNS |= {"engine, operations": ",d"}
+COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "operations, both": ""}
 
 
 def build_modules(vocabulary: int, **sizes: Any) -> list[nn.Module]:
@@ -77,14 +76,13 @@ def measure(modules: Sequence[nn.Module], micro_batches: Sequence[MicroBatch], r
     steps |= {kind: engine_step([cell], (0,), 0, None, micro_batches, kind, loss=loss) for kind in KINDS}
     turns = {name: partial(timed, step, modules) for name, step in steps.items()}
     seconds = take_turns(turns, repetitions, WARM_UP)
-    counts = {name: operations(turn) for name, turn in turns.items()}
     plain, parameters = seconds["plain"], sum(p.numel() for module in modules for p in module.parameters())
     for kind in KINDS:
         shares = [mine / other - 1 for mine, other in zip(seconds[kind], plain, strict=True)]
         low, middle, high = statistics.quantiles(shares if repetitions > 1 else shares * 2, n=4)
         row: Row = {"parameters": parameters, "schedule": kind, "plain, s": statistics.median(plain)}
         row |= {"engine, s": statistics.median(seconds[kind]), "slower by": middle, "seconds": seconds}
-        row |= {"plain, operations": counts["plain"], "engine, operations": counts[kind]}
+        row["operations, both"] = f"{operations(turns['plain']):,} {operations(turns[kind]):,}"
         yield row | {"quartiles": f"{low:+.2%} … {high:+.2%}"}
 
 

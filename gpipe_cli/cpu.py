@@ -28,6 +28,11 @@ def usable_cores() -> int:
     return max(1, min([cores, *_shares()]))
 
 
+def compile_helpers(workers: int) -> dict[str, str]:
+    """Returns the setting of how many processes help each of a machine's workers to compile; torch starts up to 32."""
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(32, usable_cores() // workers)))}
+
+
 def _shares() -> Iterator[int]:
     """Yields the whole cores' worth of processor time that each limit grants."""
     for group in _control_groups("cpu"):

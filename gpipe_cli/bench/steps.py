@@ -56,7 +56,6 @@ class EngineStep:
     def __call__(self) -> None:
         self.engine.meter.begin_step()
         self.engine.train_step(self.instructions, self.step_input, self.micro_batches)
-        self.engine.meter.end_step()
         self.engine.meter.read_step()
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 
 from ..config import PipelineConfig
-from ..cpu import usable_cores
 from ..layers import LayerBuilder, Owner, announce
 from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
@@ -48,8 +44,6 @@ def build_cells(
     noise = NoiseSource(seed, world.replica, world.device)
     group = world.replica_group if config.sync_batchnorm else None
     own = {cell: layers for cell, layers in enumerate(cut.layers) if cut.placement[cell] == world.worker}
-    if config.compile:
-        share_compile_helpers(world.size)
     announce(builders[index] for layers in own.values() for index in layers)
     cells = []
     for cell, layers in own.items():
@@ -57,18 +51,6 @@ def build_cells(
         cells.append(Cell(cell, [build(index) for index in layers], noise, group, config.compile))
     where.enter(None, None, None)
     return cells
-
-
-def share_compile_helpers(workers: int) -> None:
-    """Limits the processes that help a worker to compile to its share of the cores; torch starts up to 32 in each.
-
-    Args:
-        workers: of all machines; torchrun says how many are on this one.
-    """
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        inductor: Any = torch._inductor.config
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", workers))
-        inductor.compile_threads = max(1, min(32, usable_cores() // here))
 
 
 def _own(module: nn.Module, held: set[int]) -> nn.Module:

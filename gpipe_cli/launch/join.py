@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gpipe_cli.cpu import compile_helpers
 from gpipe_cli.errors import visible
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
@@ -55,6 +56,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
         peers that wait for this rank.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ.update(compile_helpers(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))) | os.environ)
     # Only torchrun is known to outlive its ranks. A script may start them in the background and end; srun and mpirun
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:

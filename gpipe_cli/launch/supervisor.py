@@ -28,7 +28,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE
+from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
 from gpipe_cli.disk import own_folder, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
@@ -370,6 +370,7 @@ def _environment(job: Job) -> dict[str, str]:
     """Returns the workers' environment; the command's own does not change, or the next job of a sweep would see it."""
     threads = str(job.threads)
     return {
+        **compile_helpers(job.workers),
         **os.environ,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

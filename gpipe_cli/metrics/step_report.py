@@ -14,7 +14,6 @@ from torch import Tensor
 from ..distributed.exchange import Exchange
 from ..distributed.pipeline import Pipeline
 from ..pipeline.engine import StepRecord
-from ..pipeline.meter import Phase
 from ..schedule.instruction import COMPUTE, Op
 
 # The kind of time of each operation of a cell. A cell waits for activations from the cell before it and for gradients
@@ -97,14 +96,12 @@ class StepReporter:
             "workers": self.ranks * len(WORKER_NUMBERS),
         }
 
-    def write_results(
-        self, exchange: Exchange, record: StepRecord, own_parameters: Sequence[int], squares: Tensor
-    ) -> None:
+    def write_results(self, exchange: Exchange, record: StepRecord, own: Sequence[int], squares: Tensor) -> None:
         """Writes losses, statistics and squared gradient norms, which come from the device in one copy.
 
         Args:
             record: each (layer, micro-batch) is on one worker of the replica.
-            own_parameters: places of this worker's parameters in the whole model.
+            own: places of this worker's parameters in the whole model.
             squares: of their gradients' norms.
         """
         losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
@@ -117,9 +114,9 @@ class StepReporter:
         if record.statistics is not None:
             exchange.own["statistics"].view(self.replicas, -1)[self.replica] = numbers[1]
         if self.replica == 0:  # the gradients of the others are the same
-            exchange.own["squared_norms"][torch.tensor(own_parameters, dtype=torch.int64)] = numbers[2]
+            exchange.own["squared_norms"][torch.tensor(own, dtype=torch.int64)] = numbers[2]
 
-    def write_times(self, exchange: Exchange, phases: Sequence[Phase], span: float, waited_for_data: float) -> None:
+    def write_times(self, exchange: Exchange, phases: Mapping[str, float], span: float, waited_for_data: float) -> None:
         """Writes this worker's times and its peak memory, before the exchange that carries them.
 
         Args:
@@ -133,9 +130,7 @@ class StepReporter:
             cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
         mine = exchange.own["cell_seconds"].view(self.replicas, self.cells, len(KINDS_OF_TIME))
         mine[self.replica] = torch.tensor(cells, dtype=torch.float64)
-        between = dict.fromkeys(PHASES, 0.0)
-        for name, start, end in phases:
-            between[name] += end - start
+        between = dict.fromkeys(PHASES, 0.0) | phases
         late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
         row = [late, span, busy, waited_for_data, memory, *between.values()]
         exchange.own["workers"].view(self.ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)

@@ -63,25 +63,22 @@ class Adafactor(SteppedByGroup):
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
-            self._update_one(group, parameter, cast(Tensor, parameter.grad))
-
-    def _update_one(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        state = self.state[parameter]
-        state["step"] = state.get("step", 0) + 1
-        beta2 = 1 - state["step"] ** -group["decay_exponent"] if group["beta2"] is None else group["beta2"]
-        update = _over_root(state, gradient, gradient.square() + group["eps"], beta2)
-        if group["clip"] is not None:
-            update /= (_rms(update) / group["clip"]).clamp(min=1.0)
-        update *= group["lr"]
-        if group["parameter_scale"]:
-            update *= _rms(parameter).clamp(min=LEAST_SCALE)
-        if group["beta1"]:
-            if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(parameter)
-            update = state["momentum"].lerp_(update, 1 - group["beta1"])
-        if group["weight_decay"]:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.sub_(update)
+            state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
+            state["step"] = state.get("step", 0) + 1
+            beta2 = 1 - state["step"] ** -group["decay_exponent"] if group["beta2"] is None else group["beta2"]
+            update = _over_root(state, gradient, gradient.square() + group["eps"], beta2)
+            if group["clip"] is not None:
+                update /= (_rms(update) / group["clip"]).clamp(min=1.0)
+            update *= group["lr"]
+            if group["parameter_scale"]:
+                update *= _rms(parameter).clamp(min=LEAST_SCALE)
+            if group["beta1"]:
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                update = state["momentum"].lerp_(update, 1 - group["beta1"])
+            if group["weight_decay"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.sub_(update)
 
 
 def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: float) -> Tensor:

@@ -8,7 +8,7 @@ in the forwards, never in recomputes, and applied once when the step ends.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -147,32 +147,27 @@ def _copied(module: nn.Module, parts: dict[str, nn.Module | None], kind: type[nn
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Applies the gathered statistics to the moving averages of all layers; pooled over ``replicas``."""
+    """Updates the moving averages by mean and population variance of the mini-batch, in few operations for all layers.
+
+    Numbers are added up one by one in the order of the micro-batches, then over ``replicas``: the same for every cut.
+    """
     alike: dict[object, list[tuple[Any, list[Tensor]]]] = defaultdict(list)
     for layer in layers:
         if gathered := layer.take_gathered():
             alike[len(gathered), cast(Tensor, layer.running_mean).dtype].append((layer, gathered))
     for group in alike.values():  # nearly always one: each layer has run once for each micro-batch
-        _update_moving_averages(group, replicas)
-
-
-def _update_moving_averages(group: Sequence[tuple[Any, list[Tensor]]], replicas: dist.ProcessGroup | None) -> None:
-    """Updates by mean and population variance of all micro-batches, in few operations for many layers.
-
-    All are of one number at a time, and added up in the order of the micro-batches: the same bits for every cut.
-    """
-    layers, gathered = [layer for layer, _ in group], [each for _, each in group]
-    flat = torch.cat([statistics for micro_batch in zip(*gathered, strict=True) for statistics in micro_batch], 1)
-    counts, means, variances = flat.double().view(3, len(gathered[0]), -1)
-    sums = torch.stack([counts, counts * means, (counts - 1) * variances + counts * means * means], 1)
-    first, *others = sums.unbind()
-    total = sum(others, first)
-    if replicas is not None:
-        sum_over_replicas(total.view(-1), replicas)
-    mean = total[1] / total[0]
-    variance = total[2] / total[0] - mean * mean
-    torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)
-    shares = [1 / n.num_batches_tracked.item() if n.momentum is None else n.momentum for n in layers]
-    for averages, values in (([n.running_mean for n in layers], mean), ([n.running_var for n in layers], variance)):
-        new = values.to(averages[0].dtype).split([len(average) for average in averages])
-        torch._foreach_lerp_(averages, new, shares)
+        norms, by_norm = zip(*group, strict=True)
+        flat = torch.cat([statistics for micro_batch in zip(*by_norm, strict=True) for statistics in micro_batch], 1)
+        counts, means, variances = flat.double().view(3, len(by_norm[0]), -1)
+        sums = torch.stack([counts, counts * means, (counts - 1) * variances + counts * means * means], 1)
+        first, *others = sums.unbind()
+        total = sum(others, first)
+        if replicas is not None:
+            sum_over_replicas(total.view(-1), replicas)
+        mean = total[1] / total[0]
+        variance = total[2] / total[0] - mean * mean
+        torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
+        shares = [1 / n.num_batches_tracked.item() if n.momentum is None else n.momentum for n in norms]
+        for averages, new in (([n.running_mean for n in norms], mean), ([n.running_var for n in norms], variance)):
+            news = new.to(averages[0].dtype).split([len(average) for average in averages])
+            torch._foreach_lerp_(averages, news, shares)

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
@@ -24,28 +24,11 @@ def event_now(device: torch.device) -> torch.Event:
     return event
 
 
-class Phase(NamedTuple):
-    """Holds one activity of a worker between the instructions of two steps, in seconds of the meter's clock."""
-
-    name: str
-    start: float
-    end: float
-
-
-class _Clock(NamedTuple):
-    """Turns marks into seconds of the machine's monotonic clock; an event by its distance from ``event``."""
-
-    began: float
-    event: Mark
-
-    def time(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            return mark
-        assert not isinstance(self.event, float)
-        return self.began + float(self.event.elapsed_time(mark)) / 1000
-
-    def phases(self, marks: list[tuple[str, Mark, Mark]]) -> list[Phase]:
-        return [Phase(name, self.time(a), self.time(b)) for name, a, b in marks]
+def seconds_between(start: Mark, end: Mark) -> float:
+    """Returns the seconds from one mark to another of the same kind."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    return float(cast(torch.Event, start).elapsed_time(cast(torch.Event, end))) / 1000
 
 
 class Meter:
@@ -63,18 +46,14 @@ class Meter:
         self._device, self._on_gpu = device, device.type != "cpu"
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
-        self.began = 0.0
-        self._clock, self._ended = _Clock(0.0, 0.0), cast(Mark, 0.0)
-        self._before = self._clock, self._phase_marks
+        self._phases_before = self._phase_marks
+        self.began, self._started = 0.0, cast(Mark, 0.0)
         self.spans: list[Span] = []
 
     def begin_step(self) -> None:
         """Starts the clock."""
-        self._before = self._clock, self._phase_marks
-        self._phase_marks, self._marks = [], []
-        started = self.mark()
-        self.began = time.perf_counter()
-        self._clock = _Clock(self.began, started)
+        self._phases_before, self._phase_marks, self._marks = self._phase_marks, [], []
+        self.began, self._started = time.perf_counter(), self.mark()
 
     def mark(self) -> Mark:
         """Returns the present moment."""
@@ -84,22 +63,18 @@ class Meter:
         """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
-    def end_step(self) -> None:
-        """Records that all instructions have been started."""
-        self._ended = self.mark()
-
-    def read_step(self) -> tuple[list[Phase], float]:
+    def read_step(self) -> tuple[dict[str, float], float]:
         """Fills `spans`; on a GPU waits for the instructions first.
 
         Returns:
-            The phases before the step, and the seconds from its begin to the end of its last instruction.
+            The seconds of each phase before the step, and those from its begin to the end of its last instruction.
         """
-        if not isinstance(self._ended, float):
-            self._ended.synchronize()
-        time_of = self._clock.time
-        self.spans = [Span(instruction, time_of(a), time_of(b)) for instruction, a, b in self._marks]
-        clock, marks = self._before
-        return clock.phases(marks), time_of(self._ended) - self.began
+        ended = self._marks[-1][2] if self._marks else self._started
+        if not isinstance(ended, float):
+            ended.synchronize()
+        self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
+        before = {name: seconds_between(a, b) for name, a, b in self._phases_before}
+        return before, seconds_between(self._started, ended)
 
     @contextmanager
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
@@ -108,11 +83,11 @@ class Meter:
         yield
         self._phase_marks.append((name, started, self.mark() if on_device else time.perf_counter()))
 
-    def read_phases(self) -> list[Phase]:
-        """Returns the phases since the step's instructions; on a GPU waits for its work first."""
+    def read_phases(self) -> list[tuple[str, float, float]]:
+        """Returns name, begin and end of each phase since the instructions; on a GPU waits for its work first."""
         if self._on_gpu:
             torch.get_device_module(self._device).synchronize(self._device)
-        return self._clock.phases(self._phase_marks)
+        return [(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
 
     def seconds(self) -> dict[tuple[Op, int], float]:
         """Returns the seconds per (kind of instruction, cell) in the last step that was read."""
@@ -120,3 +95,6 @@ class Meter:
         for instruction, start, end in self.spans:
             sums[instruction.op, instruction.cell] += end - start
         return dict(sums)
+
+    def _time(self, mark: Mark) -> float:
+        return mark if isinstance(mark, float) else self.began + seconds_between(self._started, mark)

@@ -15,7 +15,6 @@ from struct import pack, unpack
 
 import numpy as np
 import torch
-from torch import Tensor
 
 WEIGHTS, NOISE, SECTION = 1, 2, 3  # purposes of a seed, so that no two coincide
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
@@ -46,12 +45,6 @@ def seeded(*numbers: int) -> Iterator[None]:
 def weights_of_layer(seed: int, layer: int) -> AbstractContextManager[None]:
     """Returns the context in which layer number ``layer`` is built: `seeded` for its initial weights."""
     return seeded(WEIGHTS, seed, layer)
-
-
-def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the states of all generators that a layer on ``device`` may use: the CPU's and the device's."""
-    own = (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
-    return (torch.get_rng_state(), *own)
 
 
 class NoiseSource:

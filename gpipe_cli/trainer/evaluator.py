@@ -79,8 +79,7 @@ class Evaluator:
         exchange, task = self.exchange, self.pipeline.task
         reader = None
         if self.source is not None:
-            batches = evaluation_batches(self.source, codec.M, world.replica, world.replicas)
-            reader = BatchReader(batches, pipeline)
+            reader = BatchReader(evaluation_batches(self.source, codec.M, world.replica, world.replicas), pipeline)
         sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
         pairs, weight = list[Tensor](), 0.0
 

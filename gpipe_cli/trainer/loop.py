@@ -95,13 +95,12 @@ class Trainer:
         steps, scale = self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
         mini_batch = MiniBatch(plan, self.batches.take(), step, steps, scale)
         record = self.pipeline.train_step(mini_batch, on_complete=self.updater.on_cell_complete)
-        meter.end_step()
         with meter.phase("data"):  # a GPU computes meanwhile
             self._announce()
         with meter.phase("gradients", on_device=True), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)
-            norms = self.updater.squared_norms()
-            self.reporter.write_results(self.exchange, record, layout.own_parameters, norms)  # waits for the GPU
+            # Waits for the GPU:
+            self.reporter.write_results(self.exchange, record, layout.own_parameters, self.updater.squared_norms())
             self.pipeline.unused.write(self.exchange)
         self.reporter.write_times(self.exchange, *meter.read_step(), self.batches.seconds_waited)
         with meter.phase("exchange"), where.doing("exchanging the results of the step"):

@@ -58,6 +58,7 @@ def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
         "config": config,
         "cwd": str(Path.cwd()),
         "threads": os.environ["OMP_NUM_THREADS"],
+        "helpers": os.environ["TORCHINDUCTOR_COMPILE_THREADS"],
         "sys_path": sys.path,
     }
 

@@ -22,6 +22,7 @@ import pytest
 from launch_command import Command, children_of, wait_for
 from small_disk import small_disk
 
+from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch, launch_inline
@@ -59,6 +60,7 @@ def test_rank_0_returns_its_value_and_sees_the_commands_directory_and_modules(co
     value = result["value"]
     assert value["rank"] == 0 and value["world_size"] == 3 and value["config"] == {"K": 3, "name": "ü"}
     assert value["cwd"] == str(Path.cwd()) and value["threads"] == "2"
+    assert value["helpers"] == str(max(1, usable_cores() // 3))  # of each worker's torch.compile
     assert value["sys_path"][0] == str(Path(launch_jobs.__file__).parent)
     assert "a line" in (started.run_dir / "workers" / "rank_2.log").read_text()
 

@@ -23,7 +23,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import on_one_clock
-from gpipe_cli.pipeline.meter import Meter, Phase
+from gpipe_cli.pipeline.meter import Meter
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.simulate import Span
 
@@ -136,13 +136,13 @@ def spans(*texts: str) -> list[Span]:
     return [Span(Instruction.parse(name), float(start), float(end)) for name, start, end in words]
 
 
-def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> StepReport:
-    """Returns the report of workers with one cell each, given as (begin, end, spans, phases before) of the step.
+def report_of(workers: list[tuple[float, float, list[Span]]]) -> StepReport:
+    """Returns the report of workers with one cell each, given as (begin, end, spans) of the step.
 
     The exchange before the step ended at 0.
     """
     exchange = None
-    for rank, (began, ended, recorded, phases) in enumerate(workers):
+    for rank, (began, ended, recorded) in enumerate(workers):
         meter = Meter(CPU)
         meter.began, meter.spans = began, recorded
         pipeline: Any = SimpleNamespace(
@@ -155,7 +155,7 @@ def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> St
         if exchange is None:
             exchange = Exchange(reporter.fields(), None)
             exchange.ended_at = 0.0
-        reporter.write_times(exchange, phases, ended - began, 0.0)
+        reporter.write_times(exchange, {}, ended - began, 0.0)
     assert exchange is not None
     exchange.run()
     return reporter.read(exchange, 1.0)
@@ -163,7 +163,7 @@ def report_of(workers: list[tuple[float, float, list[Span], list[Phase]]]) -> St
 
 def test_waiting_is_told_by_neighbour() -> None:
     middle = spans("ra1.0 0 2", "F1.0 2 3", "sa1.0 3 3.5", "rg1.0 3.5 6", "B1.0 6 8", "sg1.0 8 8.25")
-    report = report_of([(0.0, 10.0, spans("F0.0 0 2", "B0.0 8 10"), []), (0.0, 8.25, middle, [])])
+    report = report_of([(0.0, 10.0, spans("F0.0 0 2", "B0.0 8 10")), (0.0, 8.25, middle)])
     cell = report.cells[1]
     assert (cell["waiting_for_activation"], cell["waiting_for_gradient"], cell["waiting"]) == (2.0, 2.5, 4.5)
     assert (cell["forward"], cell["backward"], cell["sending"]) == (1.0, 2.0, 0.75)
@@ -173,7 +173,7 @@ def test_waiting_is_told_by_neighbour() -> None:
 def test_what_rank_0_does_between_steps_is_no_bubble() -> None:
     """Worker 1 is ready at once and waits, while rank 0 draws pictures until 5; the step itself takes 10."""
     first, second = spans("F0.0 5 8", "B0.0 12 15"), spans("ra1.0 0 8", "F1.0 8 10", "B1.0 10 12")
-    report = report_of([(5.0, 15.0, first, []), (0.0, 12.0, second, [])])
+    report = report_of([(5.0, 15.0, first), (0.0, 12.0, second)])
     assert report.bubble == pytest.approx(1 - (6 + 4) / (2 * 10))
 
 

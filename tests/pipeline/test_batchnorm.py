@@ -85,8 +85,7 @@ def test_the_averages_of_all_layers_take_few_operations_and_those_of_a_recompute
             found.append(len(tracker.operations))
             norms[0].gathering = False
             norms[0](EXAMPLES)
-            assert len(tracker.operations) == found[-1] + 1  # the normalisation itself
-        assert norms[0].take_gathered() == [] and norms[1].num_batches_tracked == 1
+        assert len(tracker.operations) == found[-1] + 1 and norms[0].take_gathered() == []
     assert found[0] == found[1] < 30
 
 

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch._inductor.config
 from small_models import build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
 
-from gpipe_cli.distributed import cells
 from gpipe_cli.pipeline.cell import compile_layer
 
 M = 4
-
-
-@pytest.mark.parametrize(("cores", "workers", "helpers"), [(64, 8, 8), (2, 4, 1), (96, 1, 32)])
-def test_workers_share_the_cores_for_compiling(
-    cores: int, workers: int, helpers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cells, "usable_cores", lambda: cores)
-    with patch("torch._inductor.config.compile_threads", 5):
-        cells.share_compile_helpers(workers)
-        assert torch._inductor.config.compile_threads == helpers
-        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-        cells.share_compile_helpers(1)  # the user's own number stays
-        assert torch._inductor.config.compile_threads == helpers
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
 CUDA = pytest.param(
@@ -121,3 +122,18 @@ def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_p
         "tolist in trainer/evaluator.py:_mistakes": 1,
     }
     assert all(queued)  # the next mini-batch is read while the device works
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "most"), [("transformer", 2_050), ("amoebanet", 11_300)])
+def test_a_step_has_few_operations(model: str, most: int, tmp_path: Path) -> None:
+    """Views are not counted. A device's host must start each of them."""
+    words = ("debug=tiny", f"model={model}", "pipeline.K=13" if model == "transformer" else "pipeline.K=4")
+    counted: list[tuple[str, int]] = []
+    with Tracker() as tracker:
+        train_inline(
+            *(tmp_path, *words, "trainer.steps=3", "trainer.evaluate_first=false", "trainer.evaluate_every=null"),
+            on_event=lambda event: counted.append((event["kind"], len(tracker.operations))),
+        )
+    _, second, third = (operations for kind, operations in counted if kind == "progress")
+    assert third - second <= most
