@@ -107,7 +107,7 @@ class StepReporter:
         losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
         statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
         together = [losses, statistics, squares]
-        numbers = torch.cat(together).cpu().split([len(part) for part in together])
+        numbers = torch.split(torch.cat(together).cpu(), [len(part) for part in together])
         places = [(self.losses.index(layer), micro_batch) for layer, micro_batch in record.losses]
         mine = exchange.own["losses"].view(self.replicas, len(self.losses), self.micro_batches)[self.replica]
         mine[tuple(torch.tensor(places, dtype=torch.int64).view(-1, 2).T)] = numbers[0]
@@ -130,7 +130,7 @@ class StepReporter:
             cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
         mine = exchange.own["cell_seconds"].view(self.replicas, self.cells, len(KINDS_OF_TIME))
         mine[self.replica] = torch.tensor(cells, dtype=torch.float64)
-        between = dict.fromkeys(PHASES, 0.0) | phases
+        between = {**dict.fromkeys(PHASES, 0.0), **phases}
         late, memory = meter.began - exchange.ended_at, peak_memory(world.device)
         row = [late, span, busy, waited_for_data, memory, *between.values()]
         exchange.own["workers"].view(self.ranks, -1)[world.rank] = torch.tensor(row, dtype=torch.float64)

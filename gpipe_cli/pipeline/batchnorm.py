@@ -169,5 +169,5 @@ def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.Process
         torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
         shares = [1 / n.num_batches_tracked.item() if n.momentum is None else n.momentum for n in norms]
         for averages, new in (([n.running_mean for n in norms], mean), ([n.running_var for n in norms], variance)):
-            news = new.to(averages[0].dtype).split([len(average) for average in averages])
+            news = torch.split(new.to(averages[0].dtype), [len(average) for average in averages])
             torch._foreach_lerp_(averages, news, shares)
