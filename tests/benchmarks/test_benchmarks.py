@@ -21,7 +21,6 @@ SMALL = {
     "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "kills": "--quick --K 2",
-    "scale": "--most 4",
     "quality": "--quick --jobs transformer_lm_small",
 }
 
