@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.traced.modules import Subject
 from gpipe_cli import LayerBuilder, Pipeline
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory.module_itself import Given, compare, example_of
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.models.traced.compare import compare, example_of
 from gpipe_cli.models.traced.layers import layers
 
 SEED, M, EXAMPLES = 3, 2, 3
@@ -55,7 +55,8 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     except ConfigurationError as refusal:
         return Finding(where=str(refusal))
     seconds = time.process_time() - began
-    found, in_float32 = compare(builders, [(inputs, ()) for inputs in given], _loss)
+    compared = compare(builders, Given([(inputs, ()) for inputs in given], _loss, torch.optim.AdamW))
+    found, in_float32 = compared.all, compared.float32
     runs = [_values(builders, K, remat, given) for K, remat in cases if len(builders) >= K]
     same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
     said = [*map(str, found.beyond[:3]), f"in float64; in float32 {in_float32}" if in_float32 else ""]

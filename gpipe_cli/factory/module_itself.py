@@ -1,105 +1,422 @@
-"""Compares a traced model with the module itself: whole for gpipe-verify, and by a quick look when a run starts."""
+"""Compares the layers of a traced module with the module itself, run whole by torch's own autograd.
+
+The layers run as cells run them: the engine has a cell for each, so that a cut lies at every place, and computes each
+forward again for its backward. The module itself runs in a plain loop. Both get the same calls one after the other on
+the CPU, and keep what they keep: training and evaluation in turns, other examples in each, as few and as many as a run
+has, and in between updates by the run's own optimizer. After each call all that can be named is compared.
+
+Every operation that draws random numbers draws those of the call, its name and its shapes, so that both sides have the
+same dropout, and another in each call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
-from ..cpu import free_memory
-from ..errors import ConfigurationError, place_in_users_code
-from ..layers import LayerBuilder
-from ..micro_batch import MicroBatch
-from ..models.traced.compare import COPIES, ModuleFailed, compare, maker_of
-from ..models.traced.layers import LayerMaker
-from ..models.traced.refusals import WAY_OUT, name_of
-from ..partition.cost import count_parameters, layer_costs
-from ..tasks.base import Task
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-EXAMPLES = 2  # of a quick look's micro-batch; BatchNorm needs two
-LONGEST = 3.0  # seconds that a quick look may take
-RUNS = 16  # forwards' worth of a quick look: two sides, two rounds, forward, backward and evaluation
-FLOPS, PARAMETERS = 4e10, 1.2e7  # a second: of one core; constructed, changed and compared on both sides
-SMALLER = "a smaller one with the same code, as by model.module.n_layer=2 or what its arguments are called"
+from ..difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
+from ..layers import LayerBuilder, announce
+from ..micro_batch import MicroBatch, Tensors
+from ..models.traced.layers import LayerMaker, traced_layers
+from ..models.traced.module import Called, TracedFrom
+from ..models.traced.recording import Generators, plainly, quiet, seeded
+from ..models.traced.trace import INSIDE, Example
+from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import BuiltLayer, Cell
+from ..pipeline.engine import Engine, StepInput
+from ..pipeline.randomness import NoiseSource
+from ..schedule.schedule import forward_only, schedule
+
+ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
+CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says
+SMALL = 1e-3  # share of all of its kind by which a smaller tensor is measured for the ceiling
+NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for rounding
+COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
+EXAMPLES = 2  # of most calls; BatchNorm needs two
+CALLS = "TTETuLTETuSTETuTTETuTTETE"  # Trains or Evaluates on EXAMPLES, trains on a run's Largest, Smallest; update
+
+Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
+MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
+Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
+Values = dict[Place, Tensor]
+Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind and call
+OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
+PARAMETER, DRAWN = "parameter", "numbers drawn from a generator"
+
+
+class ModuleFailed(Exception):
+    """Raised when the module itself fails where its layers do not; has the module's own exception as its cause."""
 
 
 @dataclass(frozen=True)
-class ModuleReport:
-    """Says how the traced layers compare with the module itself.
+class Given:
+    """Holds what both sides get from a run.
 
     Attributes:
-        line: in one sentence.
-        agrees: None where they were not compared.
+        micro_batches: of a mini-batch, each (inputs, targets).
+        loss: whose gradients are compared.
+        optimizer: makes the run's own for named parameters, of which it freezes those that do not learn.
     """
 
-    line: str
-    agrees: bool | None
+    micro_batches: Sequence[MicroBatch]
+    loss: Loss
+    optimizer: MakeOptimizer
+
+    def call(self, which: str, number: int) -> MicroBatch:
+        """Returns the micro-batch of a call: the largest, the smallest, or a few examples, others in each call."""
+        in_order = sorted(self.micro_batches, key=lambda micro_batch: micro_batch[0][0].numel())
+        if which in "LS":
+            return in_order[-1 if which == "L" else 0]
+        start, examples = EXAMPLES * number, 1 if which in "te" else EXAMPLES
+
+        def some(tensor: Tensor) -> Tensor:
+            return tensor.roll(-start, 0)[:examples] if tensor.dim() else tensor
+
+        inputs, targets = in_order[-1]
+        return tuple(map(some, inputs)), tuple(map(some, targets))
+
+    @property
+    def examples(self) -> tuple[int, int]:
+        """Returns the number of examples of all training calls, and of all evaluations."""
+        sizes = [len(self.call(which, 0)[0][0]) for which in CALLS if which in "TLS"]
+        return sum(sizes), EXAMPLES * CALLS.count("E")
 
 
-def is_traced(builders: Sequence[LayerBuilder]) -> bool:
-    """Returns whether the model is a traced module."""
-    return isinstance(builders[0].build, LayerMaker)
+@dataclass(frozen=True)
+class Compared:
+    """Says how the two sides compare.
+
+    Attributes:
+        all: that was compared.
+        float32: where float64 has decided, what float32 had found.
+        fewest: examples that a micro-batch must have; 2: with one, the layers do something else.
+    """
+
+    all: Quantity
+    float32: str = ""
+    fewest: int = 1
 
 
-def compare_with_module(
-    builders: Sequence[LayerBuilder], micro_batches: Sequence[MicroBatch], task: Task
-) -> ModuleReport:
-    """Compares the layers of a traced module with the module itself, on the CPU."""
-    parameters, free = sum(count_parameters(builders)), free_memory()
-    needed = parameters * 4 * COPIES
-    if free is not None and needed > free:
-        return ModuleReport(
-            f"not compared: {COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free; verify {SMALLER}",
-            None,
-        )
-    try:
-        found, decided = compare(builders, micro_batches, lambda x, y: task.loss(x, y)[0] / (task.weight(y) or 1.0))
-    except ModuleFailed as error:
-        return ModuleReport(
-            f"DIFFERENT: the module itself fails where its layers do not: {_told(error.__cause__)}", False
-        )
-    except Exception as error:
-        return ModuleReport(f"not compared: {_told(error)}", None)
-    what = f"{found.compared} outputs, gradients, buffers and requires_grad, in training and in evaluation"
-    if found.beyond:
-        named = "; ".join(map(str, found.beyond[:3]))
-        return ModuleReport(f"DIFFERENT in {len(found.beyond)} of {what}: {named}", False)
-    if found.relative == 0:
-        return ModuleReport(f"the same bits ({what})", True)
-    decided = f"; in float64, for in float32 {decided}" if decided else ""
-    return ModuleReport(f"the same but for rounding, at most {found.worst} ({what}{decided})", True)
+def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
+    """Compares the layers of a traced module with the module itself.
 
-
-def _told(error: BaseException | None) -> str:
-    place = None if error is None else place_in_users_code(error)
-    return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
-
-
-def quick_look(
-    builders: Sequence[LayerBuilder], task: Task, micro_batch: MicroBatch, say: Callable[[str], None]
-) -> None:
-    """Compares a traced module with itself where that takes a few seconds.
-
-    Args:
-        micro_batch: of which two examples are enough.
-        say: receives a line about what was compared, or not.
+    Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
+    Where that fails, as the code of some modules holds types, float32 decides.
 
     Raises:
-        ConfigurationError: they differ.
+        ModuleFailed: the module itself raises, its layers do not.
+        Exception: what the layers raise.
     """
-    inputs, targets = (tuple(t[:EXAMPLES] if t.dim() else t for t in tensors) for tensors in micro_batch)
-    costs = layer_costs(builders, inputs, "flops")
-    seconds = RUNS * sum(layer.cost for layer in costs) / FLOPS + sum(layer.parameters for layer in costs) / PARAMETERS
-    if seconds > LONGEST:
-        say(
-            "the module itself: not compared, as it is too large for a quick look: gpipe-verify with the same words "
-            f"compares it, or {SMALLER}"
-        )
-        return
-    report = compare_with_module(builders, [(inputs, targets)], task)
-    if report.agrees is False:
-        raise ConfigurationError(
-            f"{name_of(maker_of(builders[0]).traced_from.constructor)}: its layers, traced, do not compute what the "
-            f"module itself does: {report.line}; {WAY_OUT}"
-        )
-    say(f"the module itself: {report.line}")
+    calls = _Calls(_Layers(builders, given), _Itself(maker_of(builders[0]).traced_from, given), given)
+    gaps = calls.run()
+    found = _together(judge(gaps, ROUNDING))
+    ceilings = {kind: CEILING_OF_GRADIENTS for kind in gaps if GRADIENT in kind}
+    if found.beyond and may_be_rounding(judge(gaps, ROUNDING, SMALL), ceilings, CEILING):
+        with suppress(Exception):
+            wide = _together(judge(_in_float64(maker_of(builders[0]).traced_from, given).run(), ROUNDING**2, NOTHING))
+            if not wide.beyond:
+                return Compared(wide, str(found.worst), calls.fewest())
+    return Compared(found, "", 1 if found.beyond else calls.fewest())
+
+
+def maker_of(builder: LayerBuilder) -> LayerMaker:
+    """Returns what makes a layer of a traced module."""
+    assert isinstance(builder.build, LayerMaker), builder.name
+    return builder.build
+
+
+# -- the two sides -----------------------------------------------------------------------------------------------------
+
+
+class _Layers:
+    """Runs all layers by the engine, each in a cell of its own; a parameter of several layers is one."""
+
+    def __init__(self, builders: Sequence[LayerBuilder], given: Given, float_type: torch.dtype = torch.float32) -> None:
+        announce(builders)
+        modules = [_widened(builder.build(), float_type) for builder in builders]
+        self._held = [maker_of(builder).held for builder in builders]
+        owners: dict[str, nn.Parameter] = {}
+        for module, held in zip(modules, self._held, strict=True):
+            for path, first in held.items():
+                way, _, name = path.rpartition(".")
+                own = module.get_submodule(way)._parameters
+                if (parameter := own.get(name)) is not None:
+                    own[name] = owners.setdefault(first, parameter)
+        cpu, placement, targets = torch.device("cpu"), [0] * len(modules), len(given.micro_batches[0][1])
+        layers = [BuiltLayer(i, builder.name, modules[i]) for i, builder in enumerate(builders)]
+        self._cells = [Cell(layer.index, [layer], NoiseSource(0, 0, cpu)) for layer in layers]
+        self._engine = Engine(self._cells, placement, None, self._score, targets, cpu)
+        (self._training,), (self._evaluation,) = schedule("gpipe", placement, 1, placement), forward_only(placement, 1)
+        self._loss, self._output, self.optimizer = given.loss, torch.empty(0), given.optimizer([*owners.items()])
+
+    def _score(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+        self._output = outputs[0].detach().clone()
+        return self._loss(outputs, targets), torch.zeros(0)
+
+    def _keep(self, _: int, outputs: Tensors, targets: Tensors) -> None:
+        self._output = outputs[0].clone()
+
+    def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
+        """Returns the output; in training, adds gradients to the parameters'."""
+        for cell in self._cells:
+            cell.train(trains)
+        signatures = ((trains, *(tensor.shape for side in micro_batch for tensor in side)),)
+        if trains:
+            self._engine.train_step(self._training, StepInput(0, 0, signatures, 1.0), [micro_batch])
+            finish_batchnorm([norm for cell in self._cells for norm in cell.batchnorms], None)
+        else:
+            self._engine.run_forward(self._evaluation, signatures, [micro_batch], self._keep)
+        return self._output
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns parameters and buffers by their first name in the module."""
+        found: dict[str, Tensor] = {}
+        for cell, held in zip(self._cells, self._held, strict=True):
+            for path, first in held.items():
+                tensor = attrgetter(path)(cell.layers[0].module)
+                same = found.get(first) is tensor or first not in found or torch.equal(found[first], tensor)
+                found[first] = tensor if same else torch.empty(0)  # layers have made different buffers of one
+        return found
+
+
+class _Itself:
+    """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches, here a micro-batch."""
+
+    def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype = torch.float32) -> None:
+        with quiet(), seeded(traced_from.seed):
+            self._called = Called(traced_from.constructor(), traced_from.call)
+        _widened(self._called, float_type)
+        module = self._called.module
+        names = {id(parameter): name for name, parameter in nn.Module.named_parameters(module)}
+        named = [(names.get(id(parameter), ""), parameter) for parameter in module.parameters()]
+        self._loss, self.optimizer = given.loss, given.optimizer(named)
+
+    def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
+        """Returns the output; in training, adds gradients to the parameters'."""
+        (inputs, targets), called = micro_batch, self._called.train(trains)
+        with averaged_over_a_mini_batch(called), torch.set_grad_enabled(trains):
+            output: Tensor = called(*(tensor.clone() for tensor in inputs))
+            returned = output.detach().clone()
+            if trains and (total := self._loss((output,), targets)).requires_grad:
+                total.backward()  # type: ignore[no-untyped-call]  # torch's own
+        return returned
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns parameters and buffers by their first name in the module."""
+        named: dict[str, Tensor] = dict(self._called.named_parameters())
+        named |= dict(self._called.named_buffers())
+        return {name.removeprefix(INSIDE): tensor for name, tensor in named.items()}
+
+
+def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
+    def wide(tensors: Tensors) -> Tensors:
+        return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+
+    given = replace(given, micro_batches=[(wide(inputs), wide(targets)) for inputs, targets in given.micro_batches])
+    builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
+    return _Calls(_Layers(builders, given, torch.float64), _Itself(traced_from, given, torch.float64), given)
+
+
+def _widened(module: nn.Module, float_type: torch.dtype) -> nn.Module:
+    return module if float_type is torch.float32 else module.to(float_type)
+
+
+def example_of(inputs: Tensors) -> Example:
+    """Returns dtype and shape of each tensor."""
+    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
+
+
+# -- the calls ---------------------------------------------------------------------------------------------------------
+
+
+class _Calls:
+    """Calls both sides alike, and measures after each call how far they are apart."""
+
+    def __init__(self, layers: _Layers, itself: _Itself, given: Given) -> None:
+        self._sides, self._given = (layers, itself), given
+        self._gaps: Gaps = {}
+        self._number = 0  # of the last call
+        self._trained: set[str] = set()  # parameters that have had a gradient
+        self._generators = Generators(own=True)
+
+    def run(self) -> Gaps:
+        """Runs all calls and updates; returns how far the two sides are apart after each."""
+        with quiet(), seeded(0):
+            for which in CALLS:
+                if which == "u":
+                    self._update()
+                else:
+                    self._call(which)
+        return self._gaps
+
+    def fewest(self) -> int:
+        """Returns 2 where both sides differ with one example, else 1; nothing may be called after it."""
+        if any(len(inputs[0]) == 1 for inputs, _ in self._given.micro_batches):
+            return 1
+        with quiet(), seeded(0):
+            for which in "te":
+                self._gaps = {}
+                try:
+                    self._call(which)
+                except ModuleFailed:
+                    return 2
+                except Exception:  # then a run stops, too
+                    continue
+                if _together(judge(self._gaps, CEILING, SMALL)).beyond:
+                    return 2
+        return 1
+
+    def _call(self, which: str) -> None:
+        self._number += 1
+        layers, itself = self._sides
+        trains, micro_batch = which not in "Ee", self._given.call(which, self._number)
+        with _SameNoise(self._number):
+            ours, before = layers.call(trains, micro_batch), torch.get_rng_state()
+            self._generators.drawn_from()
+            try:
+                with plainly():
+                    own = itself.call(trains, micro_batch)
+            except Exception as error:
+                raise ModuleFailed from error
+            drawn = self._generators.drawn_from()
+            if not torch.equal(before, torch.get_rng_state()):  # each operation has restored it
+                drawn.add("torch, which forward seeds")
+        place = f"call {self._number}, {'training' if trains else 'evaluation'}: "
+        self._measure(place + OUTPUT, {"": ours}, {"": own})
+        self._measure(place + DRAWN, {}, dict.fromkeys(drawn, torch.ones(1)))
+        held = [_by_kind(side.tensors()) for side in self._sides]
+        for kind in held[1]:
+            self._measure(place + kind, held[0][kind], held[1][kind])
+        self._trained |= {name for name, gradient in held[1][GRADIENT].items() if bool(gradient.any())}
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Updates both sides by the run's optimizer from the same gradients, and moves what is trained further."""
+        ours, own = (side.tensors() for side in self._sides)
+        for name, tensor in ours.items():
+            if tensor.grad is not None and (other := own[name].grad if name in own else None) is not None:
+                tensor.grad.copy_(other)
+        for side in self._sides:
+            side.optimizer.step()
+        held = [_by_kind(side.tensors(), PARAMETER) for side in self._sides]
+        self._measure(f"update after call {self._number}: {PARAMETER}", *(of_side[PARAMETER] for of_side in held))
+        for name, tensor in own.items():
+            tensor.grad = None
+            if name in held[0][PARAMETER]:
+                ours[name].grad = None
+                if name in self._trained:
+                    _move(name, tensor)
+                if ours[name].shape == tensor.shape:
+                    ours[name].copy_(tensor)  # so that rounding does not add up
+
+    def _measure(self, kind: str, ours: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        for name in dict.fromkeys([*own, *ours]):
+            gap = _gap(kind.rpartition(": ")[2], ours.get(name), own.get(name))
+            if gap is not None:
+                where = f"{kind} of {name}" if name else kind
+                self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
+
+
+def _by_kind(tensors: Mapping[str, Tensor], *more: str) -> dict[str, dict[str, Tensor]]:
+    """Returns what is compared of parameters and buffers, by kind and name."""
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in (TRAINED, GRADIENT, BUFFER, *more)}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, nn.Parameter):
+            found[BUFFER][name] = tensor
+            continue
+        found[TRAINED][name] = torch.tensor(tensor.requires_grad)
+        if tensor.grad is not None:
+            found[GRADIENT][name] = tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad
+        if more:
+            found[PARAMETER][name] = tensor
+    return found
+
+
+def _move(name: str, parameter: Tensor) -> None:
+    """Changes a parameter in place by a hundredth, so that copies of old values show whatever the learning rate."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    size = float(parameter.norm()) / math.sqrt(parameter.numel() or 1)
+    parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01 * (size + 1e-3))
+
+
+class _SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Gives every operation that draws random numbers those of a call, its name and shapes; restores the generator."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **(kwargs or {}))
+        shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+        name = function._schema.name.removesuffix("_")  # an operation in place draws the same numbers
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(zlib.crc32(f"{self._call} {name} {shapes}".encode()))
+        answer = function(*args, **(kwargs or {}))
+        torch.set_rng_state(state)
+        return answer
+
+
+@contextmanager
+def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
+    """Makes BatchNorm's averages follow the pooled statistics of all calls in the context (paper, section 2.2).
+
+    The context counts as one batch.
+    """
+    seen: dict[_BatchNorm, list[Tensor]] = {}  # count, sums and sums of squares of each call
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
+
+    def gather(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if norm.training:
+            values = inputs[0].detach().double().transpose(0, 1).flatten(1)
+            sums = torch.stack([torch.full_like(values[:, 0], values.shape[1]), values.sum(1), values.square().sum(1)])
+            seen.setdefault(norm, []).append(sums)  # type: ignore[arg-type]
+
+    with ExitStack() as hooks:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(gather))
+        yield
+    with torch.no_grad():
+        for norm, parts in seen.items():
+            for name, buffer in norm.named_buffers():
+                buffer.copy_(before[norm][name])
+            counter, mean, variance = map(norm.get_buffer, ("num_batches_tracked", "running_mean", "running_var"))
+            counter += 1
+            momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
+            values, total, squares = torch.stack(parts).sum(0)
+            mean.lerp_((total / values).to(mean), momentum)
+            variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
+
+
+# -- judging -----------------------------------------------------------------------------------------------------------
+
+
+def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
+    """Judges measured tensors, kind by kind; see `judge_tensors`."""
+    return [judge_tensors(kind, found, tolerance, small) for kind, found in gaps.items()]
+
+
+def _together(found: Sequence[Quantity]) -> Quantity:
+    worst = max((quantity.worst for quantity in found if quantity.worst), key=lambda d: d.relative, default=None)
+    beyond = [difference for quantity in found for difference in quantity.beyond]
+    return Quantity("all", sum(quantity.compared for quantity in found), worst, beyond)
+
+
+def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
+    """Returns how far two values are apart; None where they are not compared."""
+    if ours is None or own is None:
+        return None if kind in (TRAINED, BUFFER) else MISSING  # constants of a layer, tables made at first use
+    return measure(ours, own) if ours.dtype == own.dtype and (kind != TRAINED or bool(ours == own)) else MISSING

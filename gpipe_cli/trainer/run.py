@@ -21,7 +21,7 @@ from ..data.source import Source
 from ..disk import writing
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer, build_task, build_trackers
-from ..factory.module_itself import is_traced, quick_look
+from ..factory.kept_comparison import compare_at_start, given_by, is_traced, refuse_fewer
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from .assembly import Assembly, assemble_model, start_worker
@@ -60,10 +60,9 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     trackers = build_trackers(settings.logging.trackers)
     journal = Journal(context.run_dir, emit, settings, task, trackers) if writes else Notices(emit, False)
     assembly = assemble_model(context, settings, world, task, journal)
-    if world.rank == 0 and is_traced(assembly.builders):
+    if is_traced(assembly.builders):
         with context.where.doing("comparing the layers with the module itself"):
-            batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
-            quick_look(assembly.builders, task, batch.micro_batches[0], journal.message)
+            compare_module(assembly, journal)
     if resumed is not None and world.rank == 0:
         require_same_data(resumed, assembly.source, settings.checkpoint.allow_changes)
     if assembly.source is not None and world.rank == 0:
@@ -77,6 +76,25 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     trainer.draw()
     journal.summary(summary)
     return summary
+
+
+def compare_module(assembly: Assembly, journal: Notices) -> None:
+    """Compares a traced module with itself on rank 0, while the other ranks wait for what it finds.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    settings, world, builders = assembly.settings, assembly.world, assembly.builders
+
+    def compared() -> int:
+        batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
+        given = given_by(settings, assembly.task, batch.micro_batches)
+        return compare_at_start(builders, given, settings, journal.message, journal.warn)
+
+    fewest = int(world.broadcast(compared))
+    for layer in assembly.pipeline.layers:
+        if layer.index == 0:
+            refuse_fewer(layer.module, fewest)
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..difference import (
     judge_tensors,
     may_be_rounding,
 )
-from ..factory.module_itself import ModuleReport
+from ..factory.kept_comparison import ModuleReport
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown
 from .record import Fingerprint, Point, number_gap

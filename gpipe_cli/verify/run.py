@@ -29,7 +29,7 @@ from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_source, build_task
 from ..factory.example import asks_for_example, with_example
-from ..factory.module_itself import ModuleReport, compare_with_module, is_traced
+from ..factory.kept_comparison import ModuleReport, compare_with_module, given_by, is_traced
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..metrics.step_report import peak_memory
@@ -46,8 +46,6 @@ from .compare import VerifyReport, findings
 from .plain import MiniBatch, PlainModel
 from .record import RecordedStep, RunWatch, Spill
 from .settings import in_float64, refuse_what_cannot_be_verified, tolerance_of
-
-MICRO_BATCHES = 2  # given to a module itself, so that what it keeps from call to call shows
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -85,7 +83,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def compare_module(settings: Settings) -> ModuleReport | None:
-    """Compares the layers of a traced module with the module itself, in their precision; None for other models.
+    """Compares the layers of a traced module with the module itself, in float32; None for other models.
 
     Args:
         settings: as configured, whatever `verify.dtype`.
@@ -95,14 +93,14 @@ def compare_module(settings: Settings) -> ModuleReport | None:
     source = build_source(settings.data, settings.seed, settings.task)
     source.prepare(no_report)  # done already, by the run
     pipeline = settings.pipeline
-    batches = islice(training_batches(source, None, pipeline.M, 0, pipeline.replicas), MICRO_BATCHES)
-    micro_batches = [micro_batch for batch in batches for micro_batch in batch.micro_batches][:MICRO_BATCHES]
-    if not micro_batches:  # the run has said so
+    batch = next(training_batches(source, None, pipeline.M, 0, pipeline.replicas), None)
+    if batch is None:  # the run has said so
         return None
-    builders = build_model(with_example(settings.model, micro_batches[0][0]), settings.seed)
+    builders = build_model(with_example(settings.model, batch.micro_batches[0][0]), settings.seed)
     if not is_traced(builders):
         return None
-    return compare_with_module(builders, micro_batches, build_task(settings.task, settings.seed))
+    given = given_by(settings, build_task(settings.task, settings.seed), batch.micro_batches)
+    return compare_with_module(builders, given, settings)
 
 
 # -- one verification --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .flatten import ROOT, Flat
+from .flatten import ROOT, Flat, enter_autocast, is_view_of_parameter
 
 FEWEST, MOST = 6, 96  # layers, where the module has so many places; of more, some are left out
 NEAR = 4  # weights to either side among which a place must not be a bad one
@@ -61,13 +61,14 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
         node: max((position.get(user, len(nodes)) for user in node.users), default=-1)
         for node in (*flat.inputs, *nodes)
     }
+    made_again = {node for node in nodes if node.target is enter_autocast or is_view_of_parameter(flat, node)}
     cuts = {}
     for number, places in _places(nodes):
         if number in closed:
             continue
         alive = [
             *(n for n in flat.inputs if last_use[n] >= number),
-            *(n for n in nodes[:number] if last_use[n] >= number),
+            *(n for n in nodes[:number] if last_use[n] >= number and n not in made_again),
         ]
         tensors = [node for node in alive if not is_size(node)]
         if all(map(_can_travel, tensors)) and all(map(_follows_from_shapes, set(alive) - set(tensors))):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .module import Untraceable
 from .own_backward import functions
@@ -201,8 +202,7 @@ class _Flattener:
         if name == "wrap_with_autocast":
             enter = graph.call_function(enter_autocast, tuple(node.args[:at]))
             answers = self.put(inner, inner.graph, within)
-            leave = graph.call_function(leave_autocast, (enter,))
-            self.forbidden.append((enter, leave))
+            graph.call_function(leave_autocast, (enter,))
             return answers
         if self._outside is not None and node.args[0]:
             raise Untraceable("here gradients are switched on within torch.no_grad", place_of(node))
@@ -306,6 +306,34 @@ def _keep_kernels(flat: Flat) -> None:
             node.target = lstm_with_graph
         if node.target is ATTENTION and len(node.args) > 3 and node.args[3] in trained:
             node.target = attention_with_trained_mask
+        if empty := [given for given in node.all_input_nodes if _may_be_empty(given.meta.get("val"))]:
+            for parameter in flat.parameters & set(node.all_input_nodes):
+                with flat.graph.inserting_before(node):
+                    used = flat.graph.call_function(unless_empty, (parameter, empty[0]))
+                used.meta = {**node.meta, "val": parameter.meta["val"]}
+                node.replace_input_with(parameter, used)
+
+
+def _may_be_empty(value: Any) -> bool:
+    """Returns whether a tensor may have no element where the module's code then leaves something out."""
+    if not isinstance(value, Tensor):
+        return False
+    sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
+    return any(hasattr(size.node.shape_env, "may_be_empty") and free_unbacked_symbols(size) for size in sizes)
+
+
+def is_view_of_parameter(flat: Flat, node: fx.Node) -> bool:
+    """Returns whether the node is a part or another form of a parameter, in its memory."""
+    while node not in flat.parameters:
+        if not node.args or not isinstance(node.args[0], fx.Node) or len(node.all_input_nodes) != 1:
+            return False
+        views = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+        if node.target is not operator.getitem and not (
+            views and any(answer.alias_info is not None for answer in node.target._schema.returns)  # type: ignore[union-attr]
+        ):
+            return False
+        node = node.args[0]
+    return True
 
 
 def _refuse_statistics(flat: Flat, counted: Collection[str]) -> None:
@@ -380,6 +408,11 @@ def attention_with_trained_mask(
         return ATTENTION(query, key, value, mask, *rest, **more)
     with torch.enable_grad():
         return ATTENTION(query, key, value, mask.detach().requires_grad_(), *rest, **more).detach()
+
+
+def unless_empty(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Returns a parameter that gets no gradient from a tensor without elements."""
+    return parameter if tensor.numel() else parameter.detach()
 
 
 def lstm_with_graph(*arguments: Any) -> tuple[Tensor, ...]:

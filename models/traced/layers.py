@@ -109,6 +109,13 @@ class TracedLayer(nn.Module):
                 raise SizeError(f"the module was traced for inputs where {condition}, and gets {sizes}")
         return self._forwards[self.training](self, *tensors)
 
+    def require(self, examples: int) -> None:
+        """Makes the layer refuse micro-batches of fewer examples."""
+        of_one = SizeCondition(
+            f"tensors[0].size()[0] >= {examples}", "with fewer the module itself does something else"
+        )
+        self._conditions = (*self._conditions, of_one)
+
 
 class Weights:
     """Makes the module's tensors and hands each to the layers that hold it.
@@ -170,11 +177,13 @@ class LayerMaker:
     Attributes:
         traced_from: of all layers of the module.
         held: names of the layer's tensors in the module: name within the layer -> first name.
+        seconds: that tracing the whole module took.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
+        self.seconds = trace.seconds
         self._forwards: tuple[Forward, Forward] | None = None
 
     def announce(self) -> None:

@@ -8,6 +8,7 @@ time, where a constructor fills one after the other.
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import warnings
@@ -70,6 +71,57 @@ def quiet() -> Iterator[None]:
     with without_logs(), warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Makes modules of torch compute within the context by the operations that they train with in one process.
+
+    nn.SyncBatchNorm is nn.BatchNorm, whatever the number of workers; an nn.TransformerEncoder has no faster operations
+    for evaluation, and uses a mask without a look at its values.
+    """
+    transformer: Any = torch.nn.modules.transformer
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            patch.object(torch.distributed, "is_initialized", lambda: False),
+            patch.object(
+                transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)
+            ),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class Generators:
+    """Watches random generators of Python and numpy.
+
+    Args:
+        own: also those that code has made for itself, wherever it keeps them; torch.export's are among them.
+    """
+
+    def __init__(self, own: bool) -> None:
+        kinds = (random.Random, np.random.Generator, np.random.RandomState)
+        usual = {random.random.__self__, np.random.random.__self__}  # type: ignore[attr-defined]
+        self._watched = [one for one in gc.get_objects() if issubclass(type(one), kinds)] if own else [*usual]
+        self._before = self._states()
+
+    def drawn_from(self) -> set[str]:
+        """Returns the kinds of those from which numbers have been drawn since the last call."""
+        before, self._before = self._before, self._states()
+        moved = zip(self._watched, before, self._before, strict=True)
+        return {f"{type(one).__module__}.{type(one).__name__}" for one, old, new in moved if old != new}
+
+    def _states(self) -> list[str]:
+        return [str(_state(one)) for one in self._watched]
+
+
+def _state(one: Any) -> Any:
+    if isinstance(one, random.Random):
+        return None if isinstance(one, random.SystemRandom) else one.getstate()
+    return one.bit_generator.state if isinstance(one, np.random.Generator) else one.get_state()
 
 
 class _View:
@@ -148,6 +200,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         answers = [_View(tensor) for tensor in tree_iter(answer) if isinstance(tensor, Tensor)]
         if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tree_iter(answer)):
             raise NotRecordable("the constructor fills tensors on meta from a file, as from_pretrained does")
+        if function is not TRUNCATED and function._schema.name.endswith("_") and answers:  # type: ignore[attr-defined]
+            answers[0] = given[0][0]  # of a copied parameter without values torch returns another object
         self.operations.append(_Operation(function, given, answers))
         return answer
 

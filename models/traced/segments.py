@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from ...layers import AGAIN, SPAN
 from .cuts import Boundary, CutPoint, calls_of, is_size
-from .flatten import BATCH_NORM, CUMULATIVE, Flat
+from .flatten import BATCH_NORM, CUMULATIVE, Flat, enter_autocast, is_view_of_parameter, leave_autocast
 from .trace import SizeCondition, Trace
 
 Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
@@ -81,6 +81,13 @@ class _Parts:
         assert flat.output is not None
         self._passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), (flat.output,)]
         self._missing = [self._sizes_that_no_tensor_has(number) for number in range(len(positions))]
+        self._open = [self._entered_before(position) for position in positions]
+
+    def _entered_before(self, position: int) -> list[fx.Node]:
+        """Returns what has entered autocast in front of a cut and leaves it behind."""
+        before = set(self._flat.nodes[:position])
+        entered = [node for node in self._flat.nodes[:position] if node.target is enter_autocast]
+        return [node for node in entered if not before & node.users.keys()]
 
     def _sizes_that_no_tensor_has(self, boundary: int) -> list[str]:
         behind = [node for part in self.nodes[boundary:] for node in part]
@@ -99,7 +106,10 @@ class _Parts:
             batchnorms: gets those that become modules.
         """
         return _PartGraph(self._flat, local, batchnorms).made(
-            self.nodes[number], self._passing[number : number + 2], self._missing[number : number + 2]
+            self.nodes[number],
+            self._passing[number : number + 2],
+            self._missing[number : number + 2],
+            self._open[number : number + 2],
         )
 
 
@@ -131,9 +141,13 @@ class _PartGraph:
         self._device: fx.Node | None = None
 
     def made(
-        self, nodes: Sequence[fx.Node], passing: Sequence[Sequence[fx.Node]], missing: Sequence[Sequence[str]]
+        self,
+        nodes: Sequence[fx.Node],
+        passing: Sequence[Sequence[fx.Node]],
+        missing: Sequence[Sequence[str]],
+        entered: Sequence[Sequence[fx.Node]],
     ) -> fx.Graph:
-        """Returns the graph of ``nodes``, between two boundaries."""
+        """Returns the graph of ``nodes``, between two boundaries; autocast that goes on behind one is entered again."""
         graph = self._graph
         for node in passing[0]:
             self._env[node] = graph.placeholder(node.name)
@@ -142,8 +156,10 @@ class _PartGraph:
         if missing[0]:
             carrier = graph.placeholder("sizes")
             self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(missing[0], start=1)}
-        for node in nodes:
+        for node in (*entered[0], *nodes):
             self._put(node)
+        for node in reversed(entered[1]):
+            graph.call_function(leave_autocast, (self._env[node],))
         outputs = [self._value(node) for node in passing[1]]
         if missing[1]:
             sizes = [self._size(size) for size in missing[1]]
@@ -245,13 +261,13 @@ def _assigned(trace: Trace, parts: Sequence[Part]) -> list[dict[str, str]]:
 
 def _used(trace: Trace, part: Part) -> set[str]:
     """Returns the first names of the tensors that the code of a part uses."""
-    return {
-        flat.held[argument]
-        for flat, nodes in zip((trace.training, trace.evaluation), part, strict=True)
-        for node in nodes
-        for argument in node.all_input_nodes
-        if argument in flat.held
-    }
+    found = set()
+    for flat, nodes in zip((trace.training, trace.evaluation), part, strict=True):
+        for argument in {argument for node in nodes for argument in node.all_input_nodes}:
+            while argument not in flat.held and is_view_of_parameter(flat, argument):
+                argument = argument.all_input_nodes[0]
+            found |= {flat.held[argument]} if argument in flat.held else set()
+    return found
 
 
 def _without_number(call: str) -> str:

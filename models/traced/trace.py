@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from traceback import FrameSummary
@@ -24,10 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
-from .module import Called, CallError, TracedFrom, Untraceable
-from .own_backward import own_backward_kept
-from .recording import ConstructorRecord, NotRecordable, quiet, recorded, seeded
-from .refusals import WAY_OUT, KeptState, TraceError, explained, name_of, refuse_module, refusing_what_gets_lost
+from .module import Call, CallError, TracedFrom, Untraceable
+from .recording import ConstructorRecord, Generators, NotRecordable, recorded, seeded
+from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module
+from .traceable import Traceable, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 INSIDE = "module."  # what the names in an exported program begin with
@@ -78,6 +79,7 @@ class Trace:
         constants: tensors that are neither: made by the code, or attributes of a module, these without values.
         recording: of the constructor; None where it must run for real.
         conditions: that the sizes of the inputs must fulfil.
+        seconds: of the processor, that tracing took.
     """
 
     training: Flat
@@ -88,6 +90,7 @@ class Trace:
     constants: dict[str, Tensor]
     recording: ConstructorRecord | None
     conditions: list[SizeCondition]
+    seconds: float
 
     def is_parameter(self, name: str) -> bool:
         """Returns whether a first name is that of a parameter."""
@@ -109,7 +112,7 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
     Raises:
         TraceError: it cannot be traced.
     """
-    constructor = of.constructor
+    constructor, began = of.constructor, time.process_time()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         try:
@@ -128,28 +131,29 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
             if isinstance(part, _BatchNorm) and part.momentum is None:
                 part.momentum = CUMULATIVE
         _widen(module, float_type)
-        return _traced(Called(module, of.call), recording, example, fake)
+        return replace(_traced(module, of.call, recording, example, fake), seconds=time.process_time() - began)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
 
 
-def _traced(called: Called, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode) -> Trace:
-    module = called.module.train()
+def _traced(
+    module: nn.Module, call: Call, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode
+) -> Trace:
+    with torch.no_grad():  # which code may do that changes weights where the mode changes
+        module.train()
     first: dict[int, str] = {}
-    named: list[tuple[str, Tensor]] = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
+    parameters = [*nn.Module.named_parameters(module, remove_duplicate=False)]  # the class may have one of its own
+    named: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         first.setdefault(id(tensor), name)
     with torch.device("meta"):
         held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
     aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
     persistent = {*module.state_dict().keys()}
-    programs = _programs(called, example, fake)
+    programs = _programs(Traceable(module, call), example, fake)
     constants: dict[str, Tensor] = {}
-    parameters = {memory_of(parameter): (name, parameter) for name, parameter in module.named_parameters()}
-    graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
+    in_memory = {memory_of(parameter): (name, parameter) for name, parameter in reversed(parameters)}
+    graphs = training, evaluation = [flatten(p, INSIDE, aliases, in_memory, constants) for p in programs]
     for name, constant in constants.items():
         if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
             users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
@@ -159,7 +163,7 @@ def _traced(called: Called, recording: ConstructorRecord | None, example: Exampl
         c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
     ]
     assumed = list(dict.fromkeys(conditions))
-    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed)
+    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed, 0.0)
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:
@@ -175,34 +179,37 @@ def _widen(module: nn.Module, float_type: torch.dtype) -> None:
                     held[name] = wide.setdefault(id(tensor), made)  # type: ignore[assignment]
 
 
-def _programs(called: Called, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
+def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
     """Exports a module for training and for evaluation; what its code prints is suppressed."""
-    kept = KeptState(called)
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
-    with quiet(), own_backward_kept(), refusing_what_gets_lost():
-        with kept.noted():
-            programs = [_export(called.train(), inputs, kept)]
+    generators = Generators(own=False)
+    try:
+        with traceable():
+            programs = [_export(called, inputs)]
             with torch.no_grad():  # as evaluation runs, which code may ask
-                programs.append(_export(called.eval(), inputs, kept))
-        with fake:
-            kept.refuse_what_is_kept(inputs)
-        return programs
+                programs.append(_export(called.eval(), inputs))
+    finally:
+        called.before.restore()
+    if drawn := generators.drawn_from():
+        kept = "whose numbers of one call a trace would keep for ever: draw with torch.rand"
+        raise Untraceable(f"its forward draws from {', '.join(sorted(drawn))}, {kept}")
+    return programs
 
 
-def _export(called: Called, inputs: tuple[Tensor, ...], kept: KeptState) -> ExportedProgram:
+def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
     whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
     if whole != batch:
         with suppress(Exception):
-            kept.restore()
+            called.before.restore()
             return _export_with(called, inputs, whole)
-    kept.restore()
+    called.before.restore()
     return _export_with(called, inputs, batch)
 
 
-def _export_with(called: Called, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
+def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
     shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
     program = torch.export.export(called, inputs, dynamic_shapes=shapes, strict=False)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}

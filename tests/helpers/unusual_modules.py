@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 from typing import Any
 
@@ -115,6 +117,88 @@ class Habits(Perceptron):
         return h.sin() @ self.turned if self.training else h.cos()
 
 
+class Masked(Perceptron):
+    """Has a torch encoder with a mask, whose values torch looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True), 2)
+
+    def changed(self, h: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(3)
+        return self.second(self.encoder(torch.stack([h, -h, h * h], 1), mask).mean(1))
+
+
+class Pieces(Perceptron):
+    """Uses parts of one parameter in several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.parts.chunk(3)
+        h = self.second(self.first(x).tanh() @ first).tanh() @ second
+        return self.head(self.third(h).tanh() @ third)
+
+
+class Experts(Perceptron):
+    """Sends examples to experts, leaves out those without any, and keeps a number beside."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        shares = h[:, :3].softmax(1)
+        self.balance = shares.mean(0).square().sum()
+        out = torch.zeros_like(h)
+        for number, expert in enumerate((self.second, self.third)):
+            rows = torch.where(shares.argmax(1) == number)[0]
+            if rows.numel() == 0:
+                continue
+            out = out.index_add(0, rows, expert(h[rows]) * shares[rows, number : number + 1])
+        return out + h
+
+
+class DrawsInPlace(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        if not self.training:
+            return self.second(h)
+        h = self.second(F.gumbel_softmax(h)) + torch.empty_like(h).uniform_(-1, 1)
+        return h * torch.empty(h.shape[0], 1).bernoulli_(0.5) + torch.empty_like(h).exponential_()
+
+
+@functools.lru_cache
+def cached(width: int) -> Tensor:
+    return torch.arange(width) / width
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+class Keeps(Perceptron):
+    """Keeps tables in caches of three kinds, and a log that each call writes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+        self.log: list[Tensor] = []
+
+    def changed(self, h: Tensor) -> Tensor:
+        self.log.clear()
+        for tables in (self.tables, TABLES):
+            if WIDTH not in tables:
+                tables[WIDTH] = torch.ones(WIDTH).cumsum(0)
+            h = h + tables[WIDTH]
+            self.log.append(h.detach().mean())
+        return self.second(h * cached(WIDTH))
+
+
+class Lower(Perceptron):
+    """Computes all of its forward under autocast, and by sizes of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x - x.sum(0) / len(x)).float() / math.sqrt(x.shape[0])
+
+
 # -- these are refused -------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +307,34 @@ def lazy() -> nn.Module:
 
 def spectral_norm() -> nn.Module:
     return parametrizations.spectral_norm(nn.Linear(3, WIDTH))
+
+
+class ScriptedPart(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.jit.script(self.second)
+
+
+class MadeInForward(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        return self.second(h * self.scale)
+
+
+class InMemory(Perceptron):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", self.second.weight.detach()[0])
+
+
+class NamesSome(Perceptron):
+    def named_parameters(self, *arguments: Any, **more: Any) -> Any:
+        return ((name, p) for name, p in super().named_parameters(*arguments, **more) if name.startswith("head"))
+
+
+class BeginsSteps(Perceptron):
+    def begin_step(self, step: int, steps: int) -> None:
+        self.rate = step / steps
 
 
 class EvenOnly(Perceptron):

@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "optim": {"checkpoint", "pipeline"},
     "metrics": {"data", "distributed", "pipeline", "schedule", "tasks"},
     "decoding": {"data", "distributed", "metrics", "pipeline", "schedule", "tasks"},
-    "factory": {"data", "distributed", "models", "partition", "pipeline", "tasks"},
+    "factory": {"data", "distributed", "models", "partition", "pipeline", "schedule", "tasks"},
     "trainer": {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
         *("partition", "planner", "schedule", "tasks"),

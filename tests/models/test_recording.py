@@ -41,7 +41,12 @@ class Drawn(nn.Module):
         return self.blocks(x) + self.table.sum()
 
 
-@pytest.mark.parametrize("constructor", [Drawn, TiedTexts, mobile_net])
+def copied() -> nn.Module:
+    """Returns a module whose parts are copies, drawn anew after it."""
+    return nn.Transformer(8, 2, 1, 1, 8)
+
+
+@pytest.mark.parametrize("constructor", [Drawn, TiedTexts, mobile_net, copied])
 def test_repeated_operations_give_the_constructors_values(constructor: Callable[[], nn.Module]) -> None:
     _, record = recorded(constructor, SEED, FakeTensorMode(allow_non_fake_inputs=True))
     with seeded(SEED):

@@ -1,0 +1,208 @@
+"""Tells how a traced model compares with the module itself, at the start of a run and in gpipe-verify.
+
+What was found the same is kept on disk under a digest of all that it depends on, so that a module pays for it once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..config import Settings
+from ..cpu import free_memory
+from ..data.cache import cache_folder, made_json, writing_cache
+from ..errors import ConfigurationError, place_in_users_code
+from ..layers import LayerBuilder
+from ..micro_batch import MicroBatch
+from ..models.traced.layers import LayerMaker, TracedLayer
+from ..models.traced.refusals import WAY_OUT, name_of
+from ..partition.cost import count_parameters, layer_costs
+from ..tasks.base import Task
+from .build import build_optimizer
+from .groups import Groups
+from .module_itself import COPIES, Compared, Given, ModuleFailed, compare, maker_of
+
+LONGEST = 5.0  # seconds that a comparison at a start may take, where tracing did not take longer
+TRAINING, EVALUATION = 7, 2  # forwards' worth of one example on both sides: one side computes its forward again
+FLOPS, PARAMETERS = 4e10, 2.5e6  # a second, of one core: parameters constructed, trained and compared on both sides
+SMALLER = "a smaller one with the same code, as by model.module.n_layer=2 or what its arguments are called"
+OURS = ("gpipe_cli.models.traced", "gpipe_cli.pipeline", "gpipe_cli.factory.module_itself")
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """Says how the traced layers compare with the module itself.
+
+    Attributes:
+        line: in one sentence.
+        agrees: None where they were not compared.
+        fewest: examples that a micro-batch must have.
+    """
+
+    line: str
+    agrees: bool | None
+    fewest: int = 1
+
+
+def is_traced(builders: Sequence[LayerBuilder]) -> bool:
+    """Returns whether the model is a traced module."""
+    return isinstance(builders[0].build, LayerMaker)
+
+
+def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]) -> Given:
+    """Returns what a run gives to both sides."""
+    groups = Groups(settings.optimizer)
+
+    def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        for name, parameter in named:
+            if groups.freezes(groups.key(name, parameter.shape)):
+                parameter.requires_grad_(False)
+        return build_optimizer(settings.optimizer, groups.divided(named), settings.seed)
+
+    return Given(micro_batches, lambda x, y: task.loss(x, y)[0] / (task.weight(y) or 1.0), optimizer)
+
+
+def compare_at_start(
+    builders: Sequence[LayerBuilder],
+    given: Given,
+    settings: Settings,
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> int:
+    """Compares a traced module with itself where that takes no longer than tracing did, or a few seconds.
+
+    Args:
+        say, warn: receive a line about what was compared, or not.
+
+    Returns:
+        the fewest examples that a micro-batch may have.
+
+    Raises:
+        ConfigurationError: they differ.
+    """
+    if not _file(builders, given, settings).exists() and seconds_of(builders, given) > max(
+        LONGEST, maker_of(builders[0]).seconds
+    ):
+        warn(
+            "the module itself: NOT COMPARED, as it is too large for a start: what tracing got wrong would train in "
+            f"silence. gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
+        )
+        return 1
+    report = compare_with_module(builders, given, settings)
+    if report.agrees is False:
+        raise ConfigurationError(
+            f"{name_of(maker_of(builders[0]).traced_from.constructor)}: its layers, traced, do not compute what the "
+            f"module itself does: {report.line}; {WAY_OUT}"
+        )
+    (warn if report.agrees is None else say)(f"the module itself: {report.line}")
+    return report.fewest
+
+
+def refuse_fewer(module: nn.Module, examples: int) -> None:
+    """Makes the first layer of a traced module refuse micro-batches of fewer examples."""
+    if isinstance(module, TracedLayer) and examples > 1:
+        module.require(examples)
+
+
+def seconds_of(builders: Sequence[LayerBuilder], given: Given) -> float:
+    """Returns about how many seconds a comparison takes on one core."""
+    inputs, _ = given.call("T", 0)
+    costs = layer_costs(builders, inputs, "flops")
+    trained, evaluated = given.examples
+    forwards = (TRAINING * trained + EVALUATION * evaluated) / len(inputs[0])
+    return forwards * sum(layer.cost for layer in costs) / FLOPS + sum(layer.parameters for layer in costs) / PARAMETERS
+
+
+def compare_with_module(builders: Sequence[LayerBuilder], given: Given, settings: Settings) -> ModuleReport:
+    """Compares the layers of a traced module with the module itself, on the CPU, unless it is known that they agree.
+
+    Raises:
+        DiskError: the cache cannot be written.
+    """
+    file = _file(builders, given, settings)
+    if not file.exists():
+        report = _compared(builders, given)
+        if not report.agrees:
+            return report
+        with writing_cache(file.parent):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made_json(file, lambda: asdict(report))
+        return report
+    return ModuleReport(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
+    parameters, free = sum(count_parameters(builders)), free_memory()
+    needed = parameters * 4 * COPIES
+    if free is not None and needed > free:
+        return ModuleReport(
+            f"not compared: {COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free; verify {SMALLER}",
+            None,
+        )
+    try:
+        return _report(compare(builders, given))
+    except ModuleFailed as error:
+        return ModuleReport(
+            f"DIFFERENT: the module itself fails where its layers do not: {_told(error.__cause__)}", False
+        )
+    except Exception as error:
+        return ModuleReport(f"not compared: {_told(error)}", None)
+
+
+def _report(compared: Compared) -> ModuleReport:
+    found, decided = compared.all, compared.float32
+    what = f"{found.compared} outputs, gradients, buffers and updated weights of calls in training and in evaluation"
+    if found.beyond:
+        named = "; ".join(map(str, found.beyond[:3]))
+        return ModuleReport(f"DIFFERENT in {len(found.beyond)} of {what}: {named}", False)
+    alone = "; with one example they differ, and the run refuses such micro-batches" if compared.fewest > 1 else ""
+    if found.relative == 0:
+        return ModuleReport(f"the same bits ({what}){alone}", True, compared.fewest)
+    decided = f"; in float64, for in float32 {decided}" if decided else ""
+    return ModuleReport(
+        f"the same but for rounding, at most {found.worst} ({what}{decided}){alone}", True, compared.fewest
+    )
+
+
+def _told(error: BaseException | None) -> str:
+    place = None if error is None else place_in_users_code(error)
+    return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
+
+
+# -- kept --------------------------------------------------------------------------------------------------------------
+
+
+def _file(builders: Sequence[LayerBuilder], given: Given, settings: Settings) -> Path:
+    """Returns the file that exists where both were the same for this code, these arguments and these releases."""
+    shapes = [[str(tensor.shape) for side in given.call(which, 0) for tensor in side] for which in "SL"]
+    keys = [
+        {**settings.model, "example": None},
+        settings.task,
+        settings.optimizer,
+        shapes,
+        [builder.name for builder in builders],
+    ]
+    releases = sorted(release.name for folder in sys.path for release in Path(folder).glob("*.dist-info"))
+    digest = hashlib.sha256(json.dumps([*keys, releases, sys.version], sort_keys=True, default=str).encode())
+    for file in sorted({*_code()}):
+        digest.update(file.read_bytes())
+    return cache_folder(None) / "compared" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _code() -> Iterator[Path]:
+    """Yields the files of all loaded code that no release stands for, and of ours what decides."""
+    for name, module in [*sys.modules.items()]:
+        file = Path(getattr(module, "__file__", None) or "")
+        installed = "site-packages" in file.parts or file.is_relative_to(sysconfig.get_paths()["stdlib"])
+        others = name.partition(".")[0] in ("gpipe_cli", "__main__") and not name.startswith(OURS)
+        if file.suffix == ".py" and not installed and not others and file.exists():
+            yield file

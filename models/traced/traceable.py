@@ -1,0 +1,158 @@
+"""Makes traceable what torch.export would refuse or keep wrong, without another result."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from operator import attrgetter
+from typing import Any
+from unittest.mock import patch
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import SymInt, Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, uninteresting_files
+
+from .module import Call, Called, Untraceable
+from .own_backward import own_backward_kept
+from .recording import plainly, quiet
+from .refusals import Following
+
+MUTABLE = (list, dict, set, deque)
+STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
+DATA: Any = torch._C.TensorBase.data
+MATH = {name: getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "sin", "cos", "tanh")}
+SIZES = (1, 2, 3, 1000)  # examples of a size that depends on values, where it is not 0
+ASKING = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.recording")  # between `if` and `evaluate`
+uninteresting_files().add(__file__)  # for torch, which names the line that asks for a size
+_length, _evaluate = builtins.len, ShapeEnv.evaluate_sym_node
+
+
+class Traceable(Called):
+    """Calls a module so that torch.export can follow its code.
+
+    Args:
+        module: of which torch.export sees every call.
+        call: how it is called.
+
+    Attributes:
+        before: what there was before any call.
+    """
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__(module, call)
+        self.before = Before(module)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        self.before.restore(registered=False)  # torch.export may call more than once
+        with ExitStack() as stack:
+            for context in (plainly(), Following(), _data(Tensor.detach), patch.object(builtins, "len", length)):
+                stack.enter_context(context)
+            for name, symbolic in MATH.items():
+                usual = getattr(math, name)
+                for space in (vars(math), *(space for space in self.before.files if space.get(name) is usual)):
+                    stack.enter_context(patch.dict(space, {name: _either(usual, symbolic)}))
+            held = self._held()
+            output = super().forward(*tensors)
+            for name, number in self._held().items():
+                kind = "parameter" if isinstance(attrgetter(name)(self.module), nn.Parameter) else "buffer"
+                if name in held and held[name] != number:
+                    said = f"here forward replaces the {kind} {name}, and a micro-batch may go forward twice"
+                    raise Untraceable(said)
+                if name not in held and kind == "parameter":  # a buffer is a table that is made at first use
+                    raise Untraceable(f"here forward makes the parameter {name}: make it in __init__")
+            return output
+
+    def _held(self) -> dict[str, int]:
+        """Returns the identity of each parameter and buffer."""
+        named = [*nn.Module.named_parameters(self.module), *self.module.named_buffers()]
+        return {name: id(tensor) for name, tensor in named}
+
+
+class Before:
+    """Holds what a module, its classes and their files hold, so that calls can be forgotten.
+
+    Attributes:
+        files: the names that are defined in each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [*module.modules()]
+        kinds = {kind for part in parts for kind in type(part).__mro__}
+        kinds = {kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+        self.files = [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds} & sys.modules.keys()]
+        self._attributes = [(part, {n: v for n, v in vars(part).items() if n not in STATE}) for part in parts]
+        self._registered = [(value, copy(value)) for part in parts for n, value in vars(part).items() if n in CHILDREN]
+        self._containers = [
+            (value, copy(value))
+            for space in (*(own for _, own in self._attributes), *map(vars, kinds), *self.files)
+            for name, value in space.items()
+            if type(value) in MUTABLE and not name.startswith("__") and value is not sys.modules
+        ]
+        packages = {kind.__module__.partition(".")[0] for kind in kinds}
+        caches = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
+        self._caches = [one for one in caches if str(one.__module__).partition(".")[0] in packages]
+
+    def restore(self, registered: bool = True) -> None:
+        """Gives all of them what they held, and empties the caches of functools.lru_cache.
+
+        Args:
+            registered: parameters and buffers too, which torch.export replaces while it calls the module.
+        """
+        for part, saved in self._attributes:
+            own = vars(part)
+            kept = {name: own[name] for name in STATE if name in own}
+            own.clear()
+            own.update(saved | kept)
+        for container, contents in self._containers + (self._registered if registered else []):
+            container.clear()
+            (container.update if isinstance(container, (dict, set)) else container.extend)(contents)
+        for cache in self._caches:
+            cache.cache_clear()
+
+
+@contextmanager
+def traceable() -> Iterator[None]:
+    """Makes torch.export follow within the context what it would refuse or lose."""
+    with (
+        quiet(),
+        own_backward_kept(),
+        patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
+        patch.object(ShapeEnv, "evaluate_sym_node", evaluate),
+        _data(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else DATA.__get__(tensor)),
+    ):
+        yield
+
+
+def _data(get: Callable[[Tensor], Tensor]) -> Any:
+    """Replaces what `.data` of a tensor returns; torch.export asks a parameter for it to make a constant of it."""
+    return patch.object(Tensor, "data", property(get, DATA.__set__), create=True)
+
+
+def length(value: Any) -> Any:
+    """Returns len() of a value: of a tensor a size that may vary, where len() would make a constant of it."""
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else _length(value)
+
+
+def _either(usual: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value: symbolic(value) if isinstance(value, SymInt) else usual(value)
+
+
+def evaluate(environment: ShapeEnv, node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+    """Returns the value of a condition in a module's code: one that no size but 0 would change, as for other sizes."""
+    symbols, frame = free_unbacked_symbols(node.expr), sys._getframe(1)
+    while str(frame.f_globals.get("__name__")) in ASKING and frame.f_back is not None:
+        frame = frame.f_back
+    by_torch = str(frame.f_globals.get("__name__")).startswith("torch.")
+    if fallback_value is None and symbols and symbols <= environment.size_like and not by_torch:
+        found = {node.expr.xreplace(dict.fromkeys(symbols, sympy.Integer(size))) for size in SIZES}
+        if found in ({sympy.true}, {sympy.false}):
+            fallback_value, environment.may_be_empty = found == {sympy.true}, True  # type: ignore[attr-defined]
+    return _evaluate(environment, node, size_oblivious, fallback_value)

@@ -1,0 +1,100 @@
+"""Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composed import checked
+from inline_run import train_inline
+
+from benchmarks.planted_faults import verified
+from gpipe_cli.config import Settings
+from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.factory import kept_comparison, module_itself
+from gpipe_cli.factory.build import build_model, build_task
+from gpipe_cli.factory.kept_comparison import compare_at_start, given_by
+
+SECTION: dict[str, Any] = {
+    "_target_": "gpipe_cli.models.traced.layers.layers",
+    "module": {"_target_": "own_module.Noisy", "_partial_": True},
+    "example": [["float32", [4, 3, 8, 8]]],
+}
+DIFFERS = "call 2, training: output: relative difference"
+WORDS = ["model=module", "model.module._target_=own_module.other_when_real", "data.batch_size=8", "trainer.steps=2"]
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Settings:
+    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
+    return checked("model=module", "model.module._target_=own_module.Noisy").settings
+
+
+def started(settings: Settings) -> str:
+    """Returns what a start says of the comparison."""
+    said: list[str] = []
+    given = given_by(settings, build_task(settings.task), [((torch.randn(4, 3, 8, 8),), (torch.arange(4),))])
+    compare_at_start(build_model(SECTION), given, settings, said.append, lambda text: said.append(f"! {text}"))
+    (line,) = said
+    return line
+
+
+def test_a_start_compares_a_module_with_itself_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = started(settings)
+    assert first.startswith("the module itself: the same ") and "updated weights" in first
+    monkeypatch.setattr(kept_comparison, "compare", None)  # a call would fail
+    assert started(settings) == first
+    other = dataclasses.replace(settings, optimizer={**settings.optimizer, "lr": 0.5})
+    assert started(other).startswith("! the module itself: not compared: TypeError")
+
+
+def test_a_start_of_a_large_module_warns_and_says_how_to_compare_it(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_comparison, "seconds_of", lambda *_: 1e9)
+    assert started(settings).startswith("! the module itself: NOT COMPARED") and "gpipe-verify" in started(settings)
+
+
+def test_a_difference_refuses_the_run_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as refusal:
+        train_inline(tmp_path / "run", *WORDS)
+    for said in ("model.module._target_=own_module.other_when_real", DIFFERS, "write the model as a list of layers"):
+        assert said in str(refusal.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_module_that_does_not_fit_is_not_compared(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_comparison, "free_memory", lambda: 1000)
+    line = started(settings)
+    assert line.startswith("! the module itself: not compared: ") and "a smaller one with the same code" in line
+
+
+def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:
+    report = verified(tmp_path, *WORDS, "pipeline.K=2", "pipeline.M=2", subject=False)
+    assert not report["agrees"]
+    assert report["verdict"].startswith("DIFFERENT: the traced layers do not compute what the module itself does")
+    assert "the module itself: DIFFERENT in" in report["notes"][0] and DIFFERS in report["notes"][0]
+
+
+def test_a_module_that_fails_where_its_layers_do_not_is_different(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("not a number")
+
+    monkeypatch.setattr(module_itself._Itself, "call", fail)
+    with pytest.raises(ConfigurationError, match=r"the module itself fails where its layers do not: .*not a number"):
+        started(settings)
+
+
+def test_a_run_refuses_micro_batches_of_one_example_where_the_module_makes_something_else_of_them(
+    tmp_path: Path,
+) -> None:
+    words = ["model=module", "model.module._target_=own_module.AloneInImages", "pipeline.M=2", "trainer.steps=1"]
+    summary, _ = train_inline(tmp_path / "two", *words, "data.batch_size=4", "trainer.evaluate_every=null")
+    assert summary["steps"] == 1
+    with pytest.raises(ConfigurationError, match=r"own_module\.AloneInImages: its layers, traced, do not compute"):
+        train_inline(tmp_path / "one", *words, "data.batch_size=3")

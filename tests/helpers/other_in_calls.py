@@ -1,0 +1,132 @@
+"""Defines modules whose later calls, or calls with other examples, a trace of one call would not repeat."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from unusual_modules import WIDTH, Perceptron
+
+CALLS = [0]
+
+
+@dataclass(slots=True)
+class Counter:
+    """Counts calls, without a __dict__."""
+
+    calls: int = 0
+
+
+class Warm(Perceptron):
+    """Begins with a block after some calls; the count is in an object with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = Counter()
+
+    def count(self) -> int:
+        self.counter.calls += self.training
+        return self.counter.calls
+
+    def changed(self, h: Tensor) -> Tensor:
+        return super().changed(h) if self.count() > 6 else h
+
+
+class WarmInArray(Warm):
+    counts = np.zeros(1)
+
+    def count(self) -> int:
+        self.counts[0] += 1
+        return int(self.counts[0])
+
+
+class WarmInFile(Warm):
+    def count(self) -> int:
+        CALLS[0] += 1
+        return CALLS[0]
+
+
+class WarmInDefault(Warm):
+    def count(self, calls: list[int] = [0]) -> int:  # noqa: B006  # it is what is tried
+        calls[0] += 1
+        return calls[0]
+
+
+class Alternates(Warm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = itertools.cycle((1, 9))
+
+    def count(self) -> int:
+        return next(self.turns)
+
+
+class CountsEvaluations(Warm):
+    def count(self) -> int:
+        self.counter.calls += 3 * (not self.training)
+        return self.counter.calls
+
+
+class DrawsTable(Perceptron):
+    table: Tensor | None = None
+
+    def changed(self, h: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.randn(WIDTH, WIDTH)
+        return super().changed(h) @ self.table
+
+
+class DropsByItself(Perceptron):
+    """Leaves a block out by a generator of its own, too rarely to be seen in a few calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def changed(self, h: Tensor) -> Tensor:
+        return h if self.training and self.random.random() < 1e-4 else super().changed(h)
+
+
+class Seeds(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return super().changed(h) * torch.rand(WIDTH)
+
+
+class DrawsOutsideTracing(Perceptron):
+    """Draws from a generator of its own where nothing traces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def changed(self, h: Tensor) -> Tensor:
+        own = None if torch.compiler.is_compiling() else self.generator
+        return super().changed(h) * torch.rand(WIDTH, generator=own)
+
+
+class Strides(Perceptron):
+    """Reads a boundary's memory by its strides, which the layer in front has turned round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Turned(3, WIDTH), Reading(WIDTH, WIDTH)
+
+
+class Turned(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+class Reading(nn.Linear):
+    def forward(self, h: Tensor) -> Tensor:
+        return super().forward(h.as_strided(h.shape, h.stride()))
+
+
+class OneAlone(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return super().changed(h - h.mean(0) if h.shape[0] > 1 else h)
