@@ -213,6 +213,14 @@ class CheckpointConfig:
     init_average: bool
 
 
+class Tracker(TypedDict):
+    """Describes a tracker of the user's own: what to call; other keys are its arguments."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    _target_: str
+
+
 @dataclass(frozen=True)
 class LoggingConfig:
     """Describes what a run prints and writes.
@@ -221,13 +229,15 @@ class LoggingConfig:
         every: steps between console lines (without a progress bar) and between TensorBoard scalars.
         tensorboard: writes TensorBoard files.
         console: "auto": a progress bar in a terminal, lines elsewhere; "plain": always lines.
+        advice: when the run has ended the planner searches for a faster pipeline, for report.html.
         trackers: "wandb", "mlflow", or sections with a `_target_` (metrics/trackers.py).
     """
 
     every: Count
     tensorboard: bool
     console: Literal["auto", "plain"]
-    trackers: list[Literal["wandb", "mlflow"] | dict[str, Any]]
+    advice: bool
+    trackers: list[Literal["wandb", "mlflow"] | Tracker]
 
 
 @dataclass(frozen=True)
@@ -371,7 +381,9 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
 
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
-    **dict.fromkeys(("lr", "weight_decay", "momentum"), NotNegative),
+    **dict.fromkeys(("lr", "weight_decay", "momentum", "alpha", "dampening"), NotNegative),
+    **dict.fromkeys(("fused", "foreach", "amsgrad", "nesterov", "maximize", "capturable", "centered"), bool | None),
+    "eps": NotNegative | list[NotNegative | None],
     "betas": Annotated[list[ShareOrZero], Field(min_length=2, max_length=2)],
 }
 GROUP: dict[str, Any] = {  # keys of an entry of optimizer.groups beside the optimizer's own

@@ -20,6 +20,11 @@ from pathlib import Path
 from gpipe_cli.errors import PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
+SCARCE = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "open files"),
+    errno.EAGAIN: "processes",
+    errno.ENOMEM: "memory",
+}
 FEW_BYTES = 16_384
 DRAFT = ".partial-"  # the names of drafts, which a killed process leaves, begin with it
 
@@ -145,7 +150,10 @@ def room(path: Path) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk that no code has explained; else None."""
+    """Returns one line for an error of the disk, or a limit of the system, that no code has explained; else None."""
+    scarce = SCARCE.get(errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None) or 0)
+    if scarce is not None:
+        return f"this machine or account allows no more {scarce} (ulimit -a shows its limits): raise the limit"
     if not isinstance(error, OSError) or error.errno not in DISK:
         return None
     file = _file_of(error)

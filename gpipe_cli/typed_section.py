@@ -31,6 +31,8 @@ def _once_each(names: Sequence[str]) -> Sequence[str]:
 
 
 Count = Annotated[int, Field(ge=1, le=10**15)]
+DEEPEST = 20_000  # layers: a list of more would fill the memory before it could be counted
+Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**15)]
 Examples = Annotated[int, Field(ge=1, le=10**8)]  # or tokens of a mini-batch: more would fill the memory of any machine
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # hashed as a 64-bit integer

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import nn
 
 from ..layers import LayerBuilder
-from ..typed_section import Count, PartAboveZero, Positive, ShareOrZero
+from ..typed_section import DEEPEST, Count, PartAboveZero, Positive, ShareOrZero
 from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
 from .amoebanet_layers import (
     AUXILIARY_POOL,
@@ -55,7 +55,7 @@ def spatial_sizes(image_size: int) -> dict[str, int]:
 
 
 def amoebanet(
-    L: Annotated[int, Field(ge=3, multiple_of=3)],
+    L: Annotated[int, Field(ge=3, le=DEEPEST, multiple_of=3)],
     D: Annotated[int, Field(ge=16)],
     classes: Count,
     image_size: Annotated[int, Field(ge=3, le=65_536)],

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from ..typed_section import Count, CountOrZero, Even, ShareOrZero, Vocabulary
+from ..typed_section import Count, CountOrZero, Depth, Even, ShareOrZero, Vocabulary
 from .transformer_layers import (
     CausalAttention,
     CrossAttention,
@@ -89,7 +89,7 @@ class DecoderNorm(nn.LayerNorm):
 
 
 def transformer(
-    L: Count,
+    L: Depth,
     H: Count,
     A: Count,
     source_vocabulary: Vocabulary,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..layers import LayerBuilder
-from ..typed_section import Count, Even, ShareOrZero, Vocabulary
+from ..typed_section import Count, Depth, Even, ShareOrZero, Vocabulary
 from .transformer_layers import (
     CausalAttention,
     FeedForward,
@@ -37,7 +37,7 @@ class LanguageModelEmbedding(TokenEmbedding):
 
 
 def transformer_lm(
-    L: Count,
+    L: Depth,
     H: Count,
     A: Count,
     vocabulary: Vocabulary,

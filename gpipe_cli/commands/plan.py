@@ -24,6 +24,7 @@ It writes nothing but `plan.page` and, under `plan.device=this`, the profile tha
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.disk import write_whole, writing
-from gpipe_cli.errors import Problems
+from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
 from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
 from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
@@ -96,11 +97,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
+    page = None if request.options.page is None else Path(request.options.page).expanduser()
+    if page is not None and not os.access(page.absolute().parent, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"plan.page={page}: nothing can be written to {page.absolute().parent}")
     plan = request.plan()
     report = document(plan)
     show(json.dumps(plan.to_json()) if request.options.format == "json" else report.text())
-    if request.options.page is not None:
-        with writing(page := Path(request.options.page).expanduser()):
+    if page is not None:
+        with writing(page):
             report.save(page)
     return 0
 
@@ -133,18 +137,27 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     return Request(settings, options, notes)
 
 
-def advise(folder: str) -> None:
+def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
     """Plans a run that has ended, as it was, on the present machine, and searches for its fastest pipeline.
 
-    `gpipe-train` calls it for a limited time (`jobs/page.py`), and shows what the file holds by then. The search keeps
-    M and measures the run's layers.
+    The search keeps M and measures the run's layers. What it has found by then stands in the run's file `PLAN`.
+
+    Args:
+        trusted: the `_target_`s of others that the run's words may call; None: all.
+
+    Raises:
+        ConfigurationError: a word is wrong by now, or calls something else.
     """
+    from gpipe_cli.jobs.configuration import composed, plain
+    from gpipe_cli.jobs.trust import refuse_foreign
     from gpipe_cli.planner.planner import Planner
     from gpipe_cli.planner.search import FREE, Search
 
     run, plan_file = read_run(Path(folder)), Path(folder) / PLAN
     workers = run.summary.get("workers") or 1
     words = [word for word in run.words if not word.startswith("checkpoint.")]
+    if trusted is not None:
+        refuse_foreign(plain(composed("plan", words)), trusted, Path(folder))
     request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])
     planner = Planner(request.settings, request.options)
     plans: dict[str, Any] = {"own": planner.plan().to_json()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
+from gpipe_cli.terminal.command import REFUSED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.runs import compare, find_runs
 
 HELP = """\
@@ -18,7 +18,10 @@ gpipe-report: one table and one plot of several runs of gpipe-train.
     gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16
     gpipe-report sweeps/NAME
 
+    gpipe-report RUN                 of one run also lets the planner search for a faster pipeline, for its report.html
+
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
+trust=[NAMES]   code of your own that the run may call, such as trust=[my_module.layers]
 output=DIR   report.md, .html, .json go there, .svg where runs can be compared; default: bench
 
 Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
@@ -27,19 +30,19 @@ K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not fin
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0, 1 when there is no run to show, 2 for a wrong call."""
+    """Runs the command; returns the exit code: 0, or 2 for a wrong call or where there is no run."""
     return run_command("gpipe-report", arguments, HELP, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:
-    line = read_words(words, {"output": str}, overrides=False)
+    line = read_words(words, {"output": str, "trust": list[str]}, overrides=False)
     if not line.runs:
         raise ConfigurationError("which runs? gpipe-report sweeps/NAME (see --help)")
     runs, problems = find_runs([Path(run) for run in line.runs])
     for problem in problems:
         to_stderr(f"gpipe-report: {problem}")
     if not runs:
-        return FAILED
+        return REFUSED
     folder = Path(line.own.get("output", "bench"))
     found = compare(runs)
     document, drawing = found.document(folder), found.drawing()
@@ -52,8 +55,24 @@ def _run(words: Sequence[str]) -> int:
         write_whole(paths[2], json.dumps({"rows": found.facts}, indent=1) + "\n")
         if drawing is not None:
             drawing.save(paths[3])
+    if len(runs) == 1 and runs[0].status in ("done", "stopped"):
+        _advise(runs[0].folder, line.own.get("trust", []))
     show(f"\nwritten: {paths[1]}, .md, .json{'' if drawing is None else ', .svg'}")
     return 0
+
+
+def _advise(folder: Path, trusted: list[str]) -> None:
+    """Lets the planner search for a faster pipeline, and writes the run's page anew."""
+    from gpipe_cli.commands.plan import advise
+    from gpipe_cli.jobs.page import PAGE, write_page
+
+    try:
+        advise(str(folder), trusted)
+    except ConfigurationError as error:
+        to_stderr(f"gpipe-report: no search for a faster pipeline: {error}")
+        return
+    write_page(folder, to_stderr)
+    show(f"\nwhat would make it faster: {folder / PAGE}")
 
 
 if __name__ == "__main__":

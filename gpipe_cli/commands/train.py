@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from gpipe_cli.jobs.job import EntryPoint
+    from gpipe_cli.launch.stop import StopSignals
 
 
 def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None, page: str = __doc__) -> int:
@@ -95,12 +96,14 @@ def _say(text: str) -> None:
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     line = read_words(words, options=OF_HYDRA, runs=False)
     from gpipe_cli.jobs import job
+    from gpipe_cli.launch.stop import stop_noted
 
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
     job.sweep = None
     try:
-        _run_jobs(line, program or job.EntryPoint(), started_at, codes)
+        with stop_noted() as signals:
+            _run_jobs(line, program or job.EntryPoint(), started_at, codes, signals)
     finally:
         if job.sweep is not None:
             codes.append(job.end_sweep(job.sweep))
@@ -109,11 +112,12 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     return codes[-1] or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
 
 
-def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[int]) -> None:
+def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[int], signals: StopSignals) -> None:
     """Runs one job or all of a sweep; Hydra composes their configurations.
 
     Args:
         codes: gets the exit code of each job.
+        signals: note requests to stop while Hydra composes, but not while a job runs.
     """
     import hydra
 
@@ -123,7 +127,8 @@ def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[i
 
     def task(composed: DictConfig) -> float:
         codes.append(FAILED)
-        codes[-1], loss = run_job(composed, program, started_at)
+        with signals.suspended():
+            codes[-1], loss = run_job(composed, program, started_at)
         return loss
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting

@@ -25,6 +25,7 @@ from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
 from gpipe_cli.launch.join import joined
+from gpipe_cli.launch.stop import stop_noted
 from gpipe_cli.typed_section import nearest, unknown_key
 
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.
@@ -72,8 +73,8 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     no key needs a plus.
 
     Raises:
-        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number
-            (Hydra does not name its group).
+        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number, the
+            group of which Hydra does not name.
     """
     if strange := [word for word in words if re.search(NO_UTF8, word)]:
         raise ConfigurationError(f"{strange[0]} is not UTF-8: rename what it names, or type a link to it")
@@ -101,7 +102,7 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
     search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        with stop_noted(), initialize_config_module("gpipe_cli.conf", version_base="1.3"):
             return compose(config_name, [*for_hydra(words), *search])
     except Exception as error:
         raise ConfigurationError(in_one_line(error)) from error

@@ -104,7 +104,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 record.begin()
                 if program.conclude is not None:
                     return program.conclude(result, run_dir, console), math.nan
-            _write_last_page(run_dir, result, is_sweep, console)
+            _write_last_page(run_dir, result, is_sweep, prepared.settings.logging.advice, console)
         except ConfigurationError as error:
             console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
@@ -117,15 +117,15 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         return 0, math.nan if loss is None else float(loss)
 
 
-def _write_last_page(run_dir: Path, summary: Mapping[str, Any], is_sweep: bool, console: Console) -> None:
-    """Writes the page of a finished run, and again when the planner has searched for a faster pipeline."""
+def _write_last_page(run_dir: Path, summary: Mapping[str, Any], is_sweep: bool, advice: bool, console: Console) -> None:
+    """Writes the page of a finished run; with `advice` again when the planner has searched for a faster pipeline."""
     if not torchrun.is_first():
         return
     write_page(run_dir, console.warn)
     if not is_sweep:
         console.say(where_it_is(run_dir))
         done = summary.get("stopped_by", "request") != "request"  # another entry point has a summary of its own
-        if done and ask_planner(run_dir, summary["wall_seconds"]):
+        if advice and done and ask_planner(run_dir):
             write_page(run_dir, console.warn)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from html import unescape
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.disk import open_regular
 from gpipe_cli.json_files import json_lines
+from gpipe_cli.parent import child_command
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run
@@ -21,8 +25,7 @@ from gpipe_cli.typed_section import typed
 PAGE, PLAN = "report.html", "plan.json"
 WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
-SEARCH_SHARE, SEARCH_SECONDS = 0.1, (6.0, 120.0)  # of a run's time for the planner; not below, and not above
-ADVISE = "import sys; from gpipe_cli.commands.plan import advise; advise(sys.argv[1])"  # which imports this room
+ADVISE = "from gpipe_cli.commands.plan import advise; advise(sys.argv[1])"  # which imports this room
 WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
@@ -37,20 +40,12 @@ def write_page(folder: Path, warn: Callable[[str], None], running: bool = False)
         warn(f"{folder / PAGE} is not written ({type(error).__name__}: {error}); the run goes on without")
 
 
-def ask_planner(folder: Path, seconds: float) -> bool:
-    """Lets the planner search for a faster pipeline, after a run and for at most a tenth of its time.
-
-    Args:
-        seconds: that the run took.
-
-    Returns:
-        Whether it has found anything in time.
-    """
-    limit, quiet = min(SEARCH_SHARE * seconds, SEARCH_SECONDS[1]), subprocess.DEVNULL
-    if limit >= SEARCH_SECONDS[0]:
-        command = [sys.executable, "-c", ADVISE, str(folder)]
-        with suppress(OSError, subprocess.SubprocessError, KeyboardInterrupt):
-            subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, timeout=limit, check=False)
+def ask_planner(folder: Path) -> bool:
+    """Lets the planner search for a faster pipeline in a process that ends with this one; returns if it found any."""
+    quiet = subprocess.DEVNULL
+    with suppress(OSError, KeyboardInterrupt):
+        command = [*child_command(ADVISE), str(folder)]
+        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
     return (folder / PLAN).exists()
 
 
@@ -136,7 +131,10 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
     summary, pictures = run.summary, run.folder / "pictures"
     for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
-        yield Picture(drawn.read_text(encoding="utf-8"))
+        with os.fdopen(open_regular(drawn), "rb") as file:
+            svg = file.read(WHOLE).decode(errors="replace")
+        label = re.search(r' aria-label="([^"]*)"', svg)
+        yield Picture(svg, unescape(label[1]) if label else drawn.stem, trusted=False)
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
     if shares:
         yield Picture(str(draw_shares({"measured": shares}, "Where a step goes")))
@@ -174,15 +172,8 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
 def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
     best = plan.get("best")
     if not best:
-        ask = [
-            "gpipe-plan",
-            *run.words,
-            "plan.device=this",
-            "plan.best=true",
-            f"plan.devices={run.summary.get('workers') or 1}",
-        ]
-        yield Lines(["The planner found nothing in its time, a tenth of the run's. To search, type:"])
-        yield Lines([shlex.join(ask)], "```")
+        yield Lines(["To let the planner search, type:"])
+        yield Lines([shlex.join(["gpipe-report", relative_paths(str(run.folder))])], "```")
         return
     own, found = plan["own"]["step_seconds"], best["step_seconds"]
     if 1 - found / own < WORTH_IT:

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -61,6 +60,9 @@ def sole_writer(run_dir: Path) -> Iterator[None]:
         yield
 
 
+made_for_run: list[Path] = []  # folders above a run's directory that were made for it, the innermost first
+
+
 def require_writable(key: str, folder: str | Path) -> None:
     """Makes a folder in which files can be written.
 
@@ -74,8 +76,10 @@ def require_writable(key: str, folder: str | Path) -> None:
         raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
     if re.search(NO_UTF8, str(Path(str(folder)).absolute())):
         raise ConfigurationError(f"{key}={folder}: its path is not UTF-8, and checkpoints cannot be read there")
+    path = Path(str(folder)).expanduser()
+    made_for_run[:] = [above for above in path.absolute().parents if not os.path.lexists(above)]
     try:
-        prepare_directory(Path(str(folder)).expanduser())
+        prepare_directory(path)
     except DiskError as error:
         raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
 
@@ -109,6 +113,7 @@ class RunRecord:
         self._begun = self.is_open = False
         hydra = HydraConfig.instance().cfg
         task = HydraConfig.get().overrides.task
+        self._logs = ("run.lock", f"{HydraConfig.get().job.name}.log")
         self._files: dict[str, Any] = {"config.yaml": composed, "hydra.yaml": hydra, "overrides.yaml": task}
 
     def __enter__(self) -> RunRecord:
@@ -129,14 +134,20 @@ class RunRecord:
             self._write()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Leaves the reason why the run failed; of a refused run that was to have a directory of its own, nothing."""
+        """Leaves the reason why the run failed; of a refused run in its own directory only what others put there."""
         if not self.is_open or not isinstance(error, Exception):
             return
-        useless = self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError)
-        if useless and not Path.cwd().is_relative_to(self._run_dir):
-            shutil.rmtree(self._run_dir, ignore_errors=True)
-            self.is_open = False
-            return
+        if self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError):
+            own = [*(self._run_dir / ".hydra" / name for name in self._files), *map(self._run_dir.joinpath, self._logs)]
+            there = {path for path in self._run_dir.rglob("*") if not path.is_dir() or path.is_symlink()}
+            if there.issubset(own) and not Path.cwd().is_relative_to(self._run_dir):
+                for path in there:
+                    path.unlink()
+                for folder in (self._run_dir / ".hydra", self._run_dir, *made_for_run):
+                    with suppress(OSError):  # others have put something there
+                        folder.rmdir()
+                self.is_open = False
+                return
         with suppress(OSError):  # it may lie on the disk that is the cause
             write_whole(self._run_dir / ERROR_FILE, f"{error}\n")
 

@@ -8,13 +8,13 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.cpu import compile_helpers
-from gpipe_cli.errors import visible
+from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.launch import report
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopSignals
@@ -87,6 +87,26 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     if interruption := signals.interruption():
         raise interruption
     return value
+
+
+def check_rank(environment: Mapping[str, str]) -> int:
+    """Refuses what a launcher has set in part, or wrongly; returns 0.
+
+    Raises:
+        ConfigurationError: it names the variables.
+    """
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return 0
+    wrong = [f"{name}={environment[name]}" for name in ("RANK", "WORLD_SIZE") if not environment[name].isdecimal()]
+    if not wrong and int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        wrong = ["RANK must be below WORLD_SIZE"]
+    wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    if wrong:
+        raise ConfigurationError(
+            f"RANK and WORLD_SIZE make this process one of a job, but {', '.join(wrong)}: start it by torchrun or "
+            "srun, or unset both to run alone"
+        )
+    return 0
 
 
 def local_rank() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -42,6 +44,17 @@ class StopSignals:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Lets requests interrupt inside the block; raises what came before it."""
+        self.__exit__()
+        if interruption := self.interruption():
+            raise interruption
+        try:
+            yield
+        finally:
+            self.__enter__()
+
     def _note(self, number: int, _frame: object) -> None:
         self.received.append(signal.Signals(number))
 
@@ -51,6 +64,18 @@ class StopSignals:
             return None
         first = self.received[0]
         return KeyboardInterrupt() if first == signal.SIGINT else SystemExit(128 + first)
+
+
+@contextmanager
+def stop_noted() -> Iterator[StopSignals]:
+    """Lets a request to stop end the command when the block has ended, in which libraries would swallow it."""
+    signals = StopSignals()
+    try:
+        with signals:
+            yield signals
+    finally:
+        if interruption := signals.interruption():
+            raise interruption
 
 
 _entered: list[StopSignals] = []

@@ -20,8 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -100,7 +100,8 @@ def launch(job: Job, on_event: OnEvent) -> Any:
     with StopSignals() as signals:
         watch = _Watch(job, on_event, signals)
         try:
-            failure = watch.until_end()
+            with watch.pausing_together():
+                failure = watch.until_end()
         finally:
             watch.end()
     if interruption := signals.interruption():
@@ -258,6 +259,26 @@ class _Watch:
                 cause = f"no worker has made progress for {self.job.stall_seconds:g} s"
                 return report.Failure(STARTER, 0, time.time(), self._describe_stall(cause), cause).exception()
         return self._starter_failure()
+
+    @contextmanager
+    def pausing_together(self) -> Iterator[None]:
+        """Stops and continues the workers with the command at Ctrl-Z; time in which they are stopped is no stall."""
+
+        def pause(*_: object) -> None:
+            self.processes.signal_all(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self.processes.signal_all(signal.SIGCONT)
+            self._last_progress = time.monotonic()
+
+        try:
+            before = signal.signal(signal.SIGTSTP, pause)
+        except ValueError:  # not in the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTSTP, before)
 
     def end(self) -> None:
         """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""

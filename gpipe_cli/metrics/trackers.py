@@ -60,7 +60,7 @@ class WandB:
     """Tracks by Weights & Biases; takes what wandb.init does, and its environment variables."""
 
     def __init__(self, **options: Any) -> None:
-        self._options = {"project": "gpipe", **options}
+        self._options, self._step = {"project": "gpipe", **options}, 0  # a call without it would begin another step
 
     def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
         import wandb  # slow
@@ -70,11 +70,12 @@ class WandB:
         self._run = wandb.init(**{**own, "settings": settings, **self._options})
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._step = step
         self._run.log(dict(numbers), step=step)
 
     def picture(self, name: str, path: Path) -> None:
-        svg = path.suffix == ".svg"
-        self._run.log({name: self._wandb.Html(path.read_text()) if svg else self._wandb.Image(str(path))})
+        shown = self._wandb.Html(path.read_text()) if path.suffix == ".svg" else self._wandb.Image(str(path))
+        self._run.log({name: shown}, step=self._step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))

@@ -17,13 +17,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
-from gpipe_cli.launch.join import adopt_step
+from gpipe_cli.launch.join import adopt_step, check_rank
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.text import relative_paths
 from gpipe_cli.typed_section import read_values, unknown_key
@@ -49,6 +50,7 @@ def run_command(
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
     """
+    open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         if sys.stdout.isatty():
@@ -66,12 +68,23 @@ def run_command(
             return 0
         return work(words)
 
-    code = exit_code(name, answer, say or to_stderr)
+    code = exit_code(name, partial(check_rank, os.environ), to_stderr) or exit_code(name, answer, say or to_stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what failed before is still in its buffer
         discard(sys.stdout)
     return code
+
+
+def open_closed_streams() -> None:
+    """Opens /dev/null for a standard stream that is closed, or the next file would take its place."""
+    for number, stream in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, stream) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nothing, number)
+            if nothing > 2:
+                os.close(nothing)
+            setattr(sys, stream, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
@@ -88,7 +101,7 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
         if not _reader_is_gone():
             raise  # it was another pipe
         return 0  # a reader that stops early, as `head` does
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         if (text := explain(error)) is None:
             raise
         say(f"{name}: {relative_paths(text)}")

@@ -6,6 +6,7 @@ A page is one HTML file without scripts that loads nothing: pictures stand in it
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +17,7 @@ from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import COLOURS, DARK
 from gpipe_cli.terminal.text import is_number, markdown_table, number, text_table
 
+_POLICY = "default-src 'none';img-src data:;style-src 'unsafe-inline'"
 KEY_WIDTH = 12  # at least, of facts on a console
 _INK, _PAPER, _LINE, _BLUE = (COLOURS[name] for name in ("ink", "paper", "idle", "blue"))
 _CSS = f"""
@@ -34,8 +36,8 @@ th,td{{padding:.2rem .5rem;text-align:left;vertical-align:top;border-bottom:1px 
 dl{{display:grid;grid-template-columns:fit-content(55%) 1fr;gap:.1rem 1rem;margin:1rem 0}}
 dt{{font-weight:600}}dd{{margin:0;min-width:0;overflow-wrap:anywhere}}
 pre{{padding:.6rem;background:var(--line);white-space:pre-wrap;overflow-wrap:anywhere;font-size:.875rem}}
-svg{{display:block;max-width:100%;height:auto}}
-@media screen and (max-width:40rem){{svg{{max-width:none;width:40rem}}}}
+svg,img{{display:block;max-width:100%;height:auto}}
+@media screen and (max-width:40rem){{svg,img{{max-width:none;width:40rem}}}}
 @media print{{table{{font-size:8pt}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
 figure,tr,pre{{break-inside:avoid}}div{{overflow:visible}}}}
 """
@@ -133,12 +135,14 @@ class Picture:
         alt: what it shows, in words, for Markdown.
         address: of its file, for Markdown; else it is left out there.
         characters: the picture for a console.
+        trusted: False: the document comes from a file, so a page shows it as an image, in which nothing runs.
     """
 
     svg: str
     alt: str = ""
     address: str = ""
     characters: str = ""
+    trusted: bool = True
 
     def text(self) -> str:
         return self.characters
@@ -147,6 +151,9 @@ class Picture:
         return f"![{self.alt}]({self.address})" if self.address else ""
 
     def html(self) -> str:
+        if not self.trusted:
+            content = b64encode(self.svg.encode()).decode()
+            return f'<figure><img alt="{escape(self.alt)}" src="data:image/svg+xml;base64,{content}"></figure>'
         inside = re.sub(r' xmlns="[^"]*"', "", self.svg[self.svg.find("<svg") :])  # HTML needs none
         return f"<figure>{inside}</figure>"
 
@@ -173,7 +180,7 @@ class Document:
         meta = [
             '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline'\">",
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         ]
         head = f"<head>{''.join(meta)}<title>{title}</title><style>{_CSS}</style></head>"
         body = "\n".join(block.html() for block in self.blocks)

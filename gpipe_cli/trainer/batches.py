@@ -255,6 +255,7 @@ class TrainingBatches:
         position: of the last mini-batch trained on; None at the beginning.
         stop_requested: whether this worker was asked to stop.
         seconds_waited: for the mini-batch trained on.
+        failure: that the source has raised in place of the next mini-batch, which looks like the end of the data.
     """
 
     settings: TrainerConfig
@@ -264,6 +265,8 @@ class TrainingBatches:
     stop_requested: Callable[[], bool]
     seconds_waited: float = 0.0
     _reader: BatchReader | None = None
+    failure: Exception | None = None
+    _taken: bool = False  # whether a mini-batch was
     _began: float = field(default_factory=time.monotonic)
 
     def open(self) -> None:
@@ -277,6 +280,7 @@ class TrainingBatches:
         """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
         if self._reader is None:
             return None
+        self._taken = True
         self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
         return self._reader.take()
 
@@ -284,9 +288,21 @@ class TrainingBatches:
         """Writes the plan of the next mini-batch, and whether the run ends before it."""
         if self._reader is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
-                self._reader.advance(exchange)
+                try:
+                    self._reader.advance(exchange)
+                except Exception as error:
+                    if not self._taken:
+                        raise
+                    self.failure = error  # raised when the step that has ended is recorded and saved
+                    self.pipeline.write_plan(exchange, [])
         own = STOP_REASONS.index(self._limit_reached()) if self.pipeline.world.rank == 0 else 0
         exchange.own["stop"][0] = own + len(STOP_REASONS) * self.stop_requested()
+
+    def raise_failure(self) -> None:
+        """Raises `failure`."""
+        if self.failure is not None:
+            with self.pipeline.where.doing("reading the next mini-batch"):
+                raise self.failure
 
     def _limit_reached(self) -> str:
         limit = self.settings.seconds

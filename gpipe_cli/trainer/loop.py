@@ -238,6 +238,9 @@ class Trainer:
         if progress.stopped_by != "request" and not evaluated:
             was_due, progress.evaluation_due = progress.evaluation_due, True
             self._save()
+            if progress.stopped_by == "end of data" and self.batches.failure is not None:
+                self.saver.finish(self.exchange)
+                self.batches.raise_failure()
             self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
         self._save()
         self.saver.finish(self.exchange)

@@ -7,14 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import cli_jobs
+import processes
 import pytest
 from launch_command import wait_for
+from processes import command
 from run_files import bytes_of
 from small_disk import small_disk
 
+from gpipe_cli.commands import plan, train
+from gpipe_cli.jobs import configuration
+from gpipe_cli.jobs.job import CommandCallback
 from gpipe_cli.terminal.runs import read_run
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -119,19 +125,53 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     assert "another gpipe-train is writing to" in second.stderr
 
 
+def test_a_run_that_the_command_refuses_leaves_nothing(tmp_path: Path) -> None:
+    refused = run(tmp_path, "checkpoint.resume=nowhere", "pipeline.K=1")
+    assert refused.returncode == 2 and "nowhere holds no complete checkpoint" in refused.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_a_worker_refuses_leaves_its_logs_and_what_others_put_there(tmp_path: Path) -> None:
+    refused = run(tmp_path, f"seed={cli_jobs.REFUSES}", "pipeline.K=1")
+    assert refused.returncode == 2 and "fourteen is refused" in refused.stderr
+    left = only(tmp_path / "runs")
+    assert (left / "error.txt").read_text() == "fourteen is refused\n"
+    assert "fourteen is refused" in (left / "workers" / "rank_0.log").read_text()
+
+
+@pytest.mark.parametrize("words", ["train pipeline.K=0", "report nowhere", "translate nowhere"])
+def test_a_command_whose_standard_streams_are_closed_ends_as_with_them(words: str, tmp_path: Path) -> None:
+    name, *rest = words.split()
+    with_streams = command(name, *rest, cwd=tmp_path)
+    line = f"exec {sys.executable} -m gpipe_cli.commands.{words} <&- >&- 2>&-"
+    assert processes.run("sh", "-c", line, cwd=tmp_path).returncode == with_streams.returncode == 2
+
+
 @pytest.mark.parametrize(
-    ("word", "reason"),
+    ("environment", "said"),
     [
-        ("checkpoint.resume=nowhere", "nowhere holds no complete checkpoint"),
-        (f"seed={cli_jobs.REFUSES}", "fourteen is refused"),
+        ({"RANK": "abc", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "but RANK=abc: start it by"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be below WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set, MASTER_PORT is not set"),
     ],
-    ids=["by the command", "by a worker"],
 )
-def test_a_refused_run_leaves_no_directory(word: str, reason: str, tmp_path: Path) -> None:
-    refused = run(tmp_path, word, "pipeline.K=1")
-    assert refused.returncode == 2
-    assert reason in refused.stderr
-    assert list((tmp_path / "runs").iterdir()) == []
+def test_what_a_launcher_has_set_in_part_is_refused(environment: dict[str, str], said: str, tmp_path: Path) -> None:
+    done = command("train", "debug=tiny", cwd=tmp_path, **environment)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_that_a_library_swallows_while_it_composes_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        with suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(CommandCallback, "on_run_start", interrupted)
+    assert train.main(["debug=tiny", "pipeline.K=1", "launch.inline=true"]) == 130
+    monkeypatch.setattr(configuration, "compose", interrupted)
+    assert plan.main(["debug=tiny"]) == 130
 
 
 def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> None:

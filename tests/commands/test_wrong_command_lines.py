@@ -42,6 +42,13 @@ CASES = {  # command line to what the answer must contain
     "train hydra.run.dir=/dev/null/x": "hydra.run.dir",
     "train pipeline.threads=1000000": "pipeline.threads",
     "train pipeline.workers=100000 pipeline.K=100000": "pipeline.workers",
+    "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
+    "train optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
+    "train optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
+    f"train hydra.run.dir={'a' * 300}": "hydra.run.dir",
+    "plan debug=tiny plan.page=/nowhere/x.html": "nothing can be written to /nowhere",
+    "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
+    "report nowhere": "nowhere is not there",
     "plan plan.device=h1000": "did you mean h100",
     "plan plan.fit=16GB plan.best=true": "give one of them",
     "verify verify.dtype=half": "verify.dtype",
@@ -82,7 +89,7 @@ CASES = {  # command line to what the answer must contain
     "train data=3": "data=3: data needs one of birdsnap, ",
     "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
-OUTSIDE = [*[*CASES][:37:9], "train data.pair=klingon"]  # its worker refuses it
+OUTSIDE = [*[*CASES][:37:9], "train data.pair=klingon"]  # its worker refuses it, and leaves its log
 
 
 def check(case: str, code: object, text: str) -> None:

@@ -72,7 +72,11 @@ def test_the_questions_are_answered_in_order_by_one_file_that_loads_nothing(run:
     text = run_page(run).html()
     found = Page(text)
     assert found.sections == ORDER
-    assert not found.addresses and "script" not in found.tags and "://" not in text
+    assert (
+        all(address.startswith("data:") for address in found.addresses)
+        and "script" not in found.tags
+        and "://" not in text
+    )
     assert found.pictures and all(found.pictures)
     assert len(text) < 1_000_000
 
@@ -139,7 +143,12 @@ def test_what_comes_from_files_is_only_text(run: Path) -> None:
     hostile = {"step": 9, "nll": 1.0, "samples": [{"language": "<script>alert(1)</script>"}]}
     with (run / "evaluations.jsonl").open("a") as file:
         file.write(json.dumps(hostile) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": [1]}\n{"step": 10, "loss": Infinity}\n{"step": 11, "cells": [[]]}\n')
+    for picture in (run / "pictures").iterdir():
+        picture.write_text('<svg onload="x()" aria-label="A step"><script>alert(2)</script></svg>')
     found = Page(run_page(run).html())
+    assert "A step" in found.pictures and "alert(2)" not in found.texts
     assert "script" not in found.tags and "<script>alert(1)</script>" in found.texts
 
 

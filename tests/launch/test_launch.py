@@ -283,6 +283,22 @@ def test_a_second_ctrl_c_ends_the_job_at_once(command: Any) -> None:
     assert started.end()[0] == -signal.SIGINT  # `end` waits for less than the grace period
 
 
+def test_ctrl_z_stops_the_workers_too_and_they_continue_together(command: Any) -> None:
+    started = command("run_until_stopped", 2)
+    started.wait_until_ready(2)
+    workers = [event["pid"] for event in started.ready]
+
+    def stopped(*processes: int) -> list[bool]:
+        return [Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T" for process in processes]
+
+    os.kill(started.process.pid, signal.SIGTSTP)
+    wait_for(lambda: all(stopped(*workers, started.process.pid)))
+    os.kill(started.process.pid, signal.SIGCONT)
+    wait_for(lambda: not any(stopped(*workers, started.process.pid)))
+    started.press_ctrl_c()
+    assert started.end()[0] == -signal.SIGINT and (started.run_dir / "saved").exists()
+
+
 def test_ctrl_c_works_where_a_script_has_put_the_command_in_the_background(command: Any) -> None:
     started = command("run_until_stopped", 1, prefix=("sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"))
     started.wait_until_ready(1)

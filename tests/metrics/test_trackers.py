@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,31 @@ def test_mlflow_keeps_the_losses_in_its_local_store(tmp_path: Path, monkeypatch:
     losses = client.get_metric_history(run.info.run_id, "train/loss")
     assert [point.step for point in losses] == [1, 2, 3, 4] and losses[-1].value == summary["loss"]
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["pictures", "summary.json"]
+
+
+def test_wandb_gets_a_step_with_everything_so_that_it_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[int, set[str]]] = []
+
+    class Run(SimpleNamespace):
+        """Drops what is logged for a step that is over, as wandb does; a call without a step ends the present one."""
+
+        present = 0
+
+        def log(self, numbers: Mapping[str, Any], step: int | None = None) -> None:
+            if step is None or step >= self.present:
+                self.present = self.present if step is None else step
+                kept.append((self.present, set(numbers)))
+                self.present += step is None
+
+    run = Run(summary={}, finish=lambda: None)
+    module = SimpleNamespace(Settings=dict, init=lambda **_: run, Html=str, Image=str)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    words = ["trainer.steps=4", "trainer.evaluate_every=2", "trainer.trace_steps=[2,3]", "logging.every=1"]
+    train_inline(tmp_path, *SHORT, *words, "logging.trackers=[wandb]")
+    assert [step for step, numbers in kept if "train/loss" in numbers] == [1, 2, 3, 4]
+    assert [step for step, numbers in kept if "evaluation/nll" in numbers] == [0, 2, 4]
 
 
 def test_wandb_keeps_the_run_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

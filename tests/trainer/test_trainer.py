@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from inline_run import train_inline
 from processes import command
 from run_files import rows
 
+from gpipe_cli.checkpoint.files import latest
 from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.trainer import loop
@@ -182,3 +185,22 @@ def test_an_epoch_that_would_end_with_a_single_example_for_batchnorm_is_refused_
     assert (
         train_inline(tmp_path / "run", *words, "data.drop_last=true", "trainer.evaluate_first=false")[0]["steps"] == 1
     )
+
+
+def test_a_source_that_fails_at_one_batch_too_many_loses_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = own_model.DigitsSource.train
+
+    def two(*arguments: Any) -> Iterator[Any]:
+        yield from islice(train(*arguments), 2)
+        raise OSError("the archive is torn")
+
+    monkeypatch.setattr(own_model.DigitsSource, "train", two)
+    words = [*own_model.WORDS, "pipeline.K=1", "checkpoint.every=2"]
+    summary, _ = train_inline(tmp_path / "two", *words, "trainer.steps=2")
+    assert summary["steps"] == 2 and summary["stopped_by"] == "steps"
+    with pytest.raises(OSError, match="the archive is torn"):
+        train_inline(tmp_path / "three", *words, "trainer.steps=3")
+    assert [row["step"] for row in rows(tmp_path / "three" / "metrics.jsonl")] == [1, 2]
+    assert latest(tmp_path / "three")[0] is not None
