@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train findings test table1 table2 table3 table4 gpu wheelhouse lint format types check clean
+.PHONY: help venv train findings test table1 table2 table3 table4 gpu wheel wheelhouse lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,7 +30,7 @@ train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16
 	$(BIN)/gpipe-train model=transformer pipeline.K=16 pipeline.remat=never pipeline.schedule=zero_bubble
 
 # Two commands share the pieces, one core each. Interrupt them when you like: what is done stays done.
-findings: $(INSTALLED) ## find the paper's findings in small, piece by piece: what docs/findings.md lacks
+findings: $(INSTALLED) ## find the paper's findings in small, piece by piece: what docs/measurements/findings.md lacks
 	$(BIN)/python -m benchmarks.findings & $(BIN)/python -m benchmarks.findings; wait
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
@@ -42,6 +42,10 @@ table1 table2 table3 table4: $(INSTALLED) ## measure one of the paper's tables o
 
 gpu: ## prove and measure everything on this machine's GPUs, in at most eight minutes (docs/gpu.md)
 	$(PYTHON) -m benchmarks.gpu
+
+wheel: $(INSTALLED) ## build the wheel into dist/
+	@rm -rf build/lib dist # files of an earlier build would go in
+	$(BIN)/python -m build --wheel --no-isolation
 
 wheelhouse: ## collect all but torch for a machine without a network; PYTHON=3.12: the Python there
 	python3 -m benchmarks.gpu.wheelhouse $(PYTHON) wheelhouse

@@ -1,1 +1,1 @@
-"""Measures the figures in docs/benchmarks.md; each module runs by ``python -m benchmarks.NAME``."""
+"""Measures the figures in docs/measurements/benchmarks.md; each module runs by ``python -m benchmarks.NAME``."""

@@ -40,8 +40,8 @@ from gpipe_cli.factory.build import build_model, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.planner.fitting_cut import MESSAGES
 from gpipe_cli.planner.options import Options
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
@@ -103,7 +103,7 @@ def answers(cases: int, free: bool = False) -> Iterator[Plan]:
         whole = [planner.plan(section).memory for section in tried]
         least = min(*whole, *(planner.plan(replace(section, remat="always")).memory for section in tried))
         planner.options = replace(
-            planner.options, memory=1 + round(draw.uniform((1 + MESSAGES) * least, draw.choice(whole)))
+            planner.options, memory=1 + round(draw.uniform((1 + MARGIN) * least, draw.choice(whole)))
         )
         yield Search(planner, FREE).fastest(devices)
 

@@ -1,1 +1,1 @@
-"""Finds the paper's findings in small: pieces of minutes, each one run, kept in a log (docs/findings.md)."""
+"""Finds the paper's findings in small, for docs/measurements/findings.md: pieces of minutes, each kept in a log."""

@@ -1,8 +1,8 @@
-"""Runs the pieces of the paper's findings that the log lacks, in order, and draws docs/findings.md.
+"""Runs the pieces of the paper's findings that the log lacks, in order, and draws the page.
 
 Each piece is one gpipe-train of minutes on one core, then gpipe-eval where there is a test set. A piece that was
-interrupted goes on from its last checkpoint; every finished one is a line of docs/findings/log.jsonl. Started twice,
-the commands share the work.
+interrupted goes on from its last checkpoint; every finished one is a line of log.jsonl, here. Started twice, the
+commands share the work.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     made.add_argument("--dry-run", action="store_true", help="list the pieces with estimated minutes")
     made.add_argument("--experiments", type=Path, default=Path(__file__).with_name("experiments.yaml"))
     made.add_argument("--runs", type=Path, default=ROOT / "sweeps" / "findings", help="folder of the run directories")
-    made.add_argument("--page", type=Path, default=ROOT / "docs" / "findings.md", help="the log is beside it")
+    made.add_argument("--log", type=Path, default=Path(__file__).parent, help="folder of the log")
+    made.add_argument("--page", type=Path, default=ROOT / "docs" / "measurements" / "findings.md")
     given = made.parse_args(arguments)
     experiments = read_experiments(given.experiments)
     if unknown := [name for name in given.only or () if name not in experiments]:
         made.error(f"--only: there is no experiment {', '.join(unknown)}, only {', '.join(experiments)}")
     pieces = [piece for name in given.only or experiments for piece in experiments[name].pieces()]
-    folder, runs = given.page.with_suffix(""), given.runs.absolute()
+    folder, runs = given.log, given.runs.absolute()
     if given.dry_run:
         print_plan(pieces, Log.read(folder / "log.jsonl"))
         return

@@ -1,4 +1,4 @@
-"""Draws the tables of docs/findings.md from the log, between the markers of each experiment."""
+"""Draws the tables of docs/measurements/findings.md from the log, between the markers of each experiment."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
         yield "**Not run.**"
     elif missing:
         yield "**Not run:** " + ", ".join(f"{variant} ({count} pieces)" for variant, count in missing.items()) + "."
-    if of.rates and any(log.record(piece) for variant in of.variants for piece in of.search(variant)):
+    if of.rates and not of.seeds and any(log.record(p) for variant in of.variants for p in of.search(variant)):
         yield from (rates(of, figure, log) for figure in of.rate_tables)
     if rows := list(full_runs(of, log)):
         yield table(rows)
@@ -57,7 +57,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def rates(of: Experiment, figure: str, log: Log) -> str:
-    """Returns a table of one figure of the search: variants down, rates across; the chosen rate is bold."""
+    """Returns a table of one figure of the search: variants down, rates across."""
     rows = []
     for variant in of.variants:
         row: dict[str, object] = {f"{NAMES.get(figure, figure)}, by rate": variant}
@@ -65,8 +65,7 @@ def rates(of: Experiment, figure: str, log: Log) -> str:
             record = log.record(piece)
             value = record["metrics"].get(figure) if record else None
             shown = f"{value:.3f}" if value is not None else "not finite" if record else "–"
-            chosen = of.seeds and piece.rate == of.chosen_rate(variant, log)
-            row[f"{piece.rate:g}"] = f"**{shown}**" if chosen else shown
+            row[f"{piece.rate:g}"] = shown
         rows.append(row)
     return table(rows)
 

@@ -73,8 +73,8 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     no key needs a plus.
 
     Raises:
-        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number, the
-            group of which Hydra does not name.
+        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number
+            (Hydra does not name its group).
     """
     if strange := [word for word in words if re.search(NO_UTF8, word)]:
         raise ConfigurationError(f"{strange[0]} is not UTF-8: rename what it names, or type a link to it")

@@ -5,12 +5,10 @@ With `partition=auto` by the seconds that workers spend in a step, with what the
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..config import PipelineConfig
@@ -18,25 +16,11 @@ from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
-from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Op
-from ..schedule.orders import ROUND_ROBIN
-from ..schedule.schedule import kept_graphs, schedule
-from ..schedule.simulate import simulate
-from .balance import Bytes, NothingFits, Totals, balance, balance_rounds
-from .cost import LayerCost, LayerTimes, keep_shapes_that_depend_on_values_together, layer_costs, total_times
+from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
+from .cutter import Cutter, Memory, worker_totals
 from .fake_layers import CostError
-from .partition import (
-    cell_costs,
-    cell_layers,
-    partition,
-    placement,
-    refuse_more_workers_than_cells,
-    round_robin,
-)
-from .shorten import shortened
+from .partition import cell_costs, cell_layers, partition, placement
 from .tie_search import Ties, find_ties
-
-MOST_SIMULATED = 30_000  # instructions for one cut, a tenth of a second; larger steps are only balanced
 
 
 @dataclass(frozen=True)
@@ -138,13 +122,12 @@ def cut_by_costs(
     config: PipelineConfig,
     workers: int,
     ties: Ties,
-    bytes_: Bytes | None = None,
-    room: Sequence[float] = (),
+    memory_of: Callable[[tuple[int, ...]], Memory] | None = None,
 ) -> Cut:
     """Computes partition and placement from the layers' costs.
 
     Args:
-        bytes_, room: as in `cut_by_time`; where nothing fits, the cut is made as if everything did.
+        memory_of: returns what a placement needs of the workers' memory; None: any cut fits.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
@@ -157,10 +140,9 @@ def cut_by_costs(
     times = [layer.times for layer in costs]
     inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
     if config.partition == "auto":
-        try:
-            sizes, worker_of = cut_by_time(times, config, workers, inseparable, bytes_, room)
-        except NothingFits:
-            sizes, worker_of = cut_by_time(times, config, workers, inseparable)
+        cutter = Cutter(times, config, workers, inseparable)
+        worker_of = cutter.placement
+        sizes = cutter.sizes(None if memory_of is None else memory_of(worker_of))
     else:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
         worker_of = placement(config.schedule, cell_costs([layer.cost for layer in costs], sizes), workers)
@@ -183,141 +165,3 @@ def cut_by_costs(
         for cell, layers in enumerate(cells)
     ]
     return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners, list(inseparable))
-
-
-def cut_by_time(
-    times: Sequence[LayerTimes],
-    config: PipelineConfig,
-    workers: int,
-    inseparable: Mapping[int, str],
-    bytes_: Bytes | None = None,
-    room: Sequence[float] = (),
-) -> tuple[list[int], tuple[int, ...]]:
-    """Returns the layers of each cell, and the worker of each cell, of which a step takes the least seconds.
-
-    Workers are balanced; where all fits, layers then move while the simulated step becomes shorter.
-
-    Args:
-        times: of each layer, in any unit.
-        inseparable: names of the layers behind which no cut may lie, by their numbers.
-        bytes_: of a worker with the layers start to stop - 1, never less with more layers; None: all fits.
-        room: most bytes of each worker.
-
-    Raises:
-        PartitionError: K cells cannot be made of the layers, or do not lie on so many workers.
-        NothingFits: some worker has more bytes than room with every cut.
-    """
-    placement = even_placement(config.schedule, config.K, workers)
-    ends = [0, *(number + 1 for number in range(len(times)) if number not in inseparable)]
-    partition([1.0] * len(times), config.K, "min_variance", inseparable)  # refuses what no cut can do
-    totals = [total[ends] for total in worker_totals(times, config, placement)]
-
-    def bytes_of(worker: int, start: int, stop: int) -> float:
-        return 0.0 if bytes_ is None else bytes_(worker, ends[start], ends[stop])
-
-    known = None if bytes_ is None else bytes_of
-    if config.schedule in ROUND_ROBIN:
-        parts, least = balance_rounds(totals, config.K, known, room), [1] * config.K
-    else:
-        least = [*Counter(placement).values()]
-        parts = balance(totals, least, known, room)
-
-    def layers_of(parts: Sequence[int]) -> list[int]:
-        groups = parts if config.schedule in ROUND_ROBIN else _cells_inside(parts, totals, placement)
-        return [ends[group.stop] - ends[group.start] for group in cell_layers(groups)]
-
-    if bytes_ is None and workers > 1:
-        lists = _lists(config, placement)
-
-        def seconds(parts: Sequence[int]) -> float:
-            return step_seconds(times, layers_of(parts), placement, config.speeds, lists)
-
-        parts = shortened(parts, least, seconds, MOST_SIMULATED // sum(map(len, lists)))
-    return layers_of(parts), placement
-
-
-def _lists(config: PipelineConfig, placement: Sequence[int]) -> InstructionLists:
-    return schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
-
-
-def step_seconds(
-    times: Sequence[LayerTimes],
-    sizes: Sequence[int],
-    placement: Sequence[int],
-    speeds: Sequence[float] | None,
-    lists: InstructionLists,
-) -> float:
-    """Returns the seconds of one step by simulation, messages free, in the unit of ``times``."""
-    cells = [
-        total_times(times[layers.start : layers.stop]).slower(1 / speeds[worker] if speeds else 1.0)
-        for layers, worker in zip(cell_layers(sizes), placement, strict=True)
-    ]
-    return simulate(lists, placement, durations(cells, lists)).span
-
-
-def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[[Instruction], float]:
-    """Returns the function that `simulate` calls for the seconds of each computation; ``times``: of each cell."""
-    phase = phases(lists)
-
-    def seconds(instruction: Instruction) -> float:
-        name = phase(instruction)
-        return 0.0 if name is None else float(getattr(times[instruction.cell], name))
-
-    return seconds
-
-
-def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
-    """Returns the worker of each of K cells before they are cut: as many cells on each, the later ones one more."""
-    if kind in ROUND_ROBIN:
-        return round_robin(K, workers)
-    refuse_more_workers_than_cells(K, workers)
-    return tuple(workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
-
-
-def _cells_inside(groups: Sequence[int], totals: Sequence[Totals], placement: Sequence[int]) -> list[int]:
-    """Returns the sizes of all cells: those of each worker are as equal as possible."""
-    sizes: list[int] = []
-    for (worker, cells), layers in zip(sorted(Counter(placement).items()), cell_layers(groups), strict=True):
-        costs = np.diff(totals[worker][layers.start : layers.stop + 1])
-        sizes += partition(costs.tolist(), cells, "min_max")
-    return sizes
-
-
-def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Totals]:
-    """Returns for each worker the running total over the layers of what they would cost it in a step."""
-    lists = _lists(config, placement)
-    counts = passes(lists)
-    cells = Counter(placement)
-    seconds = {phase: np.array([getattr(each, phase) for each in times]) for phase in asdict(times[0])}
-    totals = []
-    for worker in range(len(lists)):
-        own = sum((counts[cell] for cell, of in enumerate(placement) if of == worker), Counter())
-        slower = cells[worker] * (config.speeds[worker] if config.speeds else 1.0)
-        step = sum(number / slower * seconds[phase] for phase, number in own.items())
-        totals.append(np.concatenate([[0.0], np.cumsum(step)]))
-    return totals
-
-
-def passes(lists: InstructionLists) -> dict[int, Counter[str]]:
-    """Returns for each cell how often a step runs each phase of `LayerTimes`."""
-    phase, found = phases(lists), dict[int, Counter[str]]()
-    for instruction in (i for each in lists for i in each if i.op in COMPUTE):
-        if (name := phase(instruction)) is not None:
-            found.setdefault(instruction.cell, Counter())[name] += 1
-    return found
-
-
-def phases(lists: InstructionLists) -> Callable[[Instruction], str | None]:
-    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is.
-
-    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it, the second None.
-    """
-    recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
-
-    def phase(i: Instruction) -> str | None:
-        if i.cell == 0 and i.op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT):
-            return "backward" if i.op is Op.INPUT_GRADIENT else None
-        without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
-        return "inference" if without_graph else i.op.name.lower()
-
-    return phase

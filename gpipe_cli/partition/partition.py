@@ -7,11 +7,10 @@ The paper minimises the variance of the cells' costs C_k by a heuristic of its o
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,10 @@ import numpy.typing as npt
 from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
 
-OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto minimises the first, over workers (`cut.py`)
-_EXACT_SQUARES = 1 << 26  # sums of integers below this have squares that float64 holds exactly
+OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto begins with the first, over workers (`cutter.py`)
+TIE = 1e-13  # share by which sums of the same costs differ by rounding
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
 
 
 class PartitionError(ConfigurationError):
@@ -28,7 +29,7 @@ class PartitionError(ConfigurationError):
 
 
 def partition(
-    costs: Sequence[float | Fraction],
+    costs: Sequence[float],
     K: int,
     objective: str | Sequence[int],
     inseparable: Mapping[int, str] = MappingProxyType({}),
@@ -43,8 +44,8 @@ def partition(
         inseparable: names of the layers behind which no cut may lie, by their numbers.
 
     Returns:
-        Layers in each cell: K positive numbers with sum L. Where cuts tie exactly, the later cells take more layers:
-        under 1F1B the earlier ones keep more micro-batches.
+        Layers in each cell: K positive numbers with sum L. Where cuts tie, the later cells take more layers: under
+        1F1B the earlier ones keep more micro-batches.
 
     Raises:
         PartitionError: K is not within 1 … L, the sizes do not fit, the objective is unknown, a cost is negative or not
@@ -52,14 +53,7 @@ def partition(
     """
     L = len(costs)
     if not isinstance(objective, str):
-        sizes = _checked_sizes(objective, K, L)
-        for end in accumulate(sizes[:-1]):
-            if end - 1 in inseparable:
-                raise PartitionError(
-                    f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape of what "
-                    "is returned depends on values: move the cut, or use pipeline.partition=auto"
-                )
-        return sizes
+        return _checked_sizes(objective, K, L, inseparable)
     if objective not in OBJECTIVES:
         raise PartitionError(f"pipeline.partition={objective}: use auto, min_variance or the cells' sizes, as [3,5,4]")
     if K < 1:
@@ -71,29 +65,98 @@ def partition(
     for layer, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise PartitionError(f"the cost of layer {layer} is {cost}: give a finite number, 0 or more")
-    if inseparable:
-        return _partition_groups(costs, K, objective, inseparable)
-    sums = _prefix_sums(costs)
-    limit = _smallest_limit(sums, K) if objective == "min_max" else sums[-1]
-    ends = _least_squares(sums, K, limit)
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _partition_groups(
-    costs: Sequence[float | Fraction], K: int, objective: str, inseparable: Mapping[int, str]
-) -> list[int]:
-    """Cuts between groups of layers that belong together, as if each group were a layer."""
-    ends = [number + 1 for number in range(len(costs)) if number not in inseparable or number + 1 == len(costs)]
-    if len(ends) < K:
+    places = places_to_cut(L, inseparable)
+    if len(places) <= K:
         raise PartitionError(
-            f"pipeline.K={K} but the model can be cut into {_count(len(ends), 'cell')}: the shapes of what "
+            f"pipeline.K={K} but the model can be cut into {_count(len(places) - 1, 'cell')}: the shapes of what "
             f"{', '.join(inseparable.values())} return depend on values, so that no cut may lie behind them: use "
-            f"pipeline.K<={len(ends)}"
+            f"pipeline.K<={len(places) - 1}"
         )
-    groups = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    together = [sum((Fraction(costs[layer]) for layer in group), Fraction()) for group in groups]
-    sizes = partition(together, K, objective)
-    return [sum(len(groups[number]) for number in numbers) for numbers in cell_layers(sizes)]
+    ends = divide([np.concatenate([[0.0], np.cumsum(costs)])[places]] * K, [1] * K, objective=objective)
+    assert ends is not None  # each cell has a place
+    return [int(size) for size in np.diff(places[ends])]
+
+
+def places_to_cut(layers: int, inseparable: Mapping[int, str]) -> Places:
+    """Returns where cells may begin and end: numbers of layers, 0 and all of them included."""
+    return np.array([0, *(end for end in range(1, layers + 1) if end == layers or end - 1 not in inseparable)])
+
+
+def divide(
+    totals: Sequence[Floats],
+    least: Sequence[int],
+    last: Sequence[Places] | None = None,
+    objective: str = "min_max",
+) -> Places | None:
+    """Divides elements between parts, neighbours together; see `partition` for the objective.
+
+    Args:
+        totals: of each part: [i] is what elements 0 to i - 1 would cost it, and does not become less with i.
+        least: elements that each part has at least.
+        last: of each part: [i] is where it ends at the latest if it begins with element i; None: anywhere.
+
+    Returns:
+        0 and the end of each part; None where there is no such division.
+    """
+    parts, whole = len(totals), max(float(total[-1]) for total in totals)
+    if whole == 0:
+        totals, whole = [np.arange(len(totals[0]), dtype=float)] * parts, len(totals[0]) - 1.0
+    limit = 2 * whole / parts + max(
+        float(np.diff(total).max()) for total in totals
+    )  # for few candidates; mostly enough
+    while (ends := _least(totals, least, last, limit, 0)) is None:
+        if limit > whole:
+            return None
+        limit *= 2
+    costs = np.array([total[stop] - total[start] for total, start, stop in zip(totals, ends, ends[1:], strict=False)])
+    limit = float(costs.max())
+    if objective == "min_variance":  # no cell of a better cut is further from the mean than this
+        limit = float(costs.mean()) + math.sqrt(float(np.square(costs - costs.mean()).sum()))
+    return _least(totals, least, last, limit, 2)
+
+
+def _least(
+    totals: Sequence[Floats],
+    least: Sequence[int],
+    last: Sequence[Places] | None,
+    limit: float,
+    power: int,
+) -> Places | None:
+    """Returns the ends with the least sum of costs to a power, each at most ``limit``; None where there are none.
+
+    A dynamic programme: for each part and each place where it can end, the best place where it can begin.
+
+    Args:
+        power: 2: the squares are added; 0: the dearest part counts alone.
+    """
+    limit *= 1 + TIE
+    places = len(totals[0])
+    stops, best, begins = np.arange(places), np.full(places, np.inf), []
+    best[0] = 0
+    for part, (total, fewest) in enumerate(zip(totals, least, strict=True)):
+        widest = max(fewest, int((np.searchsorted(total, total + limit, "right") - 1 - stops).max()))
+        if part == 0 or last is not None or fewest != least[part - 1] or not np.array_equal(total, totals[part - 1]):
+            cost = total[:, None] - _at_starts(total, widest, fewest, -np.inf)
+            cost[cost > limit] = np.inf
+            if power:
+                cost *= cost
+            if last is not None:
+                cost[_at_starts(last[part], widest, fewest, -1) < stops[:, None]] = np.inf
+        found = (np.add if power else np.maximum)(_at_starts(best, widest, fewest, np.inf), cost)
+        best = found.min(axis=1)
+        begins.append(stops - widest + (found <= best[:, None] * (1 + TIE)).argmax(axis=1))
+    if math.isinf(best[-1]):
+        return None
+    ends = [places - 1]
+    for begin in reversed(begins):
+        ends.append(int(begin[ends[-1]]))
+    return np.array(ends[::-1])
+
+
+def _at_starts(values: npt.NDArray[Any], widest: int, fewest: int, outside: float) -> npt.NDArray[Any]:
+    """Returns for each end the values where a part begins that has ``widest`` elements, …, ``fewest``."""
+    padded = np.concatenate([np.full(widest, outside), values])
+    return np.lib.stride_tricks.sliding_window_view(padded, widest - fewest + 1)[: len(values)]
 
 
 def cell_layers(sizes: Sequence[int]) -> list[range]:
@@ -144,118 +207,34 @@ def round_robin(K: int, workers: int) -> tuple[int, ...]:
     return tuple(cell % workers for cell in range(K))
 
 
+def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
+    """Returns the worker of each of K cells before they are cut: as many cells on each, the later ones one more."""
+    if kind in ROUND_ROBIN:
+        return round_robin(K, workers)
+    refuse_more_workers_than_cells(K, workers)
+    return tuple(workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
+
+
 def placement(kind: str, cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
     """Returns the worker of each cell, as the kind of schedule needs it: see `place` and `round_robin`."""
     return round_robin(len(cell_costs), workers) if kind in ROUND_ROBIN else place(cell_costs, workers)
 
 
-def _checked_sizes(sizes: Sequence[int], K: int, L: int) -> list[int]:
+def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[int, str]) -> list[int]:
     sizes = list(sizes)
     if len(sizes) != K or min(sizes) < 1 or sum(sizes) != L:
         raise PartitionError(
             f"pipeline.partition={sizes} are {len(sizes)} sizes, in all {sum(sizes)}: give pipeline.K={K} sizes "
             f"of 1 or more that add up to the model's {_count(L, 'layer')}, or use pipeline.partition=auto"
         )
+    for end in accumulate(sizes[:-1]):
+        if end - 1 in inseparable:
+            raise PartitionError(
+                f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape of what "
+                "is returned depends on values: move the cut, or use pipeline.partition=auto"
+            )
     return sizes
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _prefix_sums(costs: Sequence[float | Fraction]) -> list[int]:
-    """Returns [0, c_0, c_0 + c_1, ...] times the factor that makes them the smallest integers.
-
-    Floats are exact fractions, so nothing is rounded: equal sums stay equal.
-    """
-    fractions = [Fraction(cost) for cost in costs]
-    if not any(fractions):
-        return list(range(len(costs) + 1))
-    scale = math.lcm(*(fraction.denominator for fraction in fractions))
-    integers = [int(fraction * scale) for fraction in fractions]
-    divisor = math.gcd(*integers)
-    return [0, *accumulate(integer // divisor for integer in integers)]
-
-
-def _smallest_limit(sums: Sequence[int], K: int) -> int:
-    """Finds the least cost of the most expensive cell, by bisection; filling cells up to the limit is optimal."""
-    largest = max(b - a for a, b in pairwise(sums))
-    low, high = max(largest, -(-sums[-1] // K)), sums[-1]
-    while low < high:
-        limit = (low + high) // 2
-        end = 0
-        for _ in range(K):
-            end = bisect_right(sums, sums[end] + limit) - 1
-        low, high = (low, limit) if end == len(sums) - 1 else (limit + 1, high)
-    return low
-
-
-def _least_squares(sums: Sequence[int], K: int, limit: int) -> list[int]:
-    """Returns the K ends of the cells with the least sum of squared costs, no cell above ``limit``.
-
-    The sum of the C_k is fixed, so the least sum of squares is the least variance. Dynamic programming over cells:
-    least(k, end) = min over start of least(k-1, start) + (sums[end] - sums[start])². The best start never moves left
-    when the end moves right, which leaves O(L log L) of the O(L²) pairs per cell.
-    """
-    first_start = np.array([bisect_left(sums, total - limit) for total in sums])
-    windows = _windows(sums, K, limit)
-    unit = 1 if sums[-1] < _EXACT_SQUARES else sums[-1]
-    position = np.array([total / unit for total in sums])
-    least = np.array([0.0])  # for the ends in windows[k-1], k = 1
-    best_starts = []
-    for k in range(1, K + 1):
-        ends = np.arange(windows[k][0], windows[k][1] + 1)
-        lowest = np.maximum(first_start[ends], windows[k - 1][0])
-        highest = np.minimum(ends - 1, windows[k - 1][1])
-        starts, least = _row_minima(position, ends, lowest, highest, least, windows[k - 1][0])
-        best_starts.append(starts)
-    cuts = [len(sums) - 1]
-    for k in range(K, 1, -1):
-        cuts.append(int(best_starts[k - 1][cuts[-1] - windows[k][0]]))
-    return cuts[::-1]
-
-
-def _windows(sums: Sequence[int], K: int, limit: int) -> list[tuple[int, int]]:
-    """Returns, for k = 0..K, the lowest and highest end of cell k-1 with which all cells can stay under the limit."""
-    L = len(sums) - 1
-    highest, lowest = [0], [L]
-    for k in range(1, K + 1):
-        highest.append(min(bisect_right(sums, sums[highest[-1]] + limit) - 1, L - (K - k)))
-        lowest.append(max(bisect_left(sums, sums[lowest[-1]] - limit), K - k))
-    return list(zip(lowest[::-1], highest, strict=True))
-
-
-_Integers = npt.NDArray[np.int64]
-_Floats = npt.NDArray[np.float64]
-
-
-def _row_minima(
-    position: _Floats, ends: _Integers, lowest: _Integers, highest: _Integers, least_before: _Floats, offset: int
-) -> tuple[_Integers, _Floats]:
-    """Returns for each end the leftmost best start in [lowest, highest], and the least sum of squares with it.
-
-    Works level by level, all rows of a level at once: the middle row, then the middles of the two halves, and so on;
-    the best starts of a row's known neighbours bound its own.
-    """
-    rows = len(ends)
-    starts, least = np.zeros(rows, np.int64), np.zeros(rows)
-    stride = 1 << rows.bit_length()
-    while stride > 1:
-        stride //= 2
-        level = np.arange(stride - 1, rows, 2 * stride)
-        if not len(level):
-            continue
-        low, high = lowest[level].copy(), highest[level].copy()
-        left, right = level - stride, level + stride
-        low[left >= 0] = np.maximum(low[left >= 0], starts[left[left >= 0]])
-        high[right < rows] = np.minimum(high[right < rows], starts[right[right < rows]])
-        sizes = high - low + 1
-        first = np.cumsum(sizes) - sizes
-        candidates = np.arange(first[-1] + sizes[-1]) + np.repeat(low - first, sizes)
-        cell = np.repeat(position[ends[level]], sizes) - position[candidates]
-        values = least_before[candidates - offset] + cell * cell
-        minima = np.minimum.reduceat(values, first)
-        hits = np.flatnonzero(values == np.repeat(minima, sizes))
-        starts[level] = candidates[hits[np.searchsorted(hits, first)]]
-        least[level] = minima
-    return starts, least

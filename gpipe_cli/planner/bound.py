@@ -6,6 +6,21 @@ graph fills memory while its forward (or recompute) and its backward run: nothin
 meanwhile, so what fits at the end of the one and the beginning of the other fits throughout.
 
 A backward may be divided into halves (`halves`). The graph is then taken to be gone after the first, the input's.
+
+The bound is the largest of these:
+
+* A worker waits for its first micro-batch, does all of its work, and then the cells in front of it do the last
+  backward. Of its work only weight gradients may come after its last input gradient. The same holds for some of its
+  cells alone, from any one on.
+* A graph that is kept lives at least while its micro-batch is in the later cells; one that is recomputed, for a
+  recompute and a backward. Bytes times lives must go into memory times the seconds in which graphs live. If they do
+  not, graphs are recomputed, first those that save most for the least seconds (parts of a graph count as parts), and
+  the seconds are added.
+* All backwards of a worker follow the first micro-batch's way to the end and back, and all forwards come before the
+  last one's. With M=1 this is the path of one micro-batch.
+* Any cut runs as one worker for each layer could, so their bound holds. And W workers need at least a W-th of all the
+  work, of their waits for the first layers, and of the recomputes that their memory together requires. The optimizer's
+  update is left out here.
 """
 
 from __future__ import annotations

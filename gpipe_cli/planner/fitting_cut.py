@@ -1,8 +1,8 @@
-"""Makes cuts that fit the memory of the workers, by what each would hold with some of the layers."""
+"""Works out what workers would hold with some of the layers, by which cuts fit their memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate, starmap
 
@@ -13,9 +13,9 @@ from ..factory.build import boundary_type_of, build_autocast, build_task
 from ..factory.memory_check import StateBytes, optimizer_state_bytes
 from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch
-from ..partition.balance import Bytes
 from ..partition.cost import LayerCost
 from ..partition.cut import Cut, cut_by_costs
+from ..partition.cutter import Memory
 from ..partition.fake_layers import CostError
 from ..partition.tie_search import Ties
 from ..schedule.instruction import Op
@@ -24,60 +24,26 @@ from .cells import cell_sizes
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 
-MESSAGES = 0.02  # of the bytes of a worker, at most: `bytes_of_workers` leaves out those on their way
 
-
-def cut_that_fits(
-    builders: Sequence[LayerBuilder],
-    costs: Sequence[LayerCost],
-    ties: Ties,
+def memory_of_workers(
+    placement: tuple[int, ...],
     pipeline: PipelineConfig,
+    model: ModelFacts,
+    held: Sequence[float],
     limits: Sequence[float],
-    bytes_of: Callable[[Cut], Bytes],
-) -> Cut:
-    """Returns the cut with the shortest step and, if any cut fits the workers, one that does.
-
-    Args:
-        limits: bytes of each worker.
-        bytes_of: returns the bytes of a worker with some layers, for the placement of a cut.
-
-    Raises:
-        ConfigurationError: as in `cut_by_costs`.
-    """
-    cut = cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties)
-    if pipeline.partition != "auto" or pipeline.worker_count == 1:
-        return cut
-    bytes_ = bytes_of(cut)
-
-    def used(cut: Cut) -> list[float]:
-        """Returns the bytes of each worker."""
-        total = [0.0] * pipeline.worker_count
-        for layers, worker in zip(cut.layers, cut.placement, strict=True):
-            total[worker] += bytes_(worker, layers.start, layers.stop)
-        return total
-
-    def fullest(cut: Cut) -> float:
-        """Returns the largest share that a worker uses of its limit."""
-        return max(most / limit for most, limit in zip(used(cut), limits, strict=True))
-
-    if sum(used(cut)) > sum(limits) or (1 + MESSAGES) * fullest(cut) <= 1:
-        return cut  # another would not fit, or need not
-    fitting = cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, bytes_, limits)
-    return min(cut, fitting, key=fullest)
-
-
-def bytes_of_workers(cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held: Sequence[float]) -> Bytes:
-    """Returns the function for the most bytes of a worker with the layers start to stop - 1, as of one cell.
+) -> Memory:
+    """Returns the memory of workers that hold their layers as one cell would.
 
     It is a little more than the plan of that cut says, where a worker has several cells: not all of them are at their
     worst at the same moment. Parameters that several layers share count in each.
 
     Args:
-        cut: its placement decides what is in flight.
+        placement: decides what is in flight.
         held: bytes of each layer's weights, gradients, optimizer state and averages.
+        limits: bytes of each worker.
     """
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
-    lists = schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
+    lists = schedule(pipeline.schedule, placement, pipeline.M, keep)
     kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     waiting = [max(each.inputs.values()) for each in kept]
     graphs = [max(each.graphs.values()) for each in kept]
@@ -97,12 +63,12 @@ def bytes_of_workers(cut: Cut, pipeline: PipelineConfig, model: ModelFacts, held
         gathered = pipeline.M * size.gathered + size.casts
         return gathered + working + (waiting if start else pipeline.M) * size.message
 
-    def bytes_(worker: int, start: int, stop: int) -> float:
+    def used(worker: int, start: int, stop: int) -> float:
         if stop == start:
             return 0.0
         return sums[stop] - sums[start] + activations(start, stop, waiting[worker], graphs[worker])
 
-    return bytes_
+    return Memory(used, limits)
 
 
 def held_bytes(settings: Settings, state_bytes: StateBytes, name: str, layer: LayerFacts) -> float:
@@ -148,5 +114,6 @@ def cut_for_run(
         return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties)
     names = [builder.name for builder in builders]
     held = list(map(partial(held_bytes, settings, optimizer_state_bytes(settings.optimizer)), names, model.layers))
-    bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=model, held=held)
-    return cut_that_fits(builders, costs, ties, pipeline, limits_of_workers(pipeline, memory), bytes_of)
+    limits = limits_of_workers(pipeline, memory)
+    memory_of = partial(memory_of_workers, pipeline=pipeline, model=model, held=held, limits=limits)
+    return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, memory_of)

@@ -25,7 +25,8 @@ from ..factory.memory_check import optimizer_state_bytes
 from ..micro_batch import MicroBatch
 from ..optim.sharding import shares
 from ..partition.cost import LayerCost, LayerTimes, layer_costs
-from ..partition.cut import Cut, durations, places_without_cut
+from ..partition.cut import Cut, cut_by_costs, places_without_cut
+from ..partition.cutter import durations
 from ..partition.fake_layers import CostError
 from ..partition.model_profile import ModelProfile, profile_layers
 from ..partition.tie_search import Ties, find_ties
@@ -34,7 +35,7 @@ from ..schedule.schedule import kept_graphs, schedule
 from ..schedule.simulate import bubble_by_formula, simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
-from .fitting_cut import bytes_of_workers, cut_that_fits, held_bytes, limits_of_workers
+from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
 from .measure.background_load import background_load
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, workers_on_a_gpu
@@ -195,8 +196,9 @@ class Planner:
     def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
         held = list(map(partial(self._held, replace(self.settings, pipeline=pipeline)), self._names, measured.layers))
-        bytes_of = partial(bytes_of_workers, pipeline=pipeline, model=measured, held=held)
-        return cut_that_fits(self.builders, measured.costs, self._ties, pipeline, self.limits(pipeline), bytes_of)
+        limits = self.limits(pipeline)
+        memory_of = partial(memory_of_workers, pipeline=pipeline, model=measured, held=held, limits=limits)
+        return cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties, memory_of)
 
     def _held(self, settings: Settings, name: str, layer: LayerFacts) -> float:
         """Returns the bytes that a layer keeps between steps."""

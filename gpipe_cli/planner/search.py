@@ -28,6 +28,7 @@ MOST_REFUSED = 64  # neighbouring values that are tried, each refused, before no
 DOES_NOT_FIT = "does not fit"
 MEASURED_AGAIN = 0.03  # of a step: by how much two measurements of the same layers differ
 ROUNDING = 1e-6
+NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, and another with recompute be faster
 _RIVALS = 3  # that are shown beside the answer
 _CORRECTIONS = 4  # of the graphs that fit
 Say = Callable[[str], None]
@@ -191,9 +192,10 @@ class Search:
             if len(found) > _RIVALS and _least_seconds(plan) > sorted(map(_order, found))[_RIVALS][0]:
                 break
             self._say(f"fitted {number} of {len(quick)} pipelines to the memory")
-            fitting = plan if plan.fits else self.fitted(section)
-            if fitting is not None:
-                found.append(fitting)
+            fitting = [plan] if plan.fits else []
+            if plan.memory > NEARLY_FULL * plan.limit and (leaner := self.fitted(section)) is not None:
+                fitting.append(leaner)
+            found += [min(fitting, key=_order)] if fitting else []
         if not found:
             raise self.attempts.error()
         unsure = MEASURED_AGAIN if self._planner.options.device is None else ROUNDING
@@ -224,18 +226,22 @@ class Search:
         if lean is None or not lean.fits:
             least = self.plan(replace(section, remat="always"))
             return least if least is not None and least.fits else None
+        sizes: Any = [cell.layers for cell in lean.cells]  # of the cells whose graphs are counted
+        plans = [self._keeping(replace(section, partition=cut), lean) for cut in (sizes, section.partition)]
+        return min((plan for plan in (*plans, lean) if plan is not None), key=_order)
+
+    def _keeping(self, section: PipelineConfig, lean: Plan) -> Plan | None:
+        """Returns the plan that keeps the graphs for which a lean plan has room; None where none is found that fits."""
         room = [worker.limit - worker.total for worker in lean.workers_plan]
         for _ in range(_CORRECTIONS):
             made = self.plan(replace(section, keep=keep_what_fits(lean, room)))
-            if made is None:
-                break
-            if made.fits:
-                return min(made, lean, key=_order)
+            if made is None or made.fits:
+                return made
             room = [
                 left - max(0.0, worker.total - worker.limit)
                 for left, worker in zip(room, made.workers_plan, strict=True)
             ]
-        return lean
+        return None
 
     def plan(self, section: PipelineConfig) -> Plan | None:
         """Makes a plan; returns None where it is refused."""

@@ -11,8 +11,6 @@ import torch
 from processes import command, succeeded
 
 from gpipe_cli.bench.capacity import attempt
-from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.tables.capacity_table import search
 from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.distributed.world import World
@@ -55,12 +53,6 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert "K·M/(M+K−1)" in figures["stdout"]
 
 
-@pytest.mark.slow(2)
-def test_table_3_s_links_are_never_faster_than_they_should_be(tmp_path: Path) -> None:
-    (row,) = bench(tmp_path, "table=3", "M=4", *TINY)["rows"]
-    assert row["seconds"]["gpipe"] >= row["limit_seconds"]
-
-
 def test_the_shortest_step_of_even_cells_is_the_paper_s_formula() -> None:
     assert setting(4, 8, "remat=never").limit("gpipe") == pytest.approx(3.0 / 4 * (8 + 3) / 8)
     assert setting(4, 2, "remat=never").limit("1f1b") == pytest.approx(3.0 / 4 * (2 + 3) / 2)
@@ -92,24 +84,10 @@ def test_what_a_table_cannot_do_is_refused_before_anything_runs(
     assert told in capsys.readouterr().err and not (tmp_path / "bench").exists()
 
 
-def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n    {name}:" in shown for name in BenchOptions.__dataclass_fields__)
-
-
 def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves() -> None:
     naive, pipelined = attempt(WORLD, 1, 128, 32, 1, "never"), attempt(WORLD, 1, 128, 32, 4, "always")
     assert pipelined["parameters"] == naive["parameters"]
     assert 16 * naive["parameters"] < pipelined["peak"] < naive["peak"]
-
-
-@pytest.mark.slow(2)
-def test_the_largest_model_that_fits_is_found() -> None:
-    told: list[str] = []
-    found = search(2, {"width": 128, "texts": 32, "M": 8, "remat": "always"}, 9_000_000, told.append)
-    assert found is not None and found["peak"] <= 9_000_000
-    assert any(line.startswith(f"  L={found['L'] + 1}: ") for line in told)
 
 
 @pytest.mark.slow(2)

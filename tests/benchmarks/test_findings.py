@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +9,6 @@ import pytest
 import yaml
 
 from benchmarks.findings import runs
-from benchmarks.findings.__main__ import main
 from benchmarks.findings.bootstrap import bleu_difference, seed_difference, sentence_counts
 from benchmarks.findings.pieces import Log, read_experiments
 from gpipe_cli.tasks.translation import corpus_bleu
@@ -36,52 +31,11 @@ TINY = {
 }
 
 
-class Interrupted(Exception):
-    pass
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "experiments.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
     (tmp_path / "page.md").write_text("# Findings\n\n<!-- depth -->\n<!-- end -->\n\nkept\n")
     return tmp_path
-
-
-def findings(folder: Path, *words: str) -> None:
-    places = {"experiments": "experiments.yaml", "page": "page.md", "runs": "runs"}
-    main([*(word for name, file in places.items() for word in (f"--{name}", str(folder / file))), *words])
-
-
-@pytest.mark.slow
-def test_interrupted_pieces_go_on_and_their_figures_reach_the_page(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    typed: list[Sequence[str]] = []
-
-    def here(command: str, words: Sequence[str]) -> None:
-        """Runs a command in this process; the seventh is lost after its first half."""
-        typed.append(words)
-        module = importlib.import_module(f"gpipe_cli.commands.{command.removeprefix('gpipe-')}")
-        assert module.main(list(words)) == 0
-        if len(typed) == 7:
-            run = Path(words[-1].removeprefix("hydra.run.dir="))
-            (run / "summary.json").unlink()
-            shutil.rmtree(run / "checkpoints" / "step_00000004")
-            raise Interrupted
-
-    monkeypatch.setattr(runs, "run_command", here)
-    with pytest.raises(Interrupted):
-        findings(folder)
-    findings(folder)
-    assert len(typed) == 4 + 4 * 2 + 1  # the search, four runs with their tests, and the one that was interrupted
-    assert [words for words in typed if "checkpoint.resume=auto" in words] == [[*typed[6], "checkpoint.resume=auto"]]
-    records = [json.loads(line) for line in (folder / "page" / "log.jsonl").read_text().splitlines()]
-    assert len(records) == 8 and all(record["metrics"]["nll"] > 0 for record in records)
-    page = (folder / "page.md").read_text()
-    assert "8 of 8 pieces: " in page and page.endswith("\nkept\n")
-    assert "| low, seed 2 |" in page
-    findings(folder)
-    assert len(typed) == 13, "nothing is left to run"
 
 
 def record(piece: Any, log: Log, **metrics: float | None) -> None:
@@ -110,18 +64,6 @@ def test_a_record_made_with_other_words_does_not_count(folder: Path) -> None:
     assert log.record(changed) is None
 
 
-def test_what_has_not_run_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.findings.__main__.work", lambda *_: None)
-    findings(folder)
-    page = (folder / "page.md").read_text()
-    assert "0 of 8 pieces." in page and "**Not run.**" in page
-
-
-def test_all_experiments_take_at_most_three_hours_of_two_cores_by_estimate() -> None:
-    pieces = [piece for of in read_experiments(EXPERIMENTS).values() for piece in of.pieces()]
-    assert sum(piece.minutes for piece in pieces) <= 2 * 180
-
-
 def test_the_bootstrap_counts_what_bleu_counts(tmp_path: Path) -> None:
     pairs = [
         ("a b c d e f", "a b c d x f"),
@@ -146,9 +88,3 @@ def test_a_system_does_not_differ_from_itself_and_a_worse_one_does() -> None:
 
 def test_the_interval_over_seeds_is_student_s() -> None:
     assert seed_difference([1.0, 2.0, 3.0], [0.0, 0.0, 0.0]) == (2, pytest.approx(4.303 / 3**0.5))
-
-
-def test_the_second_half_of_the_digits_has_a_hundred_training_images(tmp_path: Path) -> None:
-    found = runs.digit_folder(tmp_path / "second", "second")
-    assert sorted(of.name for of in (found / "train").iterdir()) == ["5", "6", "7", "8", "9"]
-    assert len(list(found.glob("train/*/*.png"))) == 100 and len(list(found.glob("val/*/*.png"))) == 180

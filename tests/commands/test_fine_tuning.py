@@ -1,4 +1,4 @@
-"""Tests that docs/fine-tuning.md works as printed, in fewer steps, with tiny models that the library saves here."""
+"""Tests docs/your-own-model.md, "Fine-tuning", as printed, in fewer steps, with tiny models saved here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torchvision.transforms.functional import to_pil_image
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.factory.build import build_source
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
-TEXTS, IMAGES = re.findall(r"```sh\n(.*?)```", PAGE.replace("trainer.steps=100", "trainer.steps=10"), re.DOTALL)
+PAGE = (Path(__file__).parents[2] / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+PART = PAGE[PAGE.index("## Fine-tuning") : PAGE.index("## A list")].replace("trainer.steps=100", "trainer.steps=10")
+TEXTS, IMAGES = re.findall(r"```sh\n(.*?)```", PART, re.DOTALL)
 transformers = pytest.importorskip("transformers")
 
 

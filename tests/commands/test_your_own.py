@@ -35,7 +35,7 @@ def words_of(command: str) -> list[str]:
     return shlex.split(command.replace("\\\n", " "))[1:]
 
 
-MODULE = blocks(PAGE, "python")[0]
+MODULE = blocks(PAGE, "python", "from functools")[0]
 WORDS = words_of(blocks(PAGE, "sh", "gpipe-train model._target_")[0])
 
 
@@ -168,7 +168,7 @@ TINY = {
 def test_an_example_of_a_module_trains(name: str, tmp_path: Path) -> None:
     if name.endswith("Config"):
         pytest.importorskip("transformers")
-    examples = blocks(PAGE, "sh", "gpipe-train model=module ")
+    examples = blocks(PAGE[: PAGE.index("## Fine-tuning")], "sh", "gpipe-train model=module ")
     assert len(examples) == len(TINY)
     (command,) = (example for example in examples if name in example)
     words = [word for word in words_of(command) if not word.startswith("data.")]

@@ -8,13 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gpipe_cli.config import TYPED, VerifyConfig
 from gpipe_cli.planner.options import Options
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "tests/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 SECTIONS = {**TYPED, "verify": VerifyConfig, "plan": Options}
 
 
@@ -56,3 +57,14 @@ def test_keys_of_typed_sections_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(pattern, page.read_text(encoding="utf-8"))
     files = {f"{section}.{suffix}" for section in SECTIONS for suffix in ("py", "svg", "json", "yaml", "md")}
     assert {key for key in named if key not in known | files} == set()
+
+
+@pytest.mark.parametrize("file", [".github/workflows/checks.yml", ".pre-commit-config.yaml"])
+def test_checks_elsewhere_call_targets_that_make_has(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    called = re.findall(r"(?:run|entry): make (\w+)", text)
+    assert called and {*called} <= {*targets}
+    oldest = re.findall(r'"torch>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert all(torch.startswith(oldest[0]) for torch in re.findall(r'torch: "([\d.]+)"', text))
+    assert yaml.safe_load(text)

@@ -11,6 +11,7 @@ from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.partition.tie_search import find_ties
 from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.planner import Planner
@@ -37,7 +38,7 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     first, second = (cell.layers for cell in even.cells)
     fewer = planner.plan(replace(settings.pipeline, partition=[first + 2, second - 2]))
     assert fewer.workers_plan[1].total < even.workers_plan[1].total
-    small = f"{fewer.workers_plan[1].total * 1.005:.0f}"
+    small = f"{fewer.workers_plan[1].total * (1 + MARGIN):.0f}"
     devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
     cut = cut_for_run(builders, devices, example, inf, costs, ties)
     assert first < cut.sizes[0] <= first + 2

@@ -56,7 +56,8 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
     rows = [plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]]
     said = [
         f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter. naive: M=1, "
-        "nothing recomputed; pipeline: remat always, micro-batches of one example. docs/tables.md says more.",
+        "nothing recomputed; pipeline: remat always, micro-batches of one example. docs/measurements/tables.md says "
+        "more.",
         "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
         "largest that fits; of AmoebaNet the width D grows at the paper's L.",
     ]

@@ -135,7 +135,7 @@ def notes(setting: Setting, rows: Sequence[Row]) -> list[str]:
     units = dict.fromkeys(f"{row['model']} at K={row['reference'][0]}, M={row['reference'][1]}" for row in rows)
     said = [
         f"ours: schedule {options.schedules[0]}, remat {options.remat}; each layer sleeps as long as its FLOPs "
-        f"require. Median of {options.timed_steps} step(s) after a warm-up. docs/tables.md says more.",
+        f"require. Median of {options.timed_steps} step(s) after a warm-up. docs/measurements/tables.md says more.",
         f"Units: our own run of {'; '.join(units)}; the paper's its own, at the smallest K and M that it has.",
         "simulated: the same instruction lists with nothing between them, in units of its own; of limit: its step over "
         "ours.",

@@ -1,0 +1,244 @@
+"""Finds the cut whose step takes the least seconds: even workers first, then layers moved while the step gets shorter.
+
+What a worker does with a layer in a step depends on its place in the pipeline: under 1f1b the last worker recomputes
+nothing. So every worker has seconds of its own for each layer. Even workers do not always make the shortest step: with
+few micro-batches the pipeline fills and drains for a large part of it, and cells in rounds wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from ..config import PipelineConfig
+from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
+from ..schedule.orders import ROUND_ROBIN
+from ..schedule.schedule import kept_graphs, schedule
+from .cost import LayerTimes
+from .partition import Floats, Places, divide, even_placement, partition, places_to_cut
+
+GAIN = 2e-3  # of a step: times are not known so exactly that less would be worth another cut
+MARGIN = 0.02  # of a worker's memory: shares leave out messages on their way
+MOST_SIMULATED = 15_000  # instructions of a step; of a longer one the slowest cell of each round counts
+MANY = 32  # parts, beyond which one layer is moved at a time
+TOO_MUCH = 1e30  # seconds of a step that does not fit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Describes the memory of each worker.
+
+    Attributes:
+        used: returns the bytes of a worker with the layers start to stop - 1; with more layers it is never less.
+        limits: most bytes of each worker.
+    """
+
+    used: Callable[[int, int, int], float]
+    limits: Sequence[float]
+
+
+class Cutter:
+    """Cuts one model for one pipeline.
+
+    Args:
+        times: of each layer, in any unit.
+        inseparable: names of the layers behind which no cut may lie, by their numbers.
+
+    Raises:
+        PartitionError: K cells cannot be made of the layers, or do not lie on so many workers.
+    """
+
+    def __init__(
+        self, times: Sequence[LayerTimes], config: PipelineConfig, workers: int, inseparable: Mapping[int, str]
+    ) -> None:
+        self.placement = even_placement(config.schedule, config.K, workers)
+        partition([1.0] * len(times), config.K, "min_variance", inseparable)  # refuses what no cut can do
+        self._times, self._speeds = times, config.speeds
+        self._places = places_to_cut(len(times), inseparable)
+        self._lists = instruction_lists(config, self.placement)
+        totals = [total[self._places] for total in worker_totals(times, config, self.placement)]
+        rounds = config.K // workers if config.schedule in ROUND_ROBIN else 1
+        # A part is what moves: each cell in rounds, else all cells of a worker.
+        self._totals = totals * rounds
+        self._least = [1] * config.K if config.schedule in ROUND_ROBIN else [*Counter(self.placement).values()]
+        self._inside = cache(self._cells_inside)
+
+    def sizes(self, memory: Memory | None = None) -> list[int]:
+        """Returns the layers of each cell of the cut with the shortest step and, if any cut fits, of one that does."""
+        found = self._shortest()
+        assert found is not None  # without memory each cell has a place
+        if memory is not None and len(self._lists) > 1:
+            found = self._fitting(found, memory)
+        return [int(size) for size in np.diff(self._cells(found))]
+
+    def _fitting(self, shortest: Places, memory: Memory) -> Places:
+        """Returns the shortest cut that fits with a margin; else, of those that fit, the one that fits best."""
+        most = 1 / (1 + MARGIN)
+        if self._fullest(shortest, memory) <= most or sum(self._used(shortest, memory)) > sum(memory.limits):
+            return shortest  # another need not fit, or would not
+        cuts = [shortest, *(self._shortest(memory, share) for share in (most, 1.0))]
+        filled = [(max(most, self._fullest(cut, memory)), cut) for cut in cuts if cut is not None]
+        least, cut = min(filled, key=lambda pair: pair[0])
+        return cut if least <= 1 else shortest
+
+    def _shortest(self, memory: Memory | None = None, most: float = 1.0) -> Places | None:
+        """Returns the ends of the parts with the shortest step that is found; None where no cut fits.
+
+        Args:
+            most: share of its memory that a worker may fill.
+        """
+        last = None
+        if memory is not None:
+            last = [self._last(part % len(self._lists), memory, most) for part in range(len(self._totals))]
+        ends = divide(self._totals, self._least, last)
+        if ends is None:
+            return None
+
+        def seconds(cuts: Places) -> Floats:
+            over = [max(0.0, self._fullest(cut, memory) - most) if memory else 0.0 for cut in cuts]
+            return np.where(over, TOO_MUCH * (1 + np.array(over)), self._seconds(cuts))
+
+        known = seconds(ends[None])[0]
+        while len(moved := self._neighbours(ends)):
+            found = seconds(moved)
+            if found.min() >= known * (1 - GAIN):
+                break
+            ends, known = moved[found.argmin()], found.min()
+        return ends
+
+    def _neighbours(self, ends: Places) -> Places:
+        moved = ends + self._moves
+        return moved[(np.diff(moved, axis=1) >= self._least).all(axis=1)]
+
+    @cached_property
+    def _moves(self) -> Places:
+        """Returns the changes of ends that are tried: of one by one, of one by two, of two by one."""
+        one = np.eye(len(self._totals) + 1, dtype=int)[1:-1]
+        one = np.concatenate([one, -one])
+        if len(self._totals) > MANY:
+            return one
+        return np.unique(np.concatenate([one, *(one + each for each in one)]), axis=0)
+
+    def _last(self, worker: int, memory: Memory, most: float) -> Places:
+        """Returns for each place the last one up to which the layers behind it fill a worker no more than ``most``."""
+        found, stop, room = [], 0, most * memory.limits[worker]
+        places = self._places.tolist()
+        for start, begin in enumerate(places):
+            stop = max(stop, start)
+            while stop + 1 < len(places) and memory.used(worker, begin, places[stop + 1]) <= room:
+                stop += 1
+            found.append(stop)
+        return np.array(found)
+
+    def _used(self, ends: Places, memory: Memory) -> list[float]:
+        """Returns the bytes of each worker."""
+        used = [0.0] * len(self._lists)
+        for part, (start, stop) in enumerate(pairwise(self._places[ends].tolist())):
+            used[part % len(used)] += memory.used(part % len(used), start, stop)
+        return used
+
+    def _fullest(self, ends: Places, memory: Memory) -> float:
+        """Returns the largest share of its memory that a worker fills."""
+        return max(used / limit for used, limit in zip(self._used(ends, memory), memory.limits, strict=True))
+
+    def _seconds(self, cuts: Places) -> Floats:
+        """Returns the seconds of a step with each of some cuts."""
+        if sum(map(len, self._lists)) <= MOST_SIMULATED:
+            cells = np.array([self._cells(cut) for cut in cuts])
+            return step_seconds(self._times, cells, self.placement, self._speeds, self._lists)
+        parts = np.array(
+            [total[ends[1]] - total[ends[0]] for total, ends in zip(self._totals, pairwise(cuts.T), strict=True)]
+        )
+        paces: Floats = parts.reshape(-1, len(self._lists), len(cuts)).max(axis=1).sum(axis=0)
+        return paces
+
+    def _cells(self, ends: Places) -> Places:
+        """Returns the ends of cells, in layers: those of one worker are as equal as possible."""
+        if len(self._totals) == len(self.placement):
+            return self._places[ends]
+        inside = (self._inside(*each) for each in zip(range(len(ends)), ends.tolist(), ends[1:].tolist(), strict=False))
+        return self._places[[0, *(place for places in inside for place in places)]]
+
+    def _cells_inside(self, worker: int, start: int, stop: int) -> list[int]:
+        cells = divide([self._totals[worker][start : stop + 1]] * self._least[worker], [1] * self._least[worker])
+        assert cells is not None
+        return [start + int(end) for end in cells[1:]]
+
+
+def instruction_lists(config: PipelineConfig, placement: Sequence[int]) -> InstructionLists:
+    """Returns the lists of a step."""
+    return schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
+
+
+def step_seconds(
+    times: Sequence[LayerTimes],
+    cuts: Places,
+    placement: Sequence[int],
+    speeds: Sequence[float] | None,
+    lists: InstructionLists,
+) -> Floats:
+    """Returns the seconds of one step with each of some cuts by simulation, messages free, in the unit of ``times``.
+
+    Args:
+        cuts: of each cut 0 and the ends of the cells.
+    """
+    phase, faster = phases(lists), np.array([speeds[worker] if speeds else 1.0 for worker in placement])
+    cells = {name: (np.diff(running[cuts]) / faster).T for name, running in _running(times).items()}
+    clock, arrival = np.zeros((len(lists), len(cuts))), dict[Message, Floats]()
+    for worker, instruction in execution_order(lists):
+        if (sent := instruction.sent_message) is not None:
+            arrival[sent] = clock[worker].copy()
+        elif (awaited := instruction.awaited_message) is not None:
+            np.maximum(clock[worker], arrival.pop(awaited), out=clock[worker])
+        elif (name := phase(instruction)) is not None:
+            clock[worker] += cells[name][instruction.cell]
+    longest: Floats = clock.max(axis=0)
+    return longest
+
+
+def _running(times: Sequence[LayerTimes]) -> dict[str, Floats]:
+    """Returns for each pass the running total of its seconds over the layers."""
+    return {name: np.cumsum([0.0, *(getattr(each, name) for each in times)]) for name in asdict(times[0])}
+
+
+def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[[Instruction], float]:
+    """Returns the function that `simulate` calls for the seconds of each computation; ``times``: of each cell."""
+    phase = phases(lists)
+
+    def seconds(instruction: Instruction) -> float:
+        name = phase(instruction)
+        return 0.0 if name is None else float(getattr(times[instruction.cell], name))
+
+    return seconds
+
+
+def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Floats]:
+    """Returns for each worker the running total over the layers of what they would cost it in a step."""
+    running, totals = _running(times), []
+    for worker, instructions in enumerate(instruction_lists(config, placement)):
+        slower = placement.count(worker) * (config.speeds[worker] if config.speeds else 1.0)
+        computed = map(phases([instructions]), (i for i in instructions if i.op in COMPUTE))
+        counts = Counter(name for name in computed if name is not None)
+        totals.append(np.sum([number / slower * running[name] for name, number in counts.items()], axis=0))
+    return totals
+
+
+def phases(lists: InstructionLists) -> Callable[[Instruction], str | None]:
+    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is.
+
+    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it, the second None.
+    """
+    recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
+
+    def phase(i: Instruction) -> str | None:
+        if i.cell == 0 and i.op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT):
+            return "backward" if i.op is Op.INPUT_GRADIENT else None
+        without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed
+        return "inference" if without_graph else i.op.name.lower()
+
+    return phase

@@ -1,0 +1,81 @@
+"""Tests that divided workers, and the default cut made from them, are the best of all cuts."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, combinations, pairwise
+
+import numpy as np
+import pytest
+from composed import checked
+
+from gpipe_cli.partition.cost import LayerTimes
+from gpipe_cli.partition.cutter import GAIN, MARGIN, Cutter, Memory, instruction_lists, step_seconds
+from gpipe_cli.partition.partition import Floats, Places, divide
+from gpipe_cli.schedule.orders import KINDS
+
+
+def cuts(layers: int, cells: int) -> Places:
+    """Returns 0 and the ends of the cells of all cuts."""
+    return np.array([(0, *inner, layers) for inner in combinations(range(1, layers), cells - 1)])
+
+
+def busiest(ends: Places, totals: list[Floats]) -> float:
+    """Returns the seconds of the busiest worker."""
+    return max(float(total[stop] - total[start]) for total, (start, stop) in zip(totals, pairwise(ends), strict=True))
+
+
+@pytest.mark.parametrize("fitting", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_division_that_fits_has_a_faster_busiest_worker(seed: int, fitting: bool) -> None:
+    draw = random.Random(seed)
+    layers, workers = draw.randint(4, 9), draw.randint(1, 4)
+    costs = [[draw.choice([0.5, 1, 1, 2, 7]) * draw.random() for _ in range(layers)] for _ in range(workers)]
+    totals = [np.cumsum([0.0, *each]) for each in costs]
+    last = [np.array(sorted(draw.choices(range(layers // 2, layers + 1), k=layers + 1))) for _ in range(workers)]
+    possible = [
+        ends
+        for ends in cuts(layers, workers)
+        if not fitting or all(stop <= last[w][start] for w, (start, stop) in enumerate(pairwise(ends)))
+    ]
+    found = divide(totals, [1] * workers, last if fitting else None)
+    assert (found is None) == (not possible)
+    if found is not None:
+        assert busiest(found, totals) == pytest.approx(min(busiest(ends, totals) for ends in possible), rel=1e-9)
+
+
+def test_the_other_workers_are_even_and_of_equal_cuts_the_later_worker_has_more() -> None:
+    assert [*divide([np.cumsum([0.0, 9.0, *[1.0] * 9])] * 4, [1] * 4)] == [0, 1, 4, 7, 10]
+    assert [*divide([np.arange(8.0)] * 3, [1] * 3)] == [0, 2, 4, 7]
+
+
+def test_each_worker_has_as_many_layers_as_it_has_cells() -> None:
+    assert [*divide([np.cumsum([0.0, 1.0, 1.0, 1.0, 9.0])] * 2, [1, 2])] == [0, 2, 4]
+
+
+def drawn_times(draw: random.Random) -> LayerTimes:
+    """Draws the times of a layer; its backward in halves takes a little longer than the whole."""
+    forward, backward, more = draw.uniform(1, 4), draw.uniform(2, 8), draw.uniform(1, 1.3)
+    return LayerTimes(forward, forward, forward, backward, backward * more * 0.5, backward * more * 0.5)
+
+
+@pytest.mark.parametrize("fitting", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_that_fits_has_a_much_shorter_step(kind: str, seed: int, fitting: bool) -> None:
+    draw = random.Random(seed)
+    times = list(map(drawn_times, [draw] * 10))
+    K = 4 if kind == "interleaved_1f1b" else 2
+    config = checked(f"pipeline.K={K}", "pipeline.workers=2", f"pipeline.schedule={kind}", "pipeline.M=4").settings
+    cutter, every = Cutter(times, config.pipeline, 2, {}), cuts(10, K)
+    held = [0, *accumulate(draw.randint(1, 5) for _ in times)]
+    memory = Memory(lambda worker, start, stop: held[stop] - held[start], [0.7 * held[-1], 0.5 * held[-1]])
+    sizes = cutter.sizes(memory if fitting else None)
+    if fitting:
+        used = [sum(np.diff(np.array(held)[every])[:, worker::2].T) for worker in (0, 1)]
+        fits = [(1 + MARGIN) * used[worker] <= memory.limits[worker] for worker in (0, 1)]
+        every = every[fits[0] & fits[1]]
+        assert [0, *accumulate(sizes)] in every.tolist()
+    lists = instruction_lists(config.pipeline, cutter.placement)
+    seconds = step_seconds(times, np.array([[0, *accumulate(sizes)], *every]), cutter.placement, None, lists)
+    assert seconds[0] <= seconds.min() * ((1 + GAIN) ** 2 if not fitting else 1.05)
