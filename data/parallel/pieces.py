@@ -7,7 +7,7 @@ continues where it stopped, and the bytes do not depend on the number of process
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import count, islice
@@ -65,6 +65,8 @@ class ParallelText:
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
         kept: kinds of `defects.KEEPABLE` that are trained on.
+        held_out: share of a language's pairs that are held out where files of its own are lacking; half for each split.
+        lacking: by language, the splits that have no files.
         piece: lines that one process takes at a time.
     """
 
@@ -75,8 +77,19 @@ class ParallelText:
     max_length: int
     seed: int
     kept: tuple[str, ...] = ("copied",)
+    held_out: float = 0.0
+    lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     piece: int = 50_000
     sizes: Sizes = field(default_factory=Sizes)
+
+    def split_of(self, language: str, target: str) -> str:
+        """Returns the split of a pair of the training files: a function of its target, the same in all languages."""
+        if language not in self.lacking:
+            return "train"
+        digest = hashlib.blake2b(target.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
+        place = int.from_bytes(digest, "little") / 2**64
+        split = "dev" if place < self.held_out / 2 else "test" if place < self.held_out else "train"
+        return split if split in self.lacking[language] else "train"
 
     @property
     def named(self) -> str:
@@ -246,10 +259,17 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
     """Writes a piece's ids, its pairs divided among shards by a hash of the line.
 
     Returns:
-        "bounds": where the pairs of each shard begin and the last ones end, in pairs and in tokens; and the defects.
+        "bounds": where the pairs of each shard begin and the last ones end, in pairs and in tokens; "held_out": split,
+        language, line, source and target of pairs; and the defects.
     """
     usable, defects = readable(piece, draft.text.max_length)
-    lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, usable, defects), defects)
+    language, held_out, trained = piece.files.language, list[list[object]](), list[Line]()
+    for line in usable:
+        if (split := draft.text.split_of(language, line.target)) == "train":
+            trained.append(line)
+        else:
+            held_out.append([split, language, piece.first + line.place, line.source, line.target])
+    lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, trained, defects), defects)
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
@@ -259,7 +279,8 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
             array.tofile(file)  # without a header, so that a part of it is read by its place alone
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64))
     defects.examples.sort(key=lambda defect: defect.line)
-    return {"bounds": [bounds.tolist(), pair_ends(lengths)[bounds].tolist()], **defects.as_json()}
+    ends = [bounds.tolist(), pair_ends(lengths)[bounds].tolist()]
+    return {"bounds": ends, "held_out": held_out, **defects.as_json()}
 
 
 def _wanted(draft: Draft, piece: Piece, usable: list[Line], defects: Defects) -> list[Line]:

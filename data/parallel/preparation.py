@@ -50,6 +50,7 @@ class Preparation:
     report: Report
     _defects: Defects = field(default_factory=Defects)
     _corpora: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    _held_out_of_training: list[list[Any]] = field(default_factory=list)  # split, and a row of its file
     _done: int = 0  # lines of the languages that are finished
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class Preparation:
             self._write_held_out(lines)
             total = sum(sum(of.values()) for of in lines.values())
             summaries = {code: self._encode(run_all, code, of, total) for code, of in lines.items()}
+        self._append_held_out()
         self._defects.write(self.draft.folder, total, self._corpora)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
         write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
@@ -95,10 +97,8 @@ class Preparation:
         if not lines:
             raise ConfigurationError(f"{self.text.named}: no training text is left, all of it is misaligned")
         self.pairs = [pair for pair in aligned if pair.language in lines]
-        for language in sorted(lines.keys() - {pair.language for pair in self.pairs if pair.split == "dev"}):
-            found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
-            self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
-        self._defects.refuse(self.policy)
+        with_dev = {pair.language for pair in self.pairs if pair.split == "dev"}
+        self._name_without_dev(lines.keys() - with_dev - self.text.lacking.keys())
         return lines
 
     def _scan_jobs(self) -> Iterator[tuple[Path, PairFiles, int, int]]:
@@ -157,6 +157,7 @@ class Preparation:
             left.unlink()
         self._defects.update(content, self.policy)
         self._done += sum(lines.values())
+        self._held_out_of_training += content["held_out"]
         if len(lines) > 1:
             self._corpora[code] = content["corpora"]
         summary = LanguageSummary(**content["summary"])
@@ -170,6 +171,7 @@ class Preparation:
     def _encoded(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> dict[str, Any]:
         """Returns the summary of a language, the pairs used of each corpus, and the defects."""
         defects, done, read, bounds = Defects(), self._done, list[tuple[str, int]](), list[Any]()
+        held_out = list[list[Any]]()
         corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
         shards = max(1, -(-sum(lines.values()) // self.text.sizes.shard))
         self.report("parallel text: token ids", done, total)
@@ -187,11 +189,12 @@ class Preparation:
             done += rows
             self.report("parallel text: token ids", done, total)
             defects.update(found, self.policy)
+            held_out += found["held_out"]
             bounds.append(np.array(found["bounds"]))
             corpora[file][0] += int(bounds[-1][0, -1])
         merged = self._merge(run_all, code, np.stack(bounds))
         named = {in_utf8(file): counts for file, counts in corpora.items()}
-        return {"summary": asdict(merged), "corpora": named, **defects.as_json()}
+        return {"summary": asdict(merged), "corpora": named, "held_out": held_out, **defects.as_json()}
 
     def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
         """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
@@ -217,6 +220,25 @@ class Preparation:
         for language, of_language in digests.items():
             path = self.draft.work("held_out", language).with_suffix(".npy")
             save_array(path, np.array(of_language, np.uint64))
+
+    def _append_held_out(self) -> None:
+        """Writes the pairs of training files that are held out, after those of files held out as a whole."""
+        for split in ("dev", "test"):
+            rows = [row for of, *row in self._held_out_of_training if of == split]
+            before = (self.draft.folder / f"{split}.jsonl").read_text(encoding="utf-8")
+            with whole_file(self.draft.folder / f"{split}.jsonl") as file:
+                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+                file.write_text("".join([before, *lines]), encoding="utf-8")
+            if self.text.lacking:
+                self.report(f"parallel text: held out for {split}, a share of training pairs", len(rows), len(rows))
+            if split == "dev":
+                self._name_without_dev(self.text.lacking.keys() - {code for code, *_ in rows})
+
+    def _name_without_dev(self, languages: Iterable[str]) -> None:
+        for language in sorted(languages):
+            found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
+            self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
+        self._defects.refuse(self.policy)
 
     def _held_out(self, split: str) -> Iterator[tuple[str, int, str, str]]:
         """Yields language, line, source and target of the usable pairs of "dev" or "test"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +26,7 @@ class ParallelTextSource(PairSource):
 
     Args:
         root: the folder.
+        held_out: share of the pairs of a language without dev files that is held out, half for dev and half for test.
         train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
         columns: of source and target in JSON lines and Parquet; None: the codes of the languages.
         languages: source languages; None: all that are found.
@@ -77,6 +78,7 @@ class ParallelTextSource(PairSource):
         seed: int = 0,
         cache_dir: str | None = None,
         evaluation_split: Literal["dev", "test"] = "dev",
+        held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.01,
     ) -> None:
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
@@ -87,7 +89,7 @@ class ParallelTextSource(PairSource):
                 f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
             )
         self._policy = check_policy(on_defect or {}, strict=strict)
-        self._cache_dir, self._workers = cache_dir, preparation_workers
+        self._cache_dir, self._workers, self._share = cache_dir, preparation_workers, held_out
         given = {"train": train, "dev": dev, "test": test}
         self._columns = None if columns is None else (columns[0], columns[1])
         self._files = {split: files for split, files in given.items() if files is not None}
@@ -109,6 +111,12 @@ class ParallelTextSource(PairSource):
         """
         text = self.text
         pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns)
+        there = {(pair.language, pair.split) for pair in pairs}
+        lacking = [code for code, split in sorted(there) if split == "train" and (code, "dev") not in there]
+        if lacking and self._share:
+            splits = {code: [split for split in ("dev", "test") if (code, split) not in there] for code in lacking}
+            text = replace(text, held_out=self._share, lacking=splits)
+        made_of = {key: value for key, value in asdict(text).items() if value or key not in ("held_out", "lacking")}
         each = [(pair, file) for pair in pairs for file in pair.files]
 
         def make(draft: Path) -> None:
@@ -116,7 +124,7 @@ class ParallelTextSource(PairSource):
             Preparation(Draft(text, draft), pairs, self._policy, workers, report).run()
 
         stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
-        name = f"parallel-{digest_of(FORMAT, asdict(text), stats)}"
+        name = f"parallel-{digest_of(FORMAT, made_of, stats)}"
         return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
 
     def prepare(self, report: Report) -> None:

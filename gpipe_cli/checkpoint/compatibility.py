@@ -24,7 +24,7 @@ STEPS = "trainer.steps"
 _MAY_DIFFER_IN = {
     "pipeline": "K workers devices partition cost remat keep memory backend shard_optimizer device",
     "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
-    "data": "workers preparation_workers download broken_images_limit cache_dir evaluation_* strict",
+    "data": "workers preparation_workers download broken_images_limit cache_dir evaluation_* strict held_out",
 }
 MAY_DIFFER = (
     *("name", "task.generation", "checkpoint", "logging", "launch"),
@@ -58,6 +58,7 @@ def differences(
     for key in {**before, **now}:
         old, own = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
         same = old == own and isinstance(old, bool) == isinstance(own, bool)
+        same = same or (key.startswith("data.") and all(value in (NOT_SET, None) for value in pair))  # a newer key
         if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
             found[key] = pair
     return found

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
 
-SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500}
+SMALL: dict[str, Any] = {"source_vocabulary": 300, "target_vocabulary": 300, "batch_tokens": 500, "held_out": 0.0}
 Pairs = Sequence[tuple[str, str]]
 
 
@@ -389,6 +390,23 @@ def test_a_language_without_a_dev_set_is_trained_on_and_named(opus: Path) -> Non
     assert "language 'sw' has no dev set" in refusal(opus, on_defect={"no_dev": "refuse"})
 
 
+def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Path, tmp_path: Path) -> None:
+    for path in [*opus.rglob("opus.sw-en-*.*"), *opus.rglob("opus.de-en-dev.*")]:
+        path.unlink() if "train" not in path.name else None
+    made = source(opus, held_out=0.2)
+    held = {split: made.held_out(split) for split in ("dev", "test")}
+    own = {of.language: [one.reference for one in held["dev"] if one.language == of.language] for of in held["dev"]}
+    assert len(own["fi"]) == 20 and 15 < len(own["de"]) < 50 and not places(made)  # files of one's own come first
+    in_test = Counter(of.language for of in held["test"])
+    assert (in_test["de"], in_test["fi"]) == (20, 20) and len(own["sw"]) and in_test["sw"]
+    left = {"de": len(own["de"]), "sw": len(own["sw"]) + in_test["sw"], "fi": 0}
+    assert made.sizes == {code: size - left[code] for code, size in parallel_folder.SIZES.items()}
+    again = source(opus, held_out=0.2, preparation_workers=2, cache_dir=str(tmp_path / "two"))
+    assert bytes_of(again._store.folder) == bytes_of(made._store.folder)
+    none = source(opus, held_out=1e-9)
+    assert none.sizes == parallel_folder.SIZES and [kind for kind, *_ in places(none)] == ["no_dev", "no_dev"]
+
+
 def test_a_policy_names_its_kinds_and_words() -> None:
     assert check_policy({}, strict=True) == {**dict.fromkeys(KINDS, "refuse"), "copied": "keep"}
     with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
@@ -483,7 +501,7 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
 def test_a_run_names_its_files_on_the_command_line_and_reports_each(downloads: Path, tmp_path: Path) -> None:
     files = f'data.train={{de: [{downloads}/Europarl.de-en.de, "{downloads}/WMT*.de"]}}'
     command = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
-    summary, events = train_inline(tmp_path / "run", *command)  # without any dev set
+    summary, events = train_inline(tmp_path / "run", *command, "data.held_out=0")  # without any dev set
     said = [event["text"] for event in events if event["kind"] == "preparation" and "corpora" in event["text"]]
     assert said == [
         f"parallel text: 'de' is trained on {downloads}/Europarl.de-en.de (180 of 180 pairs), "
