@@ -47,10 +47,10 @@ class UnusedParameters:
     def write(self, exchange: Exchange) -> None:
         """Writes which parameters this worker has used."""
         used = [name for name, p in self._own.items() if p.grad is not None and id(p) not in self._filled]
-        counts = torch.zeros(exchange.own["used"].numel() * self._digits, dtype=torch.float64)
+        counts = [0.0] * (exchange.own["used"].numel() * self._digits)
         for name in (*used, *self.owners):
             counts[self._places[name]] += 1
-        exchange.own["used"][:] = counts.view(-1, self._digits) @ self._powers
+        exchange.own["used"][:] = torch.tensor(counts, dtype=torch.float64).view(-1, self._digits) @ self._powers
 
     def clear(self, exchange: Exchange) -> None:
         """Takes the gradient of zero from the parameters that no worker has used in the step of the last exchange."""
