@@ -180,12 +180,14 @@ class PrecisionConfig:
         loss_scale: factor of the loss in backward, for a start: it is halved when gradients overflow, and doubled after
             2000 steps without; null: none.
         tf32: whether a GPU may round the factors of float32 products to TF32, which has 10 bits for 23.
+        deterministic: whether a GPU takes only kernels that give the same bits in every run.
     """
 
     autocast: Literal["bfloat16", "float16"] | None
     boundaries: Literal["bfloat16", "float16"] | None
     loss_scale: Positive | None
     tf32: bool
+    deterministic: bool
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import MutableMapping
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
+GPU = "cuda"  # as torch names the kind of device
 NVIDIA_SMI_SECONDS = 20.0
 _NAMED = re.compile(r"(GPU|MIG)-.+")
 
@@ -23,6 +25,12 @@ def count_gpus() -> int:
     names = (name.strip() for name in visible.split(","))
     valid = takewhile(lambda name: int(name) < present if name.isdecimal() else _NAMED.fullmatch(name), names)
     return min(present, sum(1 for _ in valid))
+
+
+def let_memory_grow(environment: MutableMapping[str, str]) -> None:
+    """Lets torch extend a GPU's blocks of memory, or pieces of varying size leave gaps; it reads this when imported."""
+    if "PYTORCH_ALLOC_CONF" not in environment:
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 @cache

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,8 +50,11 @@ class Part(NamedTuple):
 PARTS = {  # the most important first
     "machine": Part("the machine", checks.machine_facts, 40),
     "exact": Part("steps compared with a plain model, every gradient by name", checks.exact, 120),
+    "commands": Part("commands on all GPUs: default, torchrun, number types, replicas", checks.commands, 120),
     "tests": Part("every test marked gpu", checks.tests, 90),
-    "bits": Part("the same bits at every K, in every type of numbers, and compiled", checks.bits, 200),
+    "host": Part("a step in which the host never waits; kernels; instructions against the clock", speed.host, 40),
+    "bits": Part("the same bits at every K: real sizes, every type of numbers, compiled", checks.bits, 200),
+    "ends": Part("a worker killed, a run asked to stop: seconds to the end", checks.ends, 60),
     "t_6_8192_16": Part("the paper's T(6,8192,16)", speed.measure, 60),
     "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.measure, 70),
     "planned": Part("planned and measured cells, bubble and memory", checks.plans, 120),
@@ -117,25 +120,30 @@ def open_parts(records: Records, where: str) -> list[str]:
 
 def run_apart(name: str, arguments: Namespace, limit: float) -> Row:
     """Runs a part in a process of its own, kills it and its children at the limit, and returns what it found."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="gpipe-gpu-", ignore_cleanup_errors=True) as folder:
-        rows, output = Path(folder) / "rows.jsonl", Path(folder) / "output"
-        command = [sys.executable, "-m", "benchmarks.gpu", name, "--rows", str(rows), "--device", arguments.device]
-        command += ["--tiny"] if arguments.tiny else []
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
-            try:
-                code: int | None = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
-        said = output.read_text(errors="replace").strip().splitlines()[-LINES_KEPT:]
+    began, folder = time.monotonic(), arguments.output.parent / "gpu-logs" / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    rows, output = folder / "rows.jsonl", folder / "output"
+    command = [sys.executable, "-m", "benchmarks.gpu", name, "--rows", str(rows), "--device", arguments.device]
+    command += ["--tiny"] if arguments.tiny else []
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = rows.read_text().splitlines(keepends=True) if rows.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off
+    said = output.read_text(errors="replace").strip().splitlines()[-LINES_KEPT:]
     status, why = outcome(code, found, said, limit)
+    if status == "passed":
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        why = f"{why}; logs: {folder}"
     record = {"status": status, "why": why, "torch": torch.__version__, "seconds": round(time.monotonic() - began)}
     return {**record, "date": datetime.now(timezone.utc).date().isoformat(), "rows": found}
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,16 +16,19 @@ from typing import NamedTuple
 import torch
 
 import gpipe_cli.conf
-from benchmarks.common import ROOT, Row, run_command
-from benchmarks.kills import same_end
+from benchmarks.common import ROOT, Row, environment, run_command
+from benchmarks.kills import POLL_SECONDS, same_end, train, workers_of
 from benchmarks.plan import compare, measured, pair, planned
 from gpipe_cli.bench.workers import machine
+from gpipe_cli.checkpoint.files import step_directories
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.planner.measure.this_device import measure_rates
 
 SMALL = ("debug=tiny", "logging.tensorboard=false", "trainer.samples=0")
 PRECISIONS = Path(next(iter(gpipe_cli.conf.__path__))) / "precision"
 TO_PLAN = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "model.H=4096", "model.A=16")
+REAL_ATTENTION = (*TO_PLAN, "model.L=4", "data.sequence_length=512", "data.batch_size=16")
+REAL_CONVOLUTIONS = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
 AT_ONCE = 4  # commands that share a GPU where only results matter
 
 
@@ -52,17 +58,23 @@ class Site(NamedTuple):
     def side_by_side(self, work: Callable[[Sequence[str]], Row], cases: Sequence[Sequence[str]]) -> Iterator[Row]:
         """Does ``work`` for every case, on a GPU several at a time: nothing is timed here.
 
-        Yields the results; of a case that fails what it said last.
+        Yields the results; of a case that fails its cause.
         """
 
         def attempt(case: Sequence[str]) -> Row:
             try:
                 return work(case)
             except (SystemExit, Exception) as error:
-                return {"what": " ".join(case), "ok": False, "why": str(error).strip().rpartition("\n")[2]}
+                return {"what": " ".join(case), "ok": False, "why": cause_of(str(error))}
 
         with ThreadPoolExecutor(AT_ONCE if self.device == "cuda" else 1) as threads:
             yield from threads.map(attempt, cases)
+
+
+def cause_of(said: str) -> str:
+    """Returns the last lines of a failure that name it, without the path of a log that comes after them."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and not line.startswith("log: ")]
+    return "\n".join(lines[-3:])
 
 
 def machine_facts(site: Site) -> Iterator[Row]:
@@ -105,10 +117,11 @@ def exact(site: Site) -> Iterator[Row]:
 
 
 def bits(site: Site) -> Iterator[Row]:
-    """Compares runs at K = 1, 2 and 4, in every type of numbers that this release has, and compiled."""
+    """Compares runs at K = 1, 2 and 4: real sizes first, then every type of numbers of this release, and compiled."""
     kinds = [f"precision={path.stem}" for path in sorted(PRECISIONS.glob("*.yaml"))]
-    cases = [("model=amoebanet",), *(("model=transformer", kind) for kind in [*kinds, "pipeline.compile=true"])]
-    for words in cases[1:2] if site.tiny else cases:
+    cases = [REAL_ATTENTION, (*REAL_ATTENTION, "precision=bf16"), REAL_CONVOLUTIONS, ("model=amoebanet",)]
+    cases += [("model=transformer", kind) for kind in [*kinds, "pipeline.compile=true"]]
+    for words in [("model=transformer",)] if site.tiny else cases:
         yield from _same_bits(site, *words)
 
 
@@ -131,21 +144,44 @@ def _same_bits(site: Site, *words: str) -> Iterator[Row]:
             yield {"what": other["what"], "ok": same_end(Path(first["folder"]), Path(other["folder"]))}
 
 
+def commands(site: Site) -> Iterator[Row]:
+    """Trains as a user types it, then evaluates and translates: over NCCL with a worker for each of several GPUs."""
+    first, workers = site.folder / "first", max(2, site.gpus)
+    small = f"gpipe_cli.commands.train {' '.join(SMALL)} model=transformer trainer.steps=4 pipeline.K={workers}"
+    cases = [
+        "gpipe_cli.commands.train model=transformer trainer.steps=20 trainer.evaluate_every=null",
+        f"torch.distributed.run --standalone --nproc-per-node={workers} -m {small}",
+        f"{small} hydra.run.dir={first}",
+        *(f"{small} {more}" for more in ("precision=bf16", "precision=fp16", "model.tie_embeddings=true")),
+        f"{small} pipeline.K={max(1, workers // 2)} pipeline.replicas=2 pipeline.shard_optimizer=true",
+        *(f"gpipe_cli.commands.{command} {first}" for command in ("eval", "translate")),
+    ]
+    for case in cases[1:2] if site.tiny else cases:
+        began, line = time.monotonic(), [sys.executable, "-m", *case.split(), f"pipeline.device={site.device}"]
+        done = subprocess.run(
+            line, input="3 km\n", cwd=site.folder, env=environment(), capture_output=True, text=True, check=False
+        )
+        why = cause_of(done.stdout + done.stderr) if done.returncode else ""
+        yield {"what": case, "ok": not done.returncode, "seconds": time.monotonic() - began, "why": why}
+
+
+def ends(site: Site) -> Iterator[Row]:
+    """Kills a worker of a run that starts again by itself, and asks a run to stop; yields the seconds to the end."""
+    for number, steps, code in ((signal.SIGKILL, 12, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
+        folder = site.folder / number.name
+        with train(folder, max(2, site.gpus), steps, restarts=1) as run:
+            while run.poll() is None and not step_directories(folder):
+                time.sleep(POLL_SECONDS)
+            began = time.monotonic()
+            for process in workers_of(run.pid)[-1:] if number == signal.SIGKILL else [run.pid]:
+                os.kill(process, number)
+        ok, said = run.returncode == code, (folder / "output").read_text()
+        yield {"what": number.name, "ok": ok, "seconds": time.monotonic() - began, "why": "" if ok else cause_of(said)}
+
+
 def tests(site: Site) -> Iterator[Row]:
     """Runs every test marked gpu."""
-    words = [
-        "-rA",
-        "-q",
-        "--no-header",
-        "--tb=short",
-        "-m",
-        "gpu",
-        "--slow",
-        "--slow",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-    ]
+    words = ["-rA", "-q", "--no-header", "--tb=short", "-m", "gpu", "--slow", "--slow", "tests"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )

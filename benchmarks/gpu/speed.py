@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from gpipe_cli.bench.steps import Step, engine_step, plain_step
+from gpipe_cli.bench.steps import EngineStep, Step, engine_step, plain_step
 from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
@@ -95,6 +95,8 @@ class Subject:
             for remat in ("never", "always")
         }
         self.steps: dict[str, Step] = {"plain loop": plain, **steps}
+        if device.type == "cuda" and precision.deterministic:
+            self.steps["engine, never, bits may vary"] = partial(varying, steps["engine, never"])
 
     def _drawn(self, like: Tensors, most: int) -> Tensors:
         """Returns random values of these shapes, in pinned memory where a GPU reads them."""
@@ -128,6 +130,33 @@ class Subject:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def varying(step: Step) -> None:
+    """Runs a step as with precision.deterministic=false."""
+    torch.use_deterministic_algorithms(False)
+    step()
+    torch.use_deterministic_algorithms(True)
+
+
+def host(site: Site) -> Iterator[Row]:
+    """Runs steps that raise where the host waits; counts kernels, and compares instructions with the clock."""
+    words = (*MODELS["t_6_8192_16"][0], *SHARED, *TINY, *TINY_TRANSLATION, f"pipeline.device={site.device}")
+    subject = Subject(make_request(words).settings, torch.device(site.device), TINY_VALUES)
+    for name, step in subject.steps.items():
+        if not isinstance(step, EngineStep):
+            continue
+        subject.timed(step)  # CUDA's libraries are loaded
+        with torch.profiler.profile() as profile:
+            subject.timed(step)
+        started = sum(event.name.startswith(("cudaLaunch", "cuLaunch")) for event in profile.events())
+        if site.gpus:
+            torch.cuda.set_sync_debug_mode("error")
+        seconds = subject.timed(step)
+        if site.gpus:
+            torch.cuda.set_sync_debug_mode("default")
+        spans = sum(span.end - span.start for span in step.engine.meter.spans)
+        yield {"run": name, "ok": spans <= seconds, "step, s": seconds, "instructions, s": spans, "kernels": started}
 
 
 def measure(site: Site) -> Iterator[Row]:

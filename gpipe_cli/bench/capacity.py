@@ -19,6 +19,7 @@ from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.planner.measure.tracking import Tracker
 
+from ..gpus import GPU
 from .steps import engine_step, make_cell, split
 
 TOKENS, VOCABULARY = 64, 1000
@@ -54,7 +55,7 @@ def attempt(world: World, L: int, width: int, texts: int, M: int, remat: str) ->
         optimizer = torch.optim.RMSprop(parameters, lr=1e-6, momentum=0.9)
         step()
         optimizer.step()
-    peak = torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else tracker.peak])
+    peak = torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == GPU else tracker.peak])
     if world.all_ranks is not None:
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=world.all_ranks)
     return {"peak": int(peak), "parameters": sum(layer.parameters for layer in costs)}

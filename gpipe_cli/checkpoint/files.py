@@ -49,7 +49,7 @@ OLD_TARGETS = {
 # Keys that are new since format 2, with the value that does what was done before.
 ADDED: Mapping[str, Mapping[str, Any]] = {
     "data": {"smaller_vocabulary": False},
-    "precision": {"boundaries": None, "loss_scale": None, "tf32": False},
+    "precision": {"boundaries": None, "loss_scale": None, "tf32": False, "deterministic": True},
     "pipeline": {"compile": False, "shard_optimizer": False},
 }
 held: list[int] = []  # descriptors of the checkpoints that this process reads; `writer.prune` leaves these

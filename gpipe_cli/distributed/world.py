@@ -7,6 +7,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigurationError
-from ..gpus import count_gpus
-from ..launch.context import Context
+from ..gpus import GPU, count_gpus
+from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 from ..launch.messenger import LOCAL
 from .exchange import all_gather_json, broadcast_json, gather_json
 
+NCCL2 = "ProcessGroupNCCL2"
 CPU = "cpu"  # the identity of a device that is not a GPU
 RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -110,10 +112,10 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
         return World(0, 1, 1, chosen, wire, None, None, None)
     for_cpu = LOCAL if context.messenger is not None and backend != "gloo" else "gloo"
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # else everyone connects to everyone, and reads W² addresses
-    # Since 2.15 torch's NCCL groups have a GPU from the start, and guess which unless they are told. In earlier
-    # releases a group that is told puts all its messages into one queue.
-    bound = chosen if name == "nccl" and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2") else None
-    context.init_process_group(name if name == "nccl" else for_cpu, bound)
+    kind = nccl_kind() if name == "nccl" else None
+    context.init_process_group(name if name == "nccl" else for_cpu, chosen if kind == NCCL2 else None)
+    if kind is not None and context.rank == 0:
+        context.emit({"kind": "message", "text": f"messages between GPUs: torch's {kind}"})
     world = cast(dist.ProcessGroup, dist.group.WORLD)
     all_ranks = world
     message_groups: tuple[dist.ProcessGroup, ...] = (world, world)
@@ -145,7 +147,20 @@ def join_torchrun(device: str, backend: str) -> World:
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend))
+    patience = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=patience, backend=backend))
+
+
+def nccl_kind() -> str:
+    """Returns the class of torch that backend="nccl" makes: before 2.15 TORCH_DIST_USE_NCCL2=1 chooses the newer one.
+
+    A group of `NCCL2` has a GPU from the start and guesses which unless it is told. A group of the older class that is
+    told puts all its messages into one queue.
+    """
+    if register := getattr(dist.Backend, "_ensure_backend_registered", None):  # torch 2.14
+        register("nccl")
+    made_by = dist.Backend._plugins.get("NCCL")
+    return NCCL2 if made_by and "nccl2" in made_by.creator_fn.__name__ else "ProcessGroupNCCL"
 
 
 def choose_device(context: Context, device: str) -> torch.device:
@@ -154,22 +169,35 @@ def choose_device(context: Context, device: str) -> torch.device:
     ``auto`` means the CPU only where there is no GPU: an old driver must not move a long run to the CPU silently.
 
     Raises:
-        ConfigurationError: cuda is requested, or a GPU is present, but torch has none to use.
+        ConfigurationError: cuda is requested, or a GPU is present, but torch cannot compute on it.
     """
     if device == "cpu":
         return torch.device("cpu")
+    made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs only"
     if torch.cuda.is_available():
-        chosen = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+        chosen = torch.device(GPU, context.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(chosen)
+        try:
+            compute_on(chosen)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"pipeline.device={device}: torch {torch.__version__} ({made_for}) cannot compute on the "
+                f"{torch.cuda.get_device_name(chosen)} of {socket.gethostname()}: {str(error).splitlines()[0]}; "
+                "install a torch that has kernels for it, end what else uses it, or use pipeline.device=cpu"
+            ) from error
         return chosen
     if device == "cuda" or count_gpus():
-        made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs only"
         raise ConfigurationError(
             f"pipeline.device={device}: torch {torch.__version__} ({made_for}) can use none of the {count_gpus()} GPUs "
             f"that are present on {socket.gethostname()}: check nvidia-smi and CUDA_VISIBLE_DEVICES, update the NVIDIA "
             "driver or install a torch that fits it; to compute on CPUs use pipeline.device=cpu"
         )
     return torch.device("cpu")
+
+
+def compute_on(device: torch.device) -> None:
+    """Runs a kernel: a RuntimeError here would later be taken for a layer's."""
+    torch.ones(1, device=device).add_(1).item()
 
 
 def choose_backend(context: Context, identity: str, backend: str) -> str:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..config import FREE_FORM, GROUP, PrecisionConfig, Settings
 from ..data.source import Source
 from ..errors import ConfigurationError, Problems, place_in_users_code
+from ..gpus import GPU
 from ..layers import LayerBuilder
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
@@ -137,11 +138,12 @@ def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimiz
 
 
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a function that makes the context in which forward runs: autocast to bf16, or none.
+    """Chooses a GPU's kernels, and returns a function that makes the context in which forward runs: autocast, or none.
 
     Autocast's cache is off. It keeps the casts of leaves, and a cell's inputs are leaves where they would be inner
     tensors of a larger cell: the gradients of a tensor used twice would be added in bf16 or fp32 depending on the cut.
     """
+    choose_kernels(precision, device)
     if precision.autocast is None:
         return nullcontext
     dtype = getattr(torch, precision.autocast)
@@ -153,11 +155,17 @@ def boundary_type_of(precision: PrecisionConfig) -> torch.dtype | None:
     return None if precision.boundaries is None else cast(torch.dtype, getattr(torch, precision.boundaries))
 
 
-def allow_tf32(precision: PrecisionConfig, device: torch.device) -> None:
-    """Allows, or forbids, that a GPU rounds the factors of float32 products to TF32; torch allows convolutions to."""
-    if device.type == "cuda":
+def choose_kernels(precision: PrecisionConfig, device: torch.device) -> None:
+    """Tells torch which kernels a GPU may use: with TF32, which torch allows to convolutions; with bits that vary.
+
+    Only without `warn_only` attention has a deterministic backward (torch's notes on reproducibility). torch's filling
+    of new memory costs time, and changes nothing for layers that do not read what nobody wrote.
+    """
+    if device.type == GPU:
         torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = precision.tf32
+        torch.use_deterministic_algorithms(precision.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
 
 
 TRACKERS = {name: f"gpipe_cli.metrics.trackers.{own}" for name, own in (("wandb", "WandB"), ("mlflow", "MLflow"))}

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from ..config import Settings
 from ..data.cache import cache_folder, made, writing_cache
+from ..gpus import GPU
 from ..json_files import DamagedJson, read_json
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
@@ -48,6 +49,8 @@ def profile_file(
     device: torch.device,
 ) -> Path:
     """Returns the file of these layers' profile in the cache, which need not exist; as `profiled_costs`."""
+    precision = settings.precision
+    kernels = (precision.tf32, precision.deterministic)
     depends_on = {
         "format": FORMAT,
         "model": settings.model,
@@ -57,7 +60,7 @@ def profile_file(
         "micro-batch": [[str(TensorShape.of(tensor)) for tensor in side] for side in micro_batch],
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "precision": [settings.precision.autocast, settings.precision.boundaries],
+        "precision": [precision.autocast, precision.boundaries, *(kernels if device.type == GPU else ())],
         "torch": torch.__version__,
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
@@ -129,7 +132,7 @@ def profiled_costs(
 
 def device_name(device: torch.device) -> str:
     """Returns the name of the GPU or the processor."""
-    if device.type == "cuda":
+    if device.type == GPU:
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

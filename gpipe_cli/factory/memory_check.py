@@ -14,6 +14,7 @@ from ..config import Settings
 from ..cpu import usable_memory
 from ..distributed.world import World
 from ..errors import ConfigurationError
+from ..gpus import GPU
 from ..layers import LayerBuilder, own_name
 from ..partition.fake_layers import CostError, TensorShape, fake_mode
 from ..partition.tie_search import find_ties
@@ -33,7 +34,7 @@ def memory_of(world: World, one_machine: bool) -> int | None:
     Args:
         one_machine: all workers run on this machine; otherwise each may have one of its own.
     """
-    if world.device.type == "cuda":
+    if world.device.type == GPU:
         devices = min(world.size, torch.cuda.device_count()) if one_machine else world.size
         return devices * torch.cuda.get_device_properties(world.device).total_memory
     memory = usable_memory()

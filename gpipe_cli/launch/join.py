@@ -6,9 +6,12 @@ import functools
 import itertools
 import os
 import re
+import select
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.cpu import compile_helpers
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.launch import report
-from gpipe_cli.launch.context import Context, call_entry, show_crashes
+from gpipe_cli.launch.context import GROUP_TIMEOUT_SECONDS, Context, call_entry, show_crashes
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.supervisor import OnEvent
 from gpipe_cli.launch.zygote import leave
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_TIMEOUT_SECONDS = 300
+POLL_SECONDS = 2.0
+SETTLE_SECONDS = 5.0  # in which this rank may fail by itself and name a better cause
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
 _FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
@@ -81,7 +86,8 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     )
     with signals:
         try:
-            value = call_entry(entry, context, config, threads=None)
+            with PeerWatch(context.store, rank, world_size):
+                value = call_entry(entry, context, config, threads=None)
         except BaseException as error:
             _fail(context, error)
     if interruption := signals.interruption():
@@ -154,6 +160,73 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
         traceback.print_exc()
     finally:
         leave(1)
+
+
+# -- the end of other ranks -------------------------------------------------------------------------------------------
+
+
+class PeerWatch:
+    """Watches the other ranks of a job from a thread, inside its `with` block, and ends this process after a death.
+
+    A rank that waits for a dead one inside a GPU's call runs none of Python's signal handlers: its launcher would kill
+    it, but only when the time for an ordered end is over. The kernel reports the end of the two neighbours that run on
+    this machine; a key in the store tells all ranks.
+
+    Args:
+        store: of this job alone.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self._rank = store, rank
+        self._neighbours = {(rank + step) % world_size for step in (-1, 1)} - {rank}
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        if self._neighbours and hasattr(os, "pidfd_open"):  # Linux
+            self._store.set(f"process {self._rank}", f"{os.getpid()} {_process_space()}")
+            threading.Thread(target=self._run, args=(self._store.clone(),), daemon=True).start()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._over.set()
+        with suppress(RuntimeError):  # the store has ended
+            self._store.set("gone" if kind else f"over {self._rank}", str(self._rank))
+
+    def _run(self, store: Store) -> None:
+        """Waits for a death and ends this process; the store's own end is the death of the rank that served it."""
+        try:
+            gone = self._wait_for_death(store)
+        except RuntimeError:
+            gone = "with the store"
+        if gone is not None and not self._over.wait(SETTLE_SECONDS):
+            text = f"worker {gone} has ended, so worker {self._rank} ends too: it waits in a call that does not return"
+            print(text, file=sys.stderr)
+            leave(1)
+
+    def _wait_for_death(self, store: Store) -> str | None:
+        """Returns the rank that has died; None once this rank's job is over."""
+        store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_SECONDS))
+        ranks, ends = {}, select.poll()
+        for rank in self._neighbours:
+            process, space = store.get(f"process {rank}").decode().split(" ", 1)
+            if space == _process_space():
+                with suppress(ProcessLookupError):  # died already: others will see it in the store, or in a message
+                    ranks[descriptor := os.pidfd_open(int(process))] = rank
+                    ends.register(descriptor, select.POLLIN)
+        while not self._over.is_set():
+            for descriptor, _ in ends.poll(1000 * POLL_SECONDS):
+                ends.unregister(descriptor)
+                os.close(descriptor)
+                if not store.check([f"over {ranks[descriptor]}"]):
+                    store.set("gone", str(ranks[descriptor]))
+            if store.check(["gone"]):
+                return store.get("gone").decode()
+        return None
+
+
+def _process_space() -> str:
+    """Returns a text that is equal in processes which know each other by their process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 # -- tasks of Slurm's srun, as torchrun would start them: `srun -n 8 gpipe-train …` ------------------------------------

@@ -51,6 +51,8 @@ class LocalGroup(dist.ProcessGroup):
         seconds: the longest wait for another worker.
     """
 
+    supports_splitting = False
+
     def __init__(self, messenger: Messenger, rank: int, ranks: Sequence[int], channel: int, seconds: float) -> None:
         # Stubs of torch before 2.15 lack this constructor.
         super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
@@ -59,6 +61,10 @@ class LocalGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return LOCAL
+
+    def _get_backend(self, device: torch.device) -> LocalGroup:
+        """Returns this group, whatever the device: torch asks every new group of a job that is bound to GPUs."""
+        return self
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
         return _Transfer(self._messenger, [self._start_to_send(tensors[0], rank, tag)], self._seconds)

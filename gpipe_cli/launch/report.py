@@ -24,8 +24,20 @@ STARTER = -1  # in place of a rank: the process that starts the workers
 COMMUNICATION = re.compile(
     r"gloo|nccl|c10d|process ?group|TCPStore|Connection (closed|reset) by peer|Broken pipe", re.IGNORECASE
 )
+# NCCL raises the same errors where it fails itself (no room in /dev/shm); with these words another side has ended.
+_OF_PEER = re.compile(r"remote|peer|closed|reset|refused|broken pipe|timed? ?out|abort", re.IGNORECASE)
 # Errors of torch and its libraries when a device or the machine has no memory for a tensor.
-NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED|MemoryError", re.IGNORECASE)
+ADVICE = {  # on errors whose own words do not help; the last part of what is printed
+    NO_MEMORY: "pipeline.remat=always, lower pipeline.keep, higher pipeline.M or precision=bf16 need less memory; "
+    "gpipe-plan with the same words and plan.fit=24GB (what a device has) finds what fits",
+    re.compile(
+        "device-side assert"
+    ): "a GPU reports a wrong index late, at another layer: is a token or label beyond a "
+    "table? The same words with pipeline.device=cpu name the layer",
+    re.compile("deterministic implementation"): "precision.deterministic=false runs it; its last bits vary",
+    re.compile("/dev/shm"): "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
+}
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 OF_SIGKILL = " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)"
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
@@ -95,12 +107,14 @@ def error_path(directory: Path, rank: int) -> Path:
 def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failure:
     """Describes the end of a worker by an exception, in this worker."""
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
+    said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
+    advice = next((f"\n{advice}" for words, advice in ADVICE.items() if words.search(said)), "")
     shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
     return Failure(
         rank=rank,
         suspicion=echo,
         time=time.time(),
-        text=f"{_name(rank)} failed{_place(where)}:\n{shown}" if plain is None else plain,
+        text=f"{_name(rank)} failed{_place(where)}:\n{shown}{advice}" if plain is None else plain,
         cause=f"{_name(rank)} failed: " + f"{type(error).__name__}: {error}".splitlines()[0],
         place=describe_place(where),
         is_plain=plain is not None,
@@ -133,9 +147,13 @@ def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
 
 
 def suspicion(error: BaseException) -> int:
-    """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo)."""
+    """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo).
+
+    1 also for an error of NCCL that says nothing of another side.
+    """
     links = [_is(link, "DistError", COMMUNICATION) for link in _chain(error)]
-    return 2 if all(links) else 1 if any(links) else 0
+    own = any("NCCL error" in str(link) and not _OF_PEER.search(str(link)) for link in _chain(error))
+    return 2 if all(links) and not own else 1 if any(links) else 0
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

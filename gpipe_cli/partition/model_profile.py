@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cpu import waited_for_core
+from ..gpus import GPU
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
 from ..pipeline.cell import BuiltLayer, Cell, require_values
@@ -92,7 +93,7 @@ def profile_layers(
     known: dict[Hashable, tuple[int, Tensors]] = {}  # number of parameters, outputs
     keys: list[Hashable] = []
     trials = Trials(device, enough)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if device.type == GPU else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
             shapes, trained = tuple(map(TensorShape.of, values)), tuple(tensor.requires_grad for tensor in values)
@@ -229,7 +230,7 @@ class Trials:
     """
 
     def __init__(self, device: torch.device, enough: float = math.inf) -> None:
-        self._on_gpu, self._until = device.type == "cuda", time.perf_counter() + enough
+        self._on_gpu, self._until = device.type == GPU, time.perf_counter() + enough
         self.times: dict[Hashable, LayerTimes] = {}
         self._waiting: dict[Hashable, LayerTrial] = {}
         self._bytes = 0
@@ -294,7 +295,7 @@ class _Clock:
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
-        if self._device.type == "cuda":
+        if self._device.type == GPU:
             begin = event_now(self._device)
             yield
             self._events[phase].append((begin, event_now(self._device)))

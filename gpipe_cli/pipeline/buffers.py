@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigurationError
+from ..gpus import GPU
 from .batchnorm import DeferredBatchNorm
 from .messages.grouping import as_tensors, replace_tensors
 
@@ -104,7 +105,8 @@ class BufferGuard:
         copies = replace_tensors(argument, lambda tensor: tensor.detach().clone())
         for batchnorm in gathering:
             batchnorm.gathering = False
-        with torch.random.fork_rng(devices=[tensor.device for tensor in as_tensors(argument) if tensor.is_cuda]):
+        devices = {tensor.device for tensor in as_tensors(argument)}
+        with torch.random.fork_rng([device for device in devices if device.type == GPU]):
             self._forward(copies)
         for batchnorm in gathering:
             batchnorm.gathering = True

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..gpus import GPU
+
 BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
 
 
@@ -183,7 +185,7 @@ def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def wire_device(group: dist.ProcessGroup) -> str:
     """Returns the device of the group's messages: NCCL sends from GPUs, others from the CPU."""
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return GPU if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def _waiting(work: dist.Work | None) -> Callable[[], None]:

@@ -16,6 +16,8 @@ from struct import pack, unpack
 import numpy as np
 import torch
 
+from ..gpus import GPU
+
 WEIGHTS, NOISE, SECTION = 1, 2, 3  # purposes of a seed, so that no two coincide
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
 
@@ -60,7 +62,7 @@ class NoiseSource:
     def __init__(self, seed: int, replica: int, device: torch.device) -> None:
         self._seed, self._replica = seed, replica
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
+        if device.type == GPU:
             torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's own
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 

@@ -83,6 +83,7 @@ class Planner:
         self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
         self._section = self._with_workers(most_cells)  # of which this machine is measured
+        build_autocast(settings.precision, present_device(self._section))  # for the kernels of a run
         self.device = options.device or measure_device(self._section)
         self._times = TimeModel(self.device)  # the rates of this machine are measured, those of others are peaks
         if options.device is not None:

@@ -24,6 +24,7 @@ from typing import IO, Any
 from gpipe_cli import __version__
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
+from gpipe_cli.gpus import let_memory_grow
 from gpipe_cli.launch.join import adopt_step, check_rank
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.terminal.text import relative_paths
@@ -58,6 +59,7 @@ def run_command(
         else:  # files and pipes get every character, and the bytes of files' names
             sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")
     adopt_step(os.environ)
+    let_memory_grow(os.environ)
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):

@@ -27,11 +27,12 @@ from ..distributed.exchange import Exchange, never
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import World, join_world
 from ..errors import ConfigurationError
-from ..factory.build import allow_tf32, boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
+from ..factory.build import boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
 from ..factory.example import asks_for_example, with_example
 from ..factory.groups import Groups
 from ..factory.kept_profile import profiled_costs
 from ..factory.memory_check import memory_of, refuse_too_large
+from ..gpus import GPU
 from ..launch.context import Context
 from ..layers import LayerBuilder
 from ..metrics.journal import Notices
@@ -113,9 +114,7 @@ def start_worker(context: Context, settings: Settings) -> World:
         raise ConfigurationError(f"{keys}: gpipe-train and gpipe-plan choose these, type values here")
     torch.set_num_threads(pipeline.threads)  # torchrun sets another number, and the last bits depend on it
     workers = context.world_size // pipeline.replicas
-    world = join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
-    allow_tf32(settings.precision, world.device)
-    return world
+    return join_world(context, workers, pipeline.replicas, pipeline.device, pipeline.backend)
 
 
 def assemble_model(
@@ -257,7 +256,7 @@ def _ones(shapes: Sequence[Tensor], types: Sequence[Tensor]) -> tuple[Tensor, ..
 def memory_of_worker(settings: Settings, world: World) -> float | None:
     """Returns the bytes that a worker's device has; None where the cut need not look: on CPUs without a typed limit."""
     pipeline = settings.pipeline
-    if world.device.type == "cuda":
+    if world.device.type == GPU:
         free: int = torch.cuda.mem_get_info(world.device)[0]
         return free / workers_on_a_gpu(pipeline)
     typed = pipeline.memory is not None or any("memory" in device for device in pipeline.devices or ())

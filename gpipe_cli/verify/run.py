@@ -63,9 +63,6 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     settings = Settings.from_config(config["settings"])
     refuse_what_cannot_be_verified(settings)
     world = start_worker(context, settings)
-    if world.device.type == "cuda":
-        torch.backends.cudnn.deterministic = True  # both sides sum in the same order
-        torch.use_deterministic_algorithms(True, warn_only=True)
     if settings.pipeline.compile:
         torch._inductor.config.fallback_random = True  # the random numbers of layers that are not compiled
     wide = settings.verify.dtype == "float64"

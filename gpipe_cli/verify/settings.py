@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..config import PrecisionConfig, Settings
+from ..config import Settings
 from ..data.source import Batch, Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
@@ -66,7 +66,7 @@ def in_float64(settings: Settings) -> Settings:
         settings,
         model={"_target_": f"{__name__}.float64_layers", "layers": settings.model, "_recursive_": False},
         data={**data, "batch_size": settings.data.get("batch_size")},
-        precision=PrecisionConfig(None, boundaries, settings.precision.loss_scale, tf32=False),
+        precision=dataclasses.replace(settings.precision, autocast=None, boundaries=boundaries, tf32=False),
         verification=dataclasses.replace(settings.verification, dtype="float64"),
     )
 

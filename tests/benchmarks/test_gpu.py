@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.common import ROOT, Row
-from benchmarks.gpu.__main__ import PARTS, open_parts, outcome
+from benchmarks.gpu.__main__ import PARTS, open_parts, outcome, read, run_apart
 from benchmarks.gpu.checks import Site
 
 
@@ -31,6 +31,13 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert output.with_suffix(".md").read_text().count("**passed**") == len(PARTS)
 
 
+def test_a_part_that_fails_keeps_its_logs(tmp_path: Path) -> None:
+    arguments = read(["--device", "cpu", "--tiny", "--output", str(tmp_path / "gpu.json")])
+    record = run_apart("no such part", arguments, 60)
+    assert record["status"] == "failed" and str(tmp_path / "gpu-logs") in record["why"]
+    assert "the parts are" in (tmp_path / "gpu-logs/no such part/output").read_text()
+
+
 def test_a_part_that_ends_early_is_told_with_its_reason() -> None:
     assert outcome(0, [{"ok": True}], [], 9) == ("passed", "")
     assert outcome(0, [{"ok": True}, {"ok": False}], [], 9) == ("failed", "1 of 2 checks are wrong")
@@ -41,11 +48,11 @@ def test_a_part_that_ends_early_is_told_with_its_reason() -> None:
 def test_a_case_that_fails_ends_no_other(tmp_path: Path) -> None:
     def work(case: Sequence[str]) -> Row:
         if case == ["1"]:
-            raise SystemExit("gpipe-train failed:\nValueError: 7")
+            raise SystemExit("gpipe-train failed:\n  a line of code\nValueError: 7\nlog: /tmp/gone/rank_0.log\n")
         return {"what": case, "ok": True}
 
     rows = list(Site("exact", "cpu", True, tmp_path).side_by_side(work, [["0"], ["1"], ["2"]]))
-    assert [row["ok"] for row in rows] == [True, False, True] and rows[1]["why"] == "ValueError: 7"
+    assert [row["ok"] for row in rows] == [True, False, True] and rows[1]["why"].endswith("\nValueError: 7")
 
 
 def test_a_second_call_goes_on_with_what_is_open() -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
 from gpipe_cli.distributed import world
 from gpipe_cli.distributed.world import CPU, choose_backend, choose_device
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.context import Context
+from gpipe_cli.launch.context import GROUP_TIMEOUT_SECONDS, Context
+from gpipe_cli.launch.local_group import register_local_backend
+from gpipe_cli.launch.messenger import LOCAL, Messenger, mailbox
 
 TWO_MACHINES = ["a 0", "a 1", "b 0", "b 1"]
 UNEQUAL_MACHINES = ["a 0", "a 1", "a 2", "a 3", "b 0", "b 1", "b 0", "b 1"]
@@ -93,6 +98,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, installed: int, usable: int) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(world, "compute_on", lambda device: None)
 
 
 def test_ranks_of_a_machine_take_its_gpus_in_turn(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,15 +124,28 @@ def test_gpus_that_torch_cannot_use_are_not_passed_over(ranks: Ranks, monkeypatc
     assert choose_device(context, "cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("bound_from_the_start", [False, True], ids=["torch 2.14", "torch 2.15"])
+def test_a_gpu_without_kernels_in_this_torch_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
+
+    gpus(monkeypatch, installed=1, usable=1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla K80")
+    monkeypatch.setattr(world, "compute_on", fail)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot compute on the Tesla K80 .*: .* no kernel image .*the device; "
+    ):
+        choose_device(ranks.context(0, 1, HashStore()), "auto")
+
+
+@pytest.mark.parametrize("newer", [False, True])
 def test_nccl_is_told_its_gpu_where_it_would_guess_it(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bound_from_the_start: bool
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, newer: bool
 ) -> None:
+    """torch's newer class guesses; the older one, in torch 2.14 beside it, would use one queue if it was told."""
     gpus(monkeypatch, installed=2, usable=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
-    monkeypatch.delattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", raising=False)
-    if bound_from_the_start:
-        monkeypatch.setattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2", object, raising=False)
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", str(int(newer)))
+    monkeypatch.setattr(dist.Backend, "_plugins", {})  # torch registers "nccl" when it is first asked for
 
     def told(context: Context) -> list[Any]:
         """Returns the backend and the GPU with which a rank would make its process group."""
@@ -141,5 +160,20 @@ def test_nccl_is_told_its_gpu_where_it_would_guess_it(
             world.join_world(context, 2, 1, "auto", "auto")
         return given
 
-    told_gpus = [torch.device("cuda", rank) if bound_from_the_start else None for rank in range(2)]
+    told_gpus = [torch.device("cuda", rank) if newer else None for rank in range(2)]
     assert ranks.together(2, told) == [["nccl", gpu] for gpu in told_gpus]
+
+
+def test_every_group_waits_as_long_as_the_first_and_those_of_the_cpu_are_made_beside_bound_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiving, sending = mailbox()
+    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(minutes=10))  # torch's for NCCL
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        register_local_backend(Messenger(0, receiving.detach(), [sending.detach()]))
+        monkeypatch.setattr(dist, "new_group", partial(dist.new_group, device_id=torch.device("cuda", 0)))
+        group: Any = world._new_group(None, LOCAL)
+        assert group._seconds == GROUP_TIMEOUT_SECONDS
+    finally:
+        dist.destroy_process_group()

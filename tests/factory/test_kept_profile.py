@@ -15,8 +15,9 @@ from composed import checked
 from inline_run import train_inline
 
 from gpipe_cli.commands import plan
+from gpipe_cli.factory import kept_profile
 from gpipe_cli.factory.build import build_model
-from gpipe_cli.factory.kept_profile import profiled_costs
+from gpipe_cli.factory.kept_profile import profile_file, profiled_costs
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.tasks.language_model import LanguageModelTask
 
@@ -52,6 +53,19 @@ def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any
     profile(tmp_path)
     assert "measured in" in profile(tmp_path, *change.get("words", []), batch=change.get("batch", 2))[1]
     assert len(list((tmp_path / "profiles").glob("*.json"))) == 2
+
+
+def test_a_gpu_s_profile_is_that_of_the_kernels_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_profile, "device_name", lambda device: "H100")
+    ids = (torch.ones(2, 5, dtype=torch.int64),)
+
+    def file(device: str, *words: str) -> Path:
+        settings = checked("model=transformer_lm_small", "debug=tiny", *words).settings
+        return profile_file([], (ids, ids), settings, torch.device(device))
+
+    words = ("precision.tf32=true", "precision.deterministic=false")
+    assert len({file("cuda"), *(file("cuda", word) for word in words)}) == 3
+    assert {file("cpu")} == {file("cpu", word) for word in words}
 
 
 def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

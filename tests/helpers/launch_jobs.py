@@ -97,6 +97,16 @@ def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
     torch.distributed.recv(torch.zeros(1), CULPRIT)
 
 
+def kill_beside_device(context: Context, config: dict[str, Any]) -> None:
+    """One rank is killed while the others wait inside a call that never returns to Python, as a GPU's."""
+    _joined(context)
+    if context.rank == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    while True:
+        system.pthread_mutex_lock(mutex)  # the second time waits for this very thread
+
+
 def raise_value_error(context: Context, config: dict[str, Any]) -> None:
     _sleep_as_peer(context)
     raise ValueError("the real cause")

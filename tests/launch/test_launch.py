@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -19,8 +20,10 @@ from typing import Any
 
 import launch_jobs
 import pytest
+import torch
 from launch_command import Command, children_of, wait_for
 from small_disk import small_disk
+from torch.distributed import DistBackendError
 
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.errors import ConfigurationError
@@ -197,6 +200,27 @@ def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
     echo, wrapped = RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer"), LookupError("cell 1")
     wrapped.__cause__ = echo
     assert [report.suspicion(error) for error in (ValueError("x"), wrapped, echo)] == [0, 1, 2]
+    own = (
+        "NCCL error: unhandled system error. Error while creating shared memory segment /dev/shm/nccl-1: No space left"
+    )
+    far = "NCCL error: remote process exited or there was a network error"
+    assert [report.suspicion(DistBackendError(text)) for text in (own, far)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "remat=always.* pipeline.keep.* pipeline.M.* plan.fit"),
+        (MemoryError(), "plan.fit"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "token or label .* pipeline.device=cpu name"),
+        (RuntimeError("cumsum does not have a deterministic implementation"), "precision.deterministic=false"),
+        (DistBackendError("NCCL error: no room in /dev/shm/nccl-1"), "--shm-size"),
+    ],
+)
+def test_an_error_of_a_device_ends_with_what_to_do(error: Exception, advice: str) -> None:
+    around = LookupError("cell 1, layer 'head'")
+    around.__cause__ = error
+    assert re.search(advice, report.failure_of(0, around, {}).text.splitlines()[-1])
 
 
 # ---------------------------------------------------------------------------------------- processes that are killed
@@ -367,6 +391,19 @@ def test_ranks_of_torchrun_die_with_it(command: Any) -> None:
     started.wait_until_ready(2)
     started.process.kill()
     assert started.end()[0] == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_rank_that_dies_ends_those_that_wait_for_it_inside_a_device(command: Any, launcher: str) -> None:
+    if launcher == "torchrun":  # which would wait ten minutes
+        prefixes = [(*TORCHRUN[:-1], "--shutdown-timeout=600", TORCHRUN[-1])]
+    else:  # a rank without a launcher that would end it at all
+        port = free_port()
+        prefixes = [by_hand(port, rank, world_size=2) for rank in (0, 1)]
+    ended = [one.end() for one in [command("kill_beside_device", prefix=prefix) for prefix in prefixes]]
+    assert ended[0][0] == 1
+    assert "worker 1 has ended, so worker 0 ends too" in ended[0][1]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.background_load import background_load
@@ -39,6 +40,18 @@ def test_messages_are_measured_between_two_processes(shared_memory: bool) -> Non
     assert 0 < found.host < 0.1
     assert 0 <= found.latency < 0.1
     assert found.rate > 1e6
+
+
+def test_a_copy_between_two_gpus_is_timed_and_the_probes_fit_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("device_count", 2), ("synchronize", None), ("get_device_name", "small")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(this_device, "GPU", "cpu")  # torch has cpu:1
+    link = this_device._link_between_gpus()
+    assert link.rate not in (this_device._GPU_LINK.rate, 0.0)
+    drawn: list[int] = []
+    monkeypatch.setattr(torch, "randn", lambda *size, **more: drawn.append(size[0]) or torch.zeros(8, 8))
+    this_device._measure(torch.device("cpu"), 1e8, link)
+    assert 16 * drawn[0] ** 2 < 1e8
 
 
 DEADLINE = 30.0  # seconds

@@ -14,7 +14,7 @@ from run_files import losses, rows
 
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.factory.build import allow_tf32
+from gpipe_cli.factory.build import choose_kernels
 from gpipe_cli.metrics.records import Progress
 from gpipe_cli.metrics.step_report import StepReport
 from gpipe_cli.trainer.nonfinite import adjust_scale
@@ -127,11 +127,14 @@ def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
     assert progress.loss_scale == 8.0
 
 
-def test_tf32_is_allowed_on_a_gpu_only_where_the_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[str] = []
+def test_a_gpu_uses_tf32_and_kernels_whose_bits_vary_only_where_a_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[object] = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", chosen.append)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    for words, device in (((), "cpu"), ((), "cuda"), (("precision.tf32=true",), "cuda")):
-        allow_tf32(make_request(words).settings.precision, torch.device(device))
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)  # with warn_only attention would vary
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    other = ("precision.tf32=true", "precision.deterministic=false")
+    for words, device in (((), "cpu"), ((), "cuda"), (other, "cuda")):
+        choose_kernels(make_request(words).settings.precision, torch.device(device))
         chosen.append(f"cuDNN {torch.backends.cudnn.allow_tf32}")
-    assert chosen == ["cuDNN True", "highest", "cuDNN False", "high", "cuDNN True"]
+    assert chosen == ["cuDNN True", "highest", True, "cuDNN False", "high", False, "cuDNN True"]

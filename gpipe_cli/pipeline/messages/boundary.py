@@ -16,7 +16,7 @@ from torch import Tensor
 from ...micro_batch import Tensors
 from .grouping import grouped, grouped_like, grouping_of
 
-ALIGNMENT = 64  # bytes; each tensor of a packed message starts at a multiple, so that any dtype can view it
+ALIGNMENT = 256  # bytes; a packed tensor starts at a multiple: cuBLASLt chooses kernels by alignments up to this
 
 
 def is_channels_last(tensor: Tensor) -> bool:

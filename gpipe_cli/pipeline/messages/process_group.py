@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...config import TAGS_PER_CELL
+from ...gpus import GPU
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, pack, unpack
@@ -58,7 +59,7 @@ class ProcessGroupTransport:
         self._ranks, self._device, self._wire = ranks, device, wire
         self._groups, self._control = groups, control
         self._rank = dist.get_rank()
-        self.blocks_device = wire.type == "cuda"
+        self.blocks_device = wire.type == GPU
         # gloo reports that a message has left only to a caller that waits for it; NCCL can be asked.
         self._window = None if self.blocks_device else send_window(len(set(ranks)))
         self._sending: dict[str, deque[tuple[dist.Work | None, Tensor]]] = defaultdict(deque)  # by direction, in order

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ...gpus import GPU
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message
 from .boundary import BoundarySpec
@@ -79,7 +80,7 @@ def connect_workers(
             to CPU go through memory that both workers share.
     """
     transport = ProcessGroupTransport(ranks, device, wire, groups, control)
-    if wire.type == "cuda":
+    if wire.type == GPU:
         transport.exchange_first_messages()
         torch.cuda.synchronize(wire)
     elif isinstance(control, Sockets) and hasattr(os, "memfd_create"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ...config import PipelineConfig
 from ...cpu import as_worker, usable_memory, waited_for_core
 from ...errors import ConfigurationError
+from ...gpus import GPU
 from ...launch.context import Context
 from ...launch.report import WorkerFailed
 from ...launch.supervisor import Job, launch
@@ -49,14 +50,15 @@ class LinkTimes(NamedTuple):
     rate: float
 
 
-_GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # to a neighbour, assumed: PCIe 3.0 ×16
+_GPU_LINK = LinkTimes(host=0.0, latency=1e-5, rate=12e9)  # assumed where there is one GPU only: PCIe 3.0 ×16
+_COPIED = 1 << 26  # bytes from GPU to GPU
 # Assumed where it cannot be measured; as measured on two cores.
 _CPU_LINK = LinkTimes(host=1.5e-4, latency=1e-4, rate=0.6e9)
 
 
 def present_device(pipeline: PipelineConfig) -> torch.device:
     """Returns the device on which a run on this machine would compute."""
-    return torch.device("cuda" if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
+    return torch.device(GPU if pipeline.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def workers_on_a_gpu(pipeline: PipelineConfig) -> int:
@@ -80,7 +82,7 @@ def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> 
 def measure_device(pipeline: PipelineConfig) -> Device:
     """Returns rates, memory and the cost of operations and messages, as one worker has them.
 
-    A worker has its threads, or its part of a GPU. A link between GPUs is assumed, not measured.
+    A worker has its threads, or its part of a GPU.
     """
     rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
     if rates.kernels == "accelerator":
@@ -98,21 +100,30 @@ def measure_device(pipeline: PipelineConfig) -> Device:
 def measure_rates(pipeline: PipelineConfig) -> Device:
     """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes less than a second.
 
-    The cost of messages is assumed.
+    The cost of messages is assumed, but for the rate between two GPUs.
     """
     device = present_device(pipeline)
-    if device.type == "cuda":
+    if device.type == GPU:
         torch.cuda.empty_cache()  # memory that this process no longer needs counts as free
-        return _measure(device, float(torch.cuda.mem_get_info()[0]), _GPU_LINK)
+        return _measure(device, float(torch.cuda.mem_get_info()[0]), _link_between_gpus())
     memory = usable_memory()
     with as_worker(pipeline.threads):
         return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
 
 
+def _link_between_gpus() -> LinkTimes:
+    """Times a copy from one GPU of this machine to another."""
+    if torch.cuda.device_count() < 2:
+        return _GPU_LINK
+    given, taken = (torch.zeros(_COPIED, dtype=torch.uint8, device=torch.device(GPU, index)) for index in (0, 1))
+    return _GPU_LINK._replace(rate=_COPIED / _seconds(lambda: taken.copy_(given), True))
+
+
 def _measure(device: torch.device, memory: float, link: LinkTimes) -> Device:
-    is_gpu = device.type == "cuda"
-    side = 8192 if is_gpu else 512
-    numbers = (1 << 28) if is_gpu else (1 << 23)
+    is_gpu = device.type == GPU
+    side, numbers = (8192, 1 << 28) if is_gpu else (512, 1 << 23)
+    while is_gpu and 16 * side**2 + 4 * numbers > memory / 2:  # matrices and vector
+        side, numbers = side // 2, numbers // 4
     a = torch.randn(side, side, device=device)
     b, half = torch.randn_like(a), a.bfloat16()
     vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)

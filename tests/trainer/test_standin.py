@@ -1,0 +1,97 @@
+"""Tests commands on a device without hardware in the place of GPUs, with gloo in the place of NCCL (standin.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_files import losses, rows
+from standin import build
+
+pytestmark = [
+    pytest.mark.slow(2),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="builds an extension of torch"),
+]
+TINY = ("debug=tiny", "model=transformer", "trainer.steps=3", "logging.tensorboard=false", "trainer.samples=0")
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a command where nvidia-smi lists so many of the devices, with more environment variables."""
+    found = build(tmp_path_factory.mktemp("standin"))
+
+    def run(name: str, *words: str, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", f"gpipe_cli.commands.{name}", *words]
+        environment = {**os.environ, **found, **{key: str(value) for key, value in more.items()}}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one(on_standin: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the run of four cells on one GPU."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    on_standin("train", *TINY, "pipeline.K=4", f"hydra.run.dir={folder}")
+    return folder
+
+
+def test_one_gpu_computes_what_a_cpu_does(on_standin: Run, one: Path, tmp_path: Path) -> None:
+    on_standin("train", *TINY, "pipeline.device=cpu", f"hydra.run.dir={tmp_path / 'cpu'}")
+    assert losses(one) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+
+
+@pytest.mark.parametrize("newer", [0, 1], ids=["ProcessGroupNCCL", "ProcessGroupNCCL2"])
+def test_several_gpus_start_and_compute_what_one_does(on_standin: Run, one: Path, newer: int, tmp_path: Path) -> None:
+    def train(gpus: int, *words: str) -> Path:
+        folder = tmp_path / str(gpus)
+        chosen = {"STANDIN_GPUS": gpus, "TORCH_DIST_USE_NCCL2": newer}
+        done = on_standin("train", *TINY, *words, f"hydra.run.dir={folder}", **chosen)
+        assert f"torch's ProcessGroupNCCL{'2' * newer}\n" in done.stdout
+        return folder
+
+    assert losses(train(2, "pipeline.K=2")) == losses(one)
+    groups = re.findall(r"ProcessGroupNCCL2? of . waits (\d+) s", (tmp_path / "2/workers/rank_0.log").read_text())
+    assert groups == ["1800"] * 5
+    both = train(4, "pipeline.K=2", "pipeline.replicas=2", "pipeline.shard_optimizer=true")
+    assert rows(both / "evaluations.jsonl")
+
+
+def test_a_run_on_gpus_is_verified_resumed_and_evaluated(on_standin: Run, one: Path, tmp_path: Path) -> None:
+    on_standin("verify", *TINY, "model=amoebanet", "pipeline.K=2", STANDIN_GPUS=2)
+    again = tmp_path / "again"
+    on_standin("train", *TINY, "trainer.steps=4", f"checkpoint.resume={one}", f"hydra.run.dir={again}", STANDIN_GPUS=2)
+    assert [row["step"] for row in rows(again / "metrics.jsonl")] == [4]
+    on_standin("eval", str(one))
+
+
+def test_a_full_gpu_says_what_needs_less(on_standin: Run, tmp_path: Path) -> None:
+    words = ("pipeline.remat=never", f"hydra.run.dir={tmp_path / 'run'}")
+    done = on_standin("train", *TINY, *words, code=1, STANDIN_MEMORY=2_000_000)
+    assert "CUDA out of memory" in done.stderr
+    assert re.search(r"pipeline\.remat=always.*pipeline\.M.*plan\.fit", done.stderr.splitlines()[-2])
+
+
+def test_a_step_waits_for_the_device_a_few_times(on_standin: Run, tmp_path: Path) -> None:
+    found = []
+    for steps in (2, 3):
+        folder = tmp_path / str(steps)
+        quiet = (f"trainer.steps={steps}", "trainer.evaluate_every=null", "checkpoint.every=null")
+        on_standin("train", *TINY, *quiet, "trainer.gradient_clip=1", f"hydra.run.dir={folder}")
+        counted = re.search(r"waits (\d+) operations (\d+)", (folder / "workers/rank_0.log").read_text())
+        assert counted
+        found.append([int(each) for each in counted.groups()])
+    waits, operations = (after - before for before, after in zip(*found, strict=True))
+    assert waits <= 3
+    assert operations <= 7000
