@@ -29,6 +29,7 @@ KINDS = {  # what is said of the line
     "no_dev": "has no dev set",
 }
 OF_TEXT = ("undecodable", "nul", "malformed", "empty", "too_long", "byte_order_mark")  # kinds in text of one side
+NO_LINES = ("no_dev", "byte_order_mark")  # kinds by which no line is lost
 KEEPABLE = ("held_out", "copied")  # kinds of pairs that can be trained on
 DEFAULTS = {**dict.fromkeys(KINDS, "drop"), "misaligned": "refuse", "copied": "keep"}
 EXAMPLES = 20  # of each kind and language, listed in defects.json
@@ -123,8 +124,8 @@ class Defects:
         """Returns "dropped 3 empty, 1 too long; kept 2 copied; such as …", an example of each kind; "" without any."""
         totals = self.totals()
         parts = []
-        for word, did in (("drop", "dropped"), ("keep", "kept")):
-            if kinds := sorted(kind for kind in totals if policy[kind] == word):
+        for did, word, are_pairs in (("dropped", "drop", True), ("kept", "keep", True), ("found", "drop", False)):
+            if kinds := sorted(of for of in totals if policy[of] == word and (of not in NO_LINES) == are_pairs):
                 parts.append(f"{did} {', '.join(f'{totals[kind]:,} {kind}' for kind in kinds)}".replace("_", " "))
         first = {one.kind: str(one) for one in reversed(self.examples) if policy[one.kind] == "drop"}
         if first:

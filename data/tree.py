@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from glob import glob
 from pathlib import Path
 
 from ..errors import ConfigurationError
@@ -47,6 +48,15 @@ def refuse_dead_links(paths: Iterable[str | Path]) -> None:
     if dead := [path for path in map(Path, paths) if path.is_symlink() and not path.exists()]:
         more, target = f" ({len(dead):,} such links)" if len(dead) > 1 else "", dead[0].readlink()
         raise ConfigurationError(f"{dead[0]} links to {target}, which is not there{more}: mount it, or remove the link")
+
+
+def files_matching(path: Path) -> list[Path]:
+    """Returns the files that a pattern finds, each once; a folder that is there is no pattern, whatever its name."""
+    base = next(folder for folder in path.parents if folder.exists())
+    names = glob(str(path.relative_to(base)), root_dir=base, recursive=True)  # noqa: PTH207  # it follows links
+    refuse_dead_links(base / name for name in names)
+    files = sorted((base / name for name in names if (base / name).is_file()), key=lambda file: -len(file.parts))
+    return sorted({file.resolve(): file for file in files}.values())  # a link may lead into its own folder
 
 
 def by_ending(names: Iterable[str]) -> str:

@@ -13,10 +13,10 @@ compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split ar
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +25,9 @@ from pydantic import Field
 from ...errors import ConfigurationError
 from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked
 from ..records import COLUMNS_OF, ROWS_OF
-from ..tree import files_below, refuse_dead_links
+from ..tree import files_below, files_matching, refuse_dead_links
+
+log = logging.getLogger(__name__)
 
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
 """By language: files of the source side, globs or pairs of files."""
@@ -104,6 +106,9 @@ def find_pairs(
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
+    if lost := [pair for key in found for pair in found[key].values() if key[0] not in trained and languages is None]:
+        others = f" ({len(lost):,} such files)" if len(lost) > 1 else ""
+        log.warning("%s%s is left out: there is no training text from '%s'", lost[0].source, others, lost[0].language)
     where = "data.train" if "train" in named else f"data.root={root}"
     if not trained:
         some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
@@ -148,18 +153,10 @@ def _matching(folder: Path, name: str, key: str) -> list[Path]:
     """Returns the file of this name, or those that a glob finds, in the order of their names."""
     path = folder / Path(name).expanduser()
     refuse_dead_links([path])
-    found = [path] if path.is_file() else _globbed(path)
+    found = [path] if path.is_file() else files_matching(path)
     if not found:
         raise ConfigurationError(f"{key}={name}: there is no file {path}")
     return found
-
-
-def _globbed(path: Path) -> list[Path]:
-    """Returns the files that a pattern finds, each once; a folder that is there is no pattern, whatever its name."""
-    base = next(folder for folder in path.parents if folder.exists())
-    names = glob(str(path.relative_to(base)), root_dir=base, recursive=True)  # noqa: PTH207  # it follows links
-    files = sorted((base / name for name in names if (base / name).is_file()), key=lambda file: -len(file.parts))
-    return sorted({file.resolve(): file for file in files}.values())  # a link may lead into its own folder
 
 
 def _other(source: Path, language: str, target: str, key: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -9,7 +10,9 @@ from typing import Literal, NamedTuple
 from ...errors import ConfigurationError
 from ..defects import KINDS, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, JSON, PACKED, PARQUET, decoded, ending_of, has_records, reading, texts_in, unpacked
-from ..tree import files_below, refuse_dead_links
+from ..tree import by_ending, files_below, files_matching, refuse_dead_links
+
+log = logging.getLogger(__name__)
 
 PLAIN = (".txt", ".text", ".md")
 MOST_LINE = 2**23  # bytes; a longer line is dropped
@@ -35,11 +38,14 @@ class Document(NamedTuple):
     text: str
 
 
-def find_texts(root: str | None, key: str) -> list[Path]:
+def find_texts(root: str | None, key: str, pattern: str | None = None) -> list[Path]:
     """Returns the text files under a folder, in the order of their names, or the one file that is named.
+
+    Warns of files that are passed over.
 
     Args:
         key: the key that holds `root`; for messages.
+        pattern: of the files' paths from `root`; None: those with the endings of text.
 
     Raises:
         ConfigurationError: there is no text in it, or one twice.
@@ -48,8 +54,13 @@ def find_texts(root: str | None, key: str) -> list[Path]:
     refuse_dead_links([place])
     if place.is_file():
         return [place]
-    seen = () if root is None else files_below(place, _is_text)
-    found = [Path(file) for file in seen if _is_text(file.name)]
+    seen = [] if root is None or pattern is not None else [Path(file) for file in files_below(place, _is_text)]
+    found = [path for path in seen if _is_text(path.name)] if pattern is None else files_matching(place / pattern)
+    if others := [path.name for path in seen if not _is_text(path.name)]:
+        counts = by_ending(others)
+        log.warning("%s: %d files are passed over (%s): data.files='**/*' reads all", root, len(others), counts)
+    if not found and pattern is not None:
+        raise ConfigurationError(f"data.files={pattern}: there is no such file in {key}={root}")
     if not found:
         raise ConfigurationError(
             f"{key}={root}: there is no text. Expected a file, or a folder, of plain text ({', '.join(PLAIN)}) "

@@ -101,6 +101,7 @@ class TextFilesSource(WindowSource, PreparedSource):
 
     Args:
         root: a file or a folder, see `files.find_texts`.
+        files: a pattern of the paths in these folders, as "**/*.py"; None: files with the endings of text.
         document: what ends a document of plain text: "blank_line" or "line". A record is a document.
         json_key: of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each.
@@ -148,10 +149,11 @@ class TextFilesSource(WindowSource, PreparedSource):
         corpus_seed: Seed = 0,
         seed: int = 0,
         cache_dir: str | None = None,
+        files: str | None = None,
     ) -> None:
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
         self.pad_id, self._vocabulary = pad_id, vocabulary
-        self._root, self._evaluation_root = root, evaluation_root
+        self._root, self._evaluation_root, self._pattern = root, evaluation_root, files
         self._policy = check_policy(on_defect or {}, OF_TEXT, strict)
         self._workers, self._cache_dir = preparation_workers, cache_dir
         if tokenizer is not None:
@@ -171,8 +173,9 @@ class TextFilesSource(WindowSource, PreparedSource):
         Raises:
             ConfigurationError: files are missing or no text, a defect is to be refused, or there is too little text.
         """
-        files = find_texts(self._root, "data.root")
-        held_out = [] if self._evaluation_root is None else find_texts(self._evaluation_root, "data.evaluation_root")
+        files, held_out = find_texts(self._root, "data.root", self._pattern), []
+        if self._evaluation_root is not None:
+            held_out = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
 
         def make(draft: Path) -> None:
             workers = worker_count([*files, *held_out], self._workers)

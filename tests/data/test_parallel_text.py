@@ -407,6 +407,15 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
     assert none.sizes == parallel_folder.SIZES and [kind for kind, *_ in places(none)] == ["no_dev", "no_dev"]
 
 
+def test_dev_text_of_a_language_whose_training_text_has_another_name_is_told(
+    opus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (opus / "sw-en" / "opus.sw-en-train.sw").rename(opus / "sw-en" / "opus.sw-en-train.swa")
+    assert [*source(opus, on_defect={"no_dev": "drop"}).sizes] == ["de", "fi", "swa"]
+    assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
+    assert "are used: found 1 no dev; such as" in caplog.text
+
+
 def test_a_policy_names_its_kinds_and_words() -> None:
     assert check_policy({}, strict=True) == {**dict.fromkeys(KINDS, "refuse"), "copied": "keep"}
     with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
