@@ -20,7 +20,7 @@ from ..svg import Drawing
 from .breakdown import simulate_with
 from .step_report import PHASES
 
-COMPUTATION, MESSAGES = 0, 1  # threads of a worker
+COMPUTATION, MESSAGES, HOST = 0, 1, 2  # threads of a worker; a GPU's host reads data while the GPU computes
 Recording = Sequence[tuple[str, float, float]]  # a worker's step: name of each instruction and phase, begin, end
 _ARROW_MICROSECONDS = 1.0  # an arrow ends so long before its receive, because it must end inside it
 
@@ -93,12 +93,12 @@ def trace(
         replica, worker = divmod(rank, workers)
         name = f"worker {worker}" + (f" of replica {replica}" if len(recordings) > workers else "")
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": name}})
-        for tid, thread in ((COMPUTATION, "computation"), (MESSAGES, "messages")):
+        for tid, thread in ((COMPUTATION, "computation"), (MESSAGES, "messages"), (HOST, "host")):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": thread}})
         for name, start, end in recording:
             place = {"name": name, "pid": rank, "ts": 1e6 * (start - began), "dur": 1e6 * (end - start)}
             if name in PHASES:
-                tid = MESSAGES if name == "exchange" else COMPUTATION
+                tid = HOST if name in ("data", "exchange") else COMPUTATION
                 events.append({"ph": "X", "cat": "phase", "tid": tid, **place})
             else:
                 events += _slice(Instruction.parse(name), place, replica, layers)

@@ -6,14 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, TypeAlias
 
 import torch
 
 from ..schedule.instruction import Instruction, Op
 from ..schedule.simulate import Span
 
-Mark = float | torch.Event
+Mark: TypeAlias = Any  # a moment: seconds of the machine's monotonic clock, or a torch.Event
 
 
 def event_now(device: torch.device) -> torch.Event:
@@ -26,9 +26,7 @@ def event_now(device: torch.device) -> torch.Event:
 
 def seconds_between(start: Mark, end: Mark) -> float:
     """Returns the seconds from one mark to another of the same kind."""
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    return float(cast(torch.Event, start).elapsed_time(cast(torch.Event, end))) / 1000
+    return float(end - start if isinstance(start, float) else start.elapsed_time(end) / 1000)
 
 
 class Meter:
@@ -47,7 +45,8 @@ class Meter:
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self._phases_before = self._phase_marks
-        self.began, self._started = 0.0, cast(Mark, 0.0)
+        self.began: float = 0.0
+        self._started: Mark = 0.0
         self.spans: list[Span] = []
 
     def begin_step(self) -> None:
@@ -63,15 +62,20 @@ class Meter:
         """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
-    def read_step(self) -> tuple[dict[str, float], float]:
-        """Fills `spans`; on a GPU waits for the instructions first.
+    def read_step(self, reached: Mark = None) -> tuple[dict[str, float], float]:
+        """Fills `spans`; on a GPU waits for the instructions first, and sets `began` to when it began, not its host.
+
+        Args:
+            reached: a later mark, for which the host has just waited.
 
         Returns:
             The seconds of each phase before the step, and those from its begin to the end of its last instruction.
         """
         ended = self._marks[-1][2] if self._marks else self._started
-        if not isinstance(ended, float):
-            ended.synchronize()
+        if self._on_gpu:
+            reached = reached or ended
+            reached.synchronize()
+            self.began = time.perf_counter() - seconds_between(self._started, reached)
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
         before = {name: seconds_between(a, b) for name, a, b in self._phases_before}
         return before, seconds_between(self._started, ended)

@@ -99,10 +99,10 @@ class Trainer:
             self._announce()
         with meter.phase("gradients", on_device=True), where.doing("adding up the gradients"):
             self.updater.reduce_gradients(scale)
-            # Waits for the GPU:
-            self.reporter.write_results(self.exchange, record, layout.own_parameters, self.updater.squared_norms())
+            norms, reached = self.updater.squared_norms(), meter.mark()
+            self.reporter.write_results(self.exchange, record, layout.own_parameters, norms)  # waits for the GPU
             self.pipeline.unused.write(self.exchange)
-        self.reporter.write_times(self.exchange, *meter.read_step(), self.batches.seconds_waited)
+        self.reporter.write_times(self.exchange, *meter.read_step(reached), self.batches.seconds_waited)
         with meter.phase("exchange"), where.doing("exchanging the results of the step"):
             self.exchange.run()
             self.pipeline.unused.clear(self.exchange)

@@ -170,6 +170,31 @@ def test_waiting_is_told_by_neighbour() -> None:
     assert report.bubble == pytest.approx(1 - (4 + 3) / (2 * 10))
 
 
+def test_a_gpu_behind_its_host_tells_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host starts all of the step at 10; the GPU still works at the update before, until 13."""
+    moments = iter([13.0, 13.0, 15.0, 16.0])  # of the GPU: begin of the step, F0.0, and what the host waits for
+    meter = Meter(torch.device("meta"))
+    monkeypatch.setattr(meter, "mark", lambda: GpuMoment(next(moments)))
+    monkeypatch.setattr("time.perf_counter", lambda: 10.0)
+    meter.begin_step()
+    meter.record(Instruction.parse("F0.0"), meter.mark())
+    reached = meter.mark()
+    monkeypatch.setattr("time.perf_counter", lambda: 16.0)
+    assert meter.read_step(reached) == ({}, 2.0)
+    assert meter.spans == spans("F0.0 13 15") and meter.began == 13.0
+
+
+@dataclass
+class GpuMoment:
+    at: float
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: GpuMoment) -> float:
+        return 1000 * (end.at - self.at)
+
+
 def test_what_rank_0_does_between_steps_is_no_bubble() -> None:
     """Worker 1 is ready at once and waits, while rank 0 draws pictures until 5; the step itself takes 10."""
     first, second = spans("F0.0 5 8", "B0.0 12 15"), spans("ra1.0 0 8", "F1.0 8 10", "B1.0 10 12")
