@@ -229,7 +229,6 @@ BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=fals
 FP16 = ("precision=fp16", "model.batchnorm=false")
 NO_AUXILIARY = ("model.auxiliary=false", "pipeline.partition=[2,1,2,1]")  # nothing but the boundary reaches layer norm
 REPLICAS = ("pipeline.workers=1", "pipeline.replicas=2")
-OVERFLOWING = (*FP16, "precision.loss_scale=1073741824")
 TIED = ("model.tied=declared", "model.batchnorm=false")
 
 
@@ -295,21 +294,6 @@ def mini_batch_skipped(read: Any, *arguments: Any) -> Any:
     return found
 
 
-@fault("pipeline.randomness", "pack", c.OUTPUTS, said=r"step 2.*layer mix_0 \(cell 0\)")
-def noise_ignores_the_step(pack: Any, form: str, *numbers: int) -> Any:
-    """Draws the same masks in every step."""
-    seed_of = form == "<6q"  # kind, seed, step, replica, micro-batch, layer
-    return pack(form, *(0 if seed_of and place == 2 else number for place, number in enumerate(numbers)))
-
-
-@fault("pipeline.cell:Cell", "run_training", c.OUTPUTS, said=r"layer mix_2 \(cell 2\)")
-def cell_in_evaluation_mode(run: Any, cell: Any, *arguments: Any) -> Any:
-    """Trains cell 2 in evaluation mode, without dropout."""
-    if cell.number == 2:
-        cell.train(False)
-    return run(cell, *arguments)
-
-
 @fault(HANDLERS, "RECOMPUTE", c.AGAIN, said=r"outputs recomputed.*layer mix_2 \(cell 2\)")
 def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
@@ -317,14 +301,6 @@ def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
         of_both = zip(step.buffers.inputs[2, 1], step.buffers.inputs[2, 2], strict=True)
         step.buffers.inputs[2, 2] = tuple(other.detach().requires_grad_(own.requires_grad) for other, own in of_both)
     run(step, i)
-
-
-@fault("pipeline.batchnorm:DeferredBatchNorm", "forward", c.AGAIN, said="layer norm.*BatchNorm normalises by other")
-def recompute_by_moving_averages(forward: Any, norm: Any, x: Tensor) -> Any:
-    """Normalises by the moving averages when a micro-batch is recomputed."""
-    if norm.gathering or not norm.training:
-        return forward(norm, x)
-    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 
 
 @fault("distributed.batch_plan:BatchPlanCodec", "write", c.LOSS)
@@ -410,12 +386,6 @@ def one_cell_evaluated_in_training_mode(train: Any, cell: Any, training: bool) -
     train(cell, training or cell.number == 2)
 
 
-@fault(UPDATER, "averaged_weights", c.EVALUATED, said="layer embed", words=AVERAGE)
-def weights_evaluated_in_place_of_averages(averaged: Any, updater: Any) -> Any:
-    """Evaluates the weights where their averages are asked for."""
-    return nullcontext()
-
-
 @fault("optim.average:WeightAverage", "in_place_of_weights", c.KEPT, said="layer embed", words=AVERAGE)
 @contextmanager
 def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[None]:
@@ -428,12 +398,6 @@ def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[
 def loss_scale_not_divided_out(reduce: Any, updater: Any, scale: float) -> None:
     """Leaves the loss scale in the gradients."""
     reduce(updater)
-
-
-@fault("trainer.update", "scale_gradients", c.GRADIENTS, said="layer mix_2", words=FP16)
-def loss_scale_left_in_one_layer(scale: Any, parameters: Any, factor: float) -> None:
-    """Divides the loss scale out of the gradients of all layers but one."""
-    scale(parameters if factor != 1 / 65536 else [*parameters[:7], *parameters[9:]], factor)
 
 
 @fault("pipeline.weight_casts:WeightCasts", "forget", c.USED, said="layer mix_0", words=BF16)
@@ -453,12 +417,3 @@ def boundary_cast_left_out(run: Any, cell: Any, *arguments: Any) -> Any:
     left_out = mock.patch("gpipe_cli.pipeline.cell.passed_on", lambda outputs, inputs, dtype: outputs)
     with left_out if cell.number == 0 else nullcontext():
         return run(cell, *arguments)
-
-
-@fault(UPDATER, "reduce_gradients", c.GRADIENTS, said="layer head", words=OVERFLOWING)
-def overflow_ignored(reduce: Any, updater: Any, scale: float) -> None:
-    """Takes gradients that overflow float16 for its largest number."""
-    reduce(updater, scale)
-    for parameter in updater._parameters:
-        if parameter.grad is not None:
-            torch.nan_to_num_(parameter.grad)
