@@ -24,7 +24,12 @@ LOST: dict[Any, str] = {  # calls that a trace does not follow
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
 UNTRACEABLE = {  # what torch says -> what the code does
     r"_C\.Generator": "here numbers are drawn from a generator of its own; leave out generator=…",
-    "DataDependent|data-dependent": "here the code depends on the values of a tensor, as `if x.sum() > 0` does",
+    r"UncapturedHigherOrderOp": "here torch.cond chooses by the values of a tensor: use torch.where",
+    r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
+    "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
+    "DataDependent|data-dependent": (
+        "here the code depends on the values of a tensor, as `if x.sum() > 0` does, or an assert"
+    ),
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
         "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
         "ones with model.arguments={…}"
@@ -82,12 +87,24 @@ def refuse_module(module: object) -> None:
 
 
 class Following(TorchFunctionMode):
-    """Refuses within the context calls of torch that a trace does not follow."""
+    """Refuses within the context calls of torch that a trace does not follow, and takes all numbers for finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finite: dict[int, tuple[Tensor, bool]] = {}  # answers to whether all, or any, are finite, by id
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in LOST:
             raise Untraceable(LOST[function])
-        return function(*args, **(kwargs or {}))
+        known, name = self._finite.get(id(next(iter(args), None))), getattr(function, "__name__", "")
+        if known is not None and function is Tensor.__bool__:
+            return known[1]
+        answer = function(*args, **(kwargs or {}))
+        if name in ("isfinite", "isnan", "isinf"):
+            self._finite[id(answer)] = answer, name == "isfinite"
+        if known is not None and name in ("all", "any"):
+            self._finite[id(answer)] = answer, known[1]
+        return answer
 
 
 def explained(error: Exception, constructor: Constructor) -> str:

@@ -218,7 +218,10 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
         if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT and isinstance(value, Tensor):
             fixed = _fixed(value.shape[0])
             if fixed is not None:
-                raise CallError(f"its code holds only for mini-batches of {fixed} examples: {WAY_OUT}")
+                raise CallError(
+                    f"its code holds only for mini-batches of {fixed} examples, as one does that takes them one by "
+                    f"one, or int() or float() of their number: {WAY_OUT}"
+                )
     return program
 
 

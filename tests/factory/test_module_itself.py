@@ -155,5 +155,21 @@ def test_rounding_that_float64_does_not_have_is_none() -> None:
         def changed(self, h: Tensor) -> Tensor:
             return (h + super().changed(h)) + 3000.0 - 3000.0
 
+    class Shifts(Perceptron):
+        """Has a gradient that is zero but for rounding: softmax does not see what is added to all."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(()))
+
+        def changed(self, h: Tensor) -> Tensor:
+            return super().changed((h + self.shift).softmax(1))
+
+    class ShiftsInOtherOrder(Shifts):
+        def changed(self, h: Tensor) -> Tensor:
+            return Perceptron.changed(self, (h + self.shift).flip(1).softmax(1).flip(1))
+
+    shifted = compared(Shifts, points, ShiftsInOtherOrder)
+    assert not shifted.all.beyond, shifted
     found = compared(Cancels, points, CancelsLater)
     assert not found.all.beyond and found.float32, found

@@ -126,6 +126,8 @@ class Masked(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(3)
+        if not torch.isfinite(h).all() or torch.isnan(h).any():
+            h = h.clamp(-1e6, 1e6)
         return self.second(self.encoder(torch.stack([h, -h, h * h], 1), mask).mean(1))
 
 
@@ -330,6 +332,21 @@ class InMemory(Perceptron):
 class NamesSome(Perceptron):
     def named_parameters(self, *arguments: Any, **more: Any) -> Any:
         return ((name, p) for name, p in super().named_parameters(*arguments, **more) if name.startswith("head"))
+
+
+class ToNumpy(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(h + torch.from_numpy(h.detach().numpy()))
+
+
+class Chooses(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return torch.cond(h.sum() > 0, self.second, torch.neg, (h,))
+
+
+class OneByOne(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return torch.stack([self.second(row) for row in h])
 
 
 class BeginsSteps(Perceptron):

@@ -69,6 +69,9 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("NamesSome", None, "leaves out first.weight, which layers would train"),
         ("BeginsSteps", None, "has begin_step(), which only a layer of a list"),
         ("scripted", None, "TorchScript module: name the class"),
+        ("ToNumpy", None, "here a tensor becomes a numpy array: compute with torch"),
+        ("Chooses", None, "here torch's cond runs code of its own that a layer cannot repeat"),
+        ("OneByOne", None, "only for mini-batches of 2 examples, as one does that takes them one by one"),
         ("a_list", None, "named by model._target_ alone"),
     ],
 )
