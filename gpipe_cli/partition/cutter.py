@@ -20,7 +20,7 @@ from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Messa
 from ..schedule.orders import ROUND_ROBIN
 from ..schedule.schedule import kept_graphs, schedule
 from .cost import LayerTimes
-from .partition import Floats, Places, divide, even_placement, partition, places_to_cut
+from .partition import Floats, Places, checked_places, divide, even_placement
 
 GAIN = 2e-3  # of a step: times are not known so exactly that less would be worth another cut
 MARGIN = 0.02  # of a worker's memory: shares leave out messages on their way
@@ -50,16 +50,15 @@ class Cutter:
         inseparable: names of the layers behind which no cut may lie, by their numbers.
 
     Raises:
-        PartitionError: K cells cannot be made of the layers, or do not lie on so many workers.
+        PartitionError: as in `partition`, or K cells do not lie on so many workers.
     """
 
     def __init__(
         self, times: Sequence[LayerTimes], config: PipelineConfig, workers: int, inseparable: Mapping[int, str]
     ) -> None:
+        self._places = checked_places([each.forward for each in times], config.K, inseparable)
         self.placement = even_placement(config.schedule, config.K, workers)
-        partition([1.0] * len(times), config.K, "min_variance", inseparable)  # refuses what no cut can do
         self._times, self._speeds = times, config.speeds
-        self._places = places_to_cut(len(times), inseparable)
         self._lists = instruction_lists(config, self.placement)
         totals = [total[self._places] for total in worker_totals(times, config, self.placement)]
         rounds = config.K // workers if config.schedule in ROUND_ROBIN else 1

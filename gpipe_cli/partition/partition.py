@@ -56,6 +56,19 @@ def partition(
         return _checked_sizes(objective, K, L, inseparable)
     if objective not in OBJECTIVES:
         raise PartitionError(f"pipeline.partition={objective}: use auto, min_variance or the cells' sizes, as [3,5,4]")
+    places = checked_places(costs, K, inseparable)
+    ends = divide([np.concatenate([[0.0], np.cumsum(costs)])[places]] * K, [1] * K, objective=objective)
+    assert ends is not None  # each cell has a place
+    return [int(size) for size in np.diff(places[ends])]
+
+
+def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str]) -> Places:
+    """Returns where K cells may begin and end: numbers of layers, 0 and all of them included.
+
+    Raises:
+        PartitionError: as in `partition`.
+    """
+    L = len(costs)
     if K < 1:
         raise PartitionError(f"pipeline.K={K}: use pipeline.K=1 or more")
     if K > L:
@@ -65,21 +78,14 @@ def partition(
     for layer, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise PartitionError(f"the cost of layer {layer} is {cost}: give a finite number, 0 or more")
-    places = places_to_cut(L, inseparable)
+    places = np.array([0, *(end for end in range(1, L + 1) if end == L or end - 1 not in inseparable)])
     if len(places) <= K:
         raise PartitionError(
             f"pipeline.K={K} but the model can be cut into {_count(len(places) - 1, 'cell')}: the shapes of what "
             f"{', '.join(inseparable.values())} return depend on values, so that no cut may lie behind them: use "
             f"pipeline.K<={len(places) - 1}"
         )
-    ends = divide([np.concatenate([[0.0], np.cumsum(costs)])[places]] * K, [1] * K, objective=objective)
-    assert ends is not None  # each cell has a place
-    return [int(size) for size in np.diff(places[ends])]
-
-
-def places_to_cut(layers: int, inseparable: Mapping[int, str]) -> Places:
-    """Returns where cells may begin and end: numbers of layers, 0 and all of them included."""
-    return np.array([0, *(end for end in range(1, layers + 1) if end == layers or end - 1 not in inseparable)])
+    return places
 
 
 def divide(
@@ -99,13 +105,11 @@ def divide(
         0 and the end of each part; None where there is no such division.
     """
     parts, whole = len(totals), max(float(total[-1]) for total in totals)
-    if whole == 0:
-        totals, whole = [np.arange(len(totals[0]), dtype=float)] * parts, len(totals[0]) - 1.0
-    limit = 2 * whole / parts + max(
-        float(np.diff(total).max()) for total in totals
-    )  # for few candidates; mostly enough
+    # As shares, whose squares are numbers, whatever the unit; what costs nothing counts as equal.
+    totals = [total / whole if whole else np.linspace(0.0, 1.0, len(total)) for total in totals]
+    limit = 2 / parts + max(float(np.diff(total).max()) for total in totals)  # for few candidates; mostly enough
     while (ends := _least(totals, least, last, limit, 0)) is None:
-        if limit > whole:
+        if limit > 1:
             return None
         limit *= 2
     costs = np.array([total[stop] - total[start] for total, start, stop in zip(totals, ends, ends[1:], strict=False)])

@@ -11,7 +11,7 @@ from composed import checked
 
 from gpipe_cli.partition.cost import LayerTimes
 from gpipe_cli.partition.cutter import GAIN, MARGIN, Cutter, Memory, instruction_lists, step_seconds
-from gpipe_cli.partition.partition import Floats, Places, divide
+from gpipe_cli.partition.partition import Floats, PartitionError, Places, divide
 from gpipe_cli.schedule.orders import KINDS
 
 
@@ -51,6 +51,23 @@ def test_the_other_workers_are_even_and_of_equal_cuts_the_later_worker_has_more(
 
 def test_each_worker_has_as_many_layers_as_it_has_cells() -> None:
     assert [*divide([np.cumsum([0.0, 1.0, 1.0, 1.0, 9.0])] * 2, [1, 2])] == [0, 2, 4]
+
+
+def of_cost(cost: float) -> LayerTimes:
+    return LayerTimes(cost, cost, cost, 2 * cost, cost, cost)
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_a_cost_that_is_no_number_is_refused(cost: float) -> None:
+    config = checked("pipeline.K=2", "pipeline.workers=2").settings.pipeline
+    with pytest.raises(PartitionError, match=r"the cost of layer 1 is .*: give a finite number, 0 or more"):
+        Cutter([of_cost(1), of_cost(cost)], config, 2, {})
+
+
+@pytest.mark.parametrize("unit", [0, 1e-300, 1, 1e300])
+def test_the_unit_of_costs_does_not_matter(unit: float) -> None:
+    config = checked("pipeline.K=3", "pipeline.workers=3").settings.pipeline
+    assert Cutter([of_cost(unit)] * 6, config, 3, {}).sizes() == [2, 2, 2]
 
 
 def drawn_times(draw: random.Random) -> LayerTimes:
