@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -55,14 +54,13 @@ def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
     assert parameter.item() == pytest.approx(-3 - 3 / math.sqrt(5), rel=1e-14)
 
 
-def test_only_the_first_step_makes_state() -> None:
-    parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
-    optimizer = Adafactor(parameters)
-    for _ in range(2):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        with patch("torch.zeros_like", side_effect=AssertionError) if optimizer.state else nullcontext():
-            optimizer.step()
+@pytest.mark.parametrize("values", [[1.0, 2.0], [[1.0, 2.0]]], ids=["vector", "matrix"])
+def test_only_the_first_step_makes_state(values: list[object]) -> None:
+    parameter = weight(values)
+    optimizer = Adafactor([parameter])
+    step(optimizer, parameter, values)
+    with patch("torch.zeros_like", side_effect=AssertionError):
+        step(optimizer, parameter, values)
 
 
 def test_without_momentum_it_is_torchs() -> None:
