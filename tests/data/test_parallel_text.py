@@ -510,7 +510,8 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
 def test_a_run_names_its_files_on_the_command_line_and_reports_each(downloads: Path, tmp_path: Path) -> None:
     files = f'data.train={{de: [{downloads}/Europarl.de-en.de, "{downloads}/WMT*.de"]}}'
     command = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
-    summary, events = train_inline(tmp_path / "run", *command, "data.held_out=0")  # without any dev set
+    command += ["data.held_out=0", "data.target_vocabulary=9000"]  # without any dev set, of more pieces than there are
+    summary, events = train_inline(tmp_path / "run", *command)
     said = [event["text"] for event in events if event["kind"] == "preparation" and "corpora" in event["text"]]
     assert said == [
         f"parallel text: 'de' is trained on {downloads}/Europarl.de-en.de (180 of 180 pairs), "
