@@ -109,7 +109,7 @@ class RunState:
     data_position: Json = None
     schedule: Json = None
     scalars: Mapping[str, bool | int | float | None] = field(default_factory=dict)
-    configuration: Mapping[str, Mapping[str, Json] | str | float | None] = field(default_factory=dict)
+    configuration: Mapping[str, Mapping[str, Json] | str | bool | int | float | None] = field(default_factory=dict)
     data_fingerprint: str | None = None
     vocabularies: Mapping[str, str] = field(default_factory=dict)
 
@@ -259,11 +259,12 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_groups(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with `optimizer.groups` in place of `optimizer.decay_only`, which it replaces."""
-    optimizer = dict(configuration.get("optimizer", {}))
-    if "decay_only" in optimizer:
-        matrices = optimizer.pop("decay_only") == "matrices"
-        optimizer["groups"] = [{"only": "vectors", "weight_decay": 0.0}] if matrices else None
-    return {**configuration, "optimizer": optimizer}
+    optimizer = configuration.get("optimizer")
+    if not isinstance(optimizer, Mapping) or "decay_only" not in optimizer:
+        return dict(configuration)
+    groups = [{"only": "vectors", "weight_decay": 0.0}] if optimizer["decay_only"] == "matrices" else None
+    others = {key: value for key, value in optimizer.items() if key != "decay_only"}
+    return {**configuration, "optimizer": {**others, "groups": groups}}
 
 
 def problems(info: CheckpointInfo) -> list[str]:

@@ -83,4 +83,5 @@ def find_cause(report: StepReport, pipeline: Pipeline, mini_batch: MiniBatch) ->
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+    """Returns whether all values are finite; minus infinity in what needs no gradient is a mask."""
+    return bool((tensor.isfinite() if tensor.requires_grad else tensor < math.inf).all())

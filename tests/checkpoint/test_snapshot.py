@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from checkpoint_tools import (
     snapshot,
     train,
 )
+from processes import run, succeeded
+from run_files import bytes_of
 from torch import Tensor, nn
 
 from gpipe_cli.checkpoint.files import CheckpointError, RunState, latest
@@ -156,3 +159,13 @@ def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
     with pytest.raises(CheckpointError, match=f"not in both: {message}$"):
         writer.commit(1, RunState(), 1)
     assert latest(tmp_path)[0] is None
+
+
+def test_equal_states_have_equal_files(tmp_path: Path) -> None:
+    """In processes, because each orders safetensors' metadata anew."""
+    code = "import sys; from pathlib import Path; from checkpoint_tools import *; layers = make_layers(); "
+    code += "save(Path(sys.argv[1]), 1, layers, torch.optim.Adam(parameters_of(layers)))"
+    for name in "abc":
+        succeeded(run(sys.executable, "-c", code, tmp_path / name))
+    one, *others = (bytes_of(tmp_path / name / "checkpoints" / "step_00000001" / "layers") for name in "abc")
+    assert len(one) == 4 and all(other == one for other in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,9 +38,15 @@ def children_of(process: int) -> list[int]:
         return []
 
 
-def wait_for(look: Callable[[], Found]) -> Found:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        number: int = server.getsockname()[1]
+        return number
+
+
+def wait_for(look: Callable[[], Found], seconds: float = START_UP_SECONDS) -> Found:
     """Returns the first result of ``look`` that counts as true."""
-    deadline = time.monotonic() + START_UP_SECONDS
+    deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 from checkpoint_tools import make_layers, save
 from composed import checked
 from inline_run import train_inline
+from launch_command import free_port, wait_for
 from own_model import WORDS
 from processes import TORCHRUN, TRAIN, run, succeeded
 from run_files import rows
@@ -112,3 +117,31 @@ def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp
     assert record["from_step"] in (2, 4)
     assert record["cause"] == "a process was killed"
     assert f"torchrun's restart 1 from step {record['from_step']}" in said
+
+
+@pytest.mark.slow(2)
+def test_a_run_goes_on_with_the_nodes_that_are_left_bit_for_bit(tmp_path: Path) -> None:
+    words = [*WORDS, "pipeline.K=2", "trainer.steps=300", "checkpoint.every=10", "trainer.average=null"]
+    run_dir, elastic = tmp_path / "run", ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
+    where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-conf=last_call_timeout=20"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *elastic, *where, *TRAIN, *words]
+    launcher += [f"hydra.run.dir={run_dir}", "checkpoint.resume=auto"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    nodes: list[subprocess.Popen[bytes]] = []
+    try:
+        for node in range(2):
+            with (tmp_path / f"{node}.log").open("wb") as log:
+                nodes.append(subprocess.Popen(launcher, env=environment, stdout=log, stderr=log))
+            port = int(where[1].rpartition(":")[2])
+            wait_for(lambda port=port: socket.socket().connect_ex(("localhost", port)) == 0)  # the first one serves
+        wait_for(lambda: (run_dir / "checkpoints" / "step_00000010").is_dir(), 300)
+        nodes[1].kill()
+        assert nodes[0].wait(300) == 0, (tmp_path / "0.log").read_text()
+    finally:
+        for process in nodes:
+            process.kill()
+            process.wait()
+    (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
+    assert "2 cells on 1 worker (WORLD_SIZE=1)" in (tmp_path / "0.log").read_text() and record["from_step"] >= 10
+    train_inline(tmp_path / "whole", *words)
+    assert same_end(tmp_path / "whole", run_dir)

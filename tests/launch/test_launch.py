@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 import launch_jobs
 import pytest
 import torch
-from launch_command import Command, children_of, wait_for
+from launch_command import Command, children_of, free_port, wait_for
 from small_disk import small_disk
 from torch.distributed import DistBackendError
 
@@ -369,12 +368,6 @@ def test_inline_refuses_more_than_one_worker(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- under torchrun
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        number: int = server.getsockname()[1]
-        return number
 
 
 @pytest.mark.slow(2)

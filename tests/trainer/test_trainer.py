@@ -12,13 +12,16 @@ from typing import Any
 import own_model
 import pytest
 import tiny_images
+import torch
 from inline_run import train_inline
 from processes import command
 from run_files import rows
+from torch import nn
 
 from gpipe_cli.checkpoint.files import latest
 from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.trainer import loop
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -96,6 +99,30 @@ def test_the_layer_of_a_skipped_step_is_named_and_looking_for_it_changes_no_loss
     monkeypatch.setattr(loop, "find_cause", lambda *_: "not looked for")
     unseen, _ = train_inline(tmp_path / "unseen", *OVERFLOW, "pipeline.K=3")
     assert unseen["loss"] == summary["loss"] and unseen["skipped_updates"] == 1
+
+
+class Masking(nn.Module):
+    """Passes its input on beside a mask."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, torch.full((len(x), 1), -math.inf)
+
+
+class Masked(own_model.Overflowing):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(torch.where(pair[1] < 0, pair[0], 0.0))
+
+
+def masked_layers() -> list[LayerBuilder]:
+    first, last = own_model.layers()[:2], own_model.layers()[-1]
+    return [*first, LayerBuilder("mask", Masking), LayerBuilder("middle", Masked), last]
+
+
+def test_a_mask_of_minus_infinity_is_not_blamed(tmp_path: Path) -> None:
+    words = [*OVERFLOW, "model._target_=test_trainer.masked_layers", "pipeline.K=3"]
+    _, events = train_inline(tmp_path, *(word for word in words if "model.middle" not in word))
+    (warning,) = [event["text"] for event in events if event["kind"] == "warning"]
+    assert "it began in layer 'middle'" in warning
 
 
 @pytest.mark.slow
