@@ -54,6 +54,7 @@ class TextForm:
         character_coverage, smaller: see `train_vocabulary`.
         samples: texts of at most `LONGEST_SAMPLE` characters given to SentencePiece.
         piece: bytes of text that one process takes at a time.
+        ends: the share is the end of each piece instead, for a few long documents.
     """
 
     document: str
@@ -67,6 +68,7 @@ class TextForm:
     smaller: bool
     samples: int
     piece: int
+    ends: bool = False
 
     def holds_out(self, text: str) -> bool:
         """Returns whether a document is held out: a function of its text and the seed."""
@@ -192,11 +194,13 @@ def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> d
     """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
     found = Defects()
     texts = [document.text for document in form.documents(piece, found)]
-    held_out = [form.holds_out(text) for text in texts]
+    held_out = [not form.ends and form.holds_out(text) for text in texts]
     content: dict[str, Any] = {"name": name, "documents": len(texts)}
-    for split, wanted in zip(SPLITS, (False, True), strict=True):
-        chosen = [text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted]
-        tokens = _tokens(chosen, form, folder)
+    chosen = ([text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted] for wanted in (0, 1))
+    trained, dev = (_tokens(of, form, folder) for of in chosen)
+    if form.ends:
+        trained, dev = np.split(trained, [len(trained) - int(form.held_out * len(trained))])
+    for split, tokens in zip(SPLITS, (trained, dev), strict=True):
         save_array(folder / f"{name}.{split}.npy", tokens)
         content |= {split: len(tokens)}
         if split == "train":

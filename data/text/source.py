@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -177,14 +178,11 @@ class TextFilesSource(WindowSource, PreparedSource):
         if self._evaluation_root is not None:
             held_out = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
 
-        def make(draft: Path) -> None:
-            workers = worker_count([*files, *held_out], self._workers)
-            TextPreparation(self.form, files, held_out, self._policy, draft, workers, report).run()
-
-        given = [] if self.form.tokenizer is None else [Path(self.form.tokenizer).expanduser()]
-        stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
-        name = f"text-{digest_of(FORMAT, asdict(self.form), stats)}"
-        store = TextStore(prepared_folder(self._cache_dir, name, make, report, TextDescription))
+        store = self._opened(self.form, files, held_out, report)
+        if len(store.dev) < 2 and self.form.held_out:
+            store = self._opened(replace(self.form, ends=True), files, held_out, report)
+            log = logging.getLogger(__name__)
+            log.warning("none of the documents is held out: the last %g of each file is", self.form.held_out)
         self._use(store)
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
@@ -197,6 +195,19 @@ class TextFilesSource(WindowSource, PreparedSource):
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
                 "data.document=line if each line is a document"
             )
+
+    def _opened(self, form: TextForm, files: list[Path], held_out: list[Path], report: Report) -> TextStore:
+        """Returns the store of these files, and makes it first unless it is in the cache."""
+
+        def make(draft: Path) -> None:
+            workers = worker_count([*files, *held_out], self._workers)
+            TextPreparation(form, files, held_out, self._policy, draft, workers, report).run()
+
+        given = [] if form.tokenizer is None else [Path(form.tokenizer).expanduser()]
+        stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
+        made_of = {key: value for key, value in asdict(form).items() if value or key != "ends"}
+        name = f"text-{digest_of(FORMAT, made_of, stats)}"
+        return TextStore(prepared_folder(self._cache_dir, name, make, report, TextDescription))
 
     def _training_tokens(self) -> TokenSequence:
         return self._store.train
