@@ -30,7 +30,7 @@ from .build import build_optimizer
 from .groups import Groups
 from .module_itself import COPIES, Compared, Given, ModuleFailed, compare, maker_of
 
-LONGEST = 5.0  # seconds that a comparison at a start may take, where tracing did not take longer
+LONGEST = 8.0  # seconds that a comparison at a start may take, where tracing did not take longer
 TRAINING, EVALUATION = 7, 2  # forwards' worth of one example on both sides: one side computes its forward again
 FLOPS, PARAMETERS = 4e10, 2.5e6  # a second, of one core: parameters constructed, trained and compared on both sides
 SMALLER = "a smaller one with the same code, as by model.module.n_layer=2 or what its arguments are called"

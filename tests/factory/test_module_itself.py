@@ -67,7 +67,7 @@ class Half(Perceptron):
         return super().forward(x).to(torch.float16)
 
 
-class Marks(Perceptron):
+class LeavesOut(Perceptron):
     """Has a parameter that its own parameters() leaves out, where nothing traces."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -108,7 +108,7 @@ def compared(
         (Averaged, UpdatesAverage, "call 1, training: buffer of average"),
         (Perceptron, OtherInEvaluation, "call 3, evaluation: output"),
         (Perceptron, Half, "call 1, training: output"),
-        (Perceptron, Marks, "update after call 4: parameter of second.weight"),
+        (Perceptron, LeavesOut, "update after call 4: parameter of second.weight"),
     ],
 )
 def test_what_differs_from_the_module_itself_is_named(
@@ -141,7 +141,7 @@ def test_a_module_that_does_something_else_with_one_example_needs_two() -> None:
 @pytest.mark.parametrize("module", [own_module.mobile_net, own_module.Noisy])
 def test_batchnorm_and_noise_are_the_modules_own(module: Callable[[], nn.Module]) -> None:
     found = compared(module, images).all
-    assert found.compared > 400 and found.relative < 1e-6, found  # the sum of a tied weight's two uses
+    assert found.compared > 200 and found.relative < 1e-6, found  # the sum of a tied weight's two uses
 
 
 def test_rounding_that_float64_does_not_have_is_none() -> None:
