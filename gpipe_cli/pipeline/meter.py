@@ -45,8 +45,7 @@ class Meter:
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self._phases_before = self._phase_marks
-        self.began: float = 0.0
-        self._started: Mark = 0.0
+        self.began, self._started = 0.0, 0.0
         self.spans: list[Span] = []
 
     def begin_step(self) -> None:
@@ -77,8 +76,7 @@ class Meter:
             reached.synchronize()
             self.began = time.perf_counter() - seconds_between(self._started, reached)
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
-        before = {name: seconds_between(a, b) for name, a, b in self._phases_before}
-        return before, seconds_between(self._started, ended)
+        return {n: seconds_between(a, b) for n, a, b in self._phases_before}, seconds_between(self._started, ended)
 
     @contextmanager
     def phase(self, name: str, on_device: bool = False) -> Iterator[None]:

@@ -59,9 +59,8 @@ def memory_of_workers(
         if halves and size.put_off:
             backward = max(graph + size.input_half, size.put_off + size.weight_half)
             left = max(graph, size.put_off)
-        working = (graphs - 1) * left + max(size.forward, backward)
-        gathered = pipeline.M * size.gathered + size.casts
-        return gathered + working + (waiting if start else pipeline.M) * size.message
+        working = (graphs - 1) * left + max(size.forward, backward) + pipeline.M * size.gathered + size.casts
+        return working + (waiting if start else pipeline.M) * size.message
 
     def used(worker: int, start: int, stop: int) -> float:
         if stop == start:
