@@ -5,11 +5,12 @@ from pathlib import Path as _Path
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
-if TYPE_CHECKING:
-    from .distributed.pipeline import Pipeline
-    from .layers import LayerBuilder
+from .version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .layers import LayerBuilder
+    from .library.pipeline import Pipeline
+
 
 # In a clone, conf/, models/ and data/ stand beside this folder; an installed wheel has them inside it. Looking in
 # both places gives them one import name (`gpipe_cli.models`) in a clone, an editable install, a wheel and a worker.
@@ -17,7 +18,7 @@ _clone = _Path(__file__).resolve().parent.parent
 if (_clone / "pyproject.toml").is_file() and (_clone / "conf").is_dir():
     __path__.append(str(_clone))
 
-_PUBLIC = {"LayerBuilder": "layers", "Pipeline": "distributed.pipeline"}  # docs/library.md says what they promise
+_PUBLIC = {"LayerBuilder": "layers", "Pipeline": "library.pipeline"}  # docs/library.md says what they promise
 __all__ = ["LayerBuilder", "Pipeline"]  # made when asked for: the commands' own process imports no torch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +36,12 @@ def announce(builders: Iterable[LayerBuilder]) -> None:
     """Tells builders that this process will build their layers, so that they need not make the weights of others."""
     for builder in builders:
         getattr(builder.build, "announce", lambda: None)()
+
+
+def name_used_twice(builders: Iterable[LayerBuilder]) -> str | None:
+    """Returns a name that two layers have; None where there is none."""
+    counts = Counter(builder.name for builder in builders)
+    return next((name for name, number in counts.items() if number > 1), None)
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,11 @@ from urllib.parse import quote
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from .. import __version__
 from ..disk import open_regular
 from ..errors import ConfigurationError
 from ..json_files import DamagedJson, read_json
 from ..layers import Owner
+from ..version import __version__
 
 Json: TypeAlias = Any  # a value of JSON
 

@@ -24,9 +24,9 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
-from .. import __version__
 from ..disk import DRAFT, DiskError, Vanished, cannot_write, own_folder, whole_file, writing
 from ..json_files import read_json
+from ..version import __version__
 from .files import (
     DISCARDED,
     FORMAT,

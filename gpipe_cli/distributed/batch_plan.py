@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..micro_batch import MicroBatch
+from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch, Tensors
 from .exchange import Exchange
 
 
@@ -43,6 +44,7 @@ class BatchPlan:
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
         ended: whether a replica's data has ended. Training ends with the first, because a mini-batch needs all.
         examples: of the whole mini-batch.
+        empty: numbers of this replica's micro-batches of weight 0, whose loss does not count.
     """
 
     signatures: tuple[tuple[object, ...], ...]
@@ -50,6 +52,7 @@ class BatchPlan:
     total_micro_batches: int
     ended: bool
     examples: int
+    empty: frozenset[int] = frozenset()
 
 
 class BatchPlanCodec:
@@ -95,14 +98,25 @@ class BatchPlanCodec:
         """Returns the plan of the last exchange; ``kind`` (train, evaluate, …) becomes part of the signatures."""
         counts = [int(n) for n in exchange.total["plan_micro_batches"].tolist()]
         shapes = exchange.total["plan_shapes"].long().view(self._replicas, self.M, -1)  # zeros where nothing is used
+        weights: list[float] = exchange.total["plan_weights"].tolist()
         own = shapes[self._replica, : counts[self._replica]].tolist()
         return BatchPlan(
             signatures=tuple((kind, *row) for row in own),
-            total_weight=sum(exchange.total["plan_weights"].tolist()),
+            total_weight=sum(weights),
             total_micro_batches=sum(counts),
             ended=not all(counts),
             examples=int(shapes[..., 0].sum()),
+            empty=frozenset(number for number in range(len(own)) if not weights[self._replica * self.M + number]),
         )
+
+
+def refuse_unlike_lengths(inputs: Tensors, targets: Tensors) -> None:
+    """Raises ConfigurationError where the first dimensions, which count examples, are not the same."""
+    sides = {"inputs": inputs, "targets": targets}
+    lengths = {f"{side}[{i}]": [*tensor.shape[:1]] for side, own in sides.items() for i, tensor in enumerate(own)}
+    if len({*map(tuple, lengths.values())}) > 1 or [] in lengths.values():
+        found = ", ".join(f"{name} {length[0] if length else 'has none'}" for name, length in lengths.items())
+        raise ConfigurationError(f"the first dimension counts examples, the same in all tensors, but it is: {found}")
 
 
 _TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)

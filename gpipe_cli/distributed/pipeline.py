@@ -1,26 +1,25 @@
 """Defines `Pipeline`: a model's layers, cut into cells, and what runs mini-batches through them on all workers.
 
-gpipe-train and loops of one's own (docs/library.md) use the same object.
+gpipe-train uses it; `library/pipeline.py` makes of it what loops of one's own use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import cache, cached_property, partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import PipelineConfig
-from ..layers import LayerBuilder, own_name
+from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors
-from ..partition.cut import Cut, cut_model
-from ..pipeline.batchnorm import finish_batchnorm
+from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer
-from ..pipeline.engine import TASK, Engine, StepInput, StepRecord
+from ..pipeline.engine import Engine, StepInput, StepRecord
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
@@ -28,14 +27,12 @@ from ..schedule.instruction import Instruction, InstructionLists
 from ..schedule.posting import Posts, post_ahead, post_when_sent
 from ..schedule.schedule import forward_only, gradients_complete, kept_graphs, schedule
 from ..tasks.base import Task
-from ..tasks.own_loss import LossFunctionTask
 from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
 from .cells import build_cells
 from .exchange import Exchange
 from .unused import UnusedParameters
-from .world import World, join_torchrun
+from .world import World
 
-Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
 Caches = dict[tuple[int, int], list[dict[str, Any]]]
 """What layers keep between the rounds of generation: by (cell, micro-batch), one dict a layer."""
 
@@ -82,6 +79,7 @@ class Pipeline:
         places: of all parameters of the model, in layer order, by full name.
         unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
+        forwards: run since the last step, or since an evaluation began; noise in evaluation depends on it.
     """
 
     def __init__(
@@ -99,8 +97,6 @@ class Pipeline:
     ) -> None:
         self.world, self.cut, self.task, self.where = world, cut, task, Position() if where is None else where
         self.cells = build_cells(layers, cut, world, config, seed, boundary_type, self.where)
-        for cell in self.cells:
-            cell.train(True)
         transport = make_transport(world, cut.placement)
         targets = len(shape.targets)
         self.engine = Engine(
@@ -119,163 +115,28 @@ class Pipeline:
         self.places = {name: place for place, (_, name) in enumerate(in_order)}
         trained = {name: parameter for _, name, parameter in own}
         self.unused = UnusedParameters(self.places, trained, world.replicas * self.ties.most_uses)
-        self.steps_done = 0
-
-    @classmethod
-    def of(
-        cls,
-        layers: Sequence[LayerBuilder],
-        loss: Callable[[Any, Any], Tensor] | Task,
-        example: tuple[Side, Side],
-        *,
-        K: int,
-        M: int,
-        schedule: Any = "gpipe",
-        remat: Any = "except_last",
-        keep: Any = None,
-        partition: Any = "auto",
-        cost: Any = "flops",
-        seed: int = 0,
-        device: Any = "auto",
-        backend: Any = "auto",
-    ) -> Pipeline:
-        """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
-
-        Args:
-            loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
-            example: inputs and targets of a micro-batch; only its shapes matter.
-            K, M, schedule, remat, keep, partition, cost, device, backend: as keys of `pipeline` (README).
-
-        Raises:
-            ConfigurationError: the layers cannot be cut or run so.
-        """
-        world = join_torchrun(device, backend)
-        config = PipelineConfig(
-            K=K,
-            M=M,
-            remat=remat,
-            keep=keep,
-            schedule=schedule,
-            partition=partition,
-            cost=cost,
-            devices=None,
-            memory=None,
-            workers=world.workers,
-            replicas=1,
-            threads=torch.get_num_threads(),
-            backend=backend,
-            device=device,
-            sync_batchnorm=False,
-            compile=False,
-            shard_optimizer=False,
-            auto=[],
-        )
-        micro_batch = _tensors(example[0]), _tensors(example[1])
-        cut = world.broadcast(lambda: asdict(cut_model(layers, config, world.workers, micro_batch)))
-        task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
-        made = cls(layers, Cut.from_json(cut), config, task, BatchShape.of(micro_batch), world, seed)
-        for cell in made.cells:
-            cell.guard_buffers()
-        return made
+        self.steps_done = self.forwards = 0
 
     @property
     def layers(self) -> list[BuiltLayer]:
         """Returns the layers of this worker, in order."""
         return [layer for cell in self.cells for layer in cell.layers]
 
-    # -- for a loop of one's own; every worker calls these at the same time ------------------------------------
-
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that this worker trains; a tied one belongs to the worker of its first layer."""
         return [parameter for cell in self.cells for _, parameter in cell.parameters()]
 
-    def step(self, inputs: Side | None = None, targets: Side | None = None) -> float:
-        """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
-
-        Args:
-            inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used.
-
-        Returns:
-            the mean loss of the mini-batch, the same bits on every worker and for every K.
-        """
-        micro_batches, plan = self._announce(inputs, targets, "train")
-        record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done), timed=False)
-        self.unused.fill(self.parameters())
-        self.unused.owners = self.ties.add_gradients()
-        finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)
-        for (layer, micro_batch), loss in record.losses.items():
-            self._exchange.own["losses"].view(-1, self.codec.M)[layer, micro_batch] = loss.double()  # TASK: the last
-        self.unused.write(self._exchange)
-        self._exchange.run()
-        self.unused.clear(self._exchange)
-        self.steps_done += 1
-        by_layer = self._exchange.total["losses"].view(-1, self.codec.M).tolist()
-        return sum(sum(column) for column in zip(*by_layer, strict=True)) / plan.total_weight
-
-    def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:
-        """Runs a mini-batch forward in evaluation mode, without a graph; arguments as of `step`.
-
-        Returns:
-            (outputs, targets) of each micro-batch on the worker of the last cell; nothing elsewhere.
-        """
-        found: dict[int, MicroBatch] = {}
-
-        def keep(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
-            found[micro_batch] = outputs, targets
-
-        micro_batches, plan = self._announce(inputs, targets, "evaluate")
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the layers into evaluation mode while the context lasts; then each part has the mode it had before."""
+        modes = [(part, part.training) for layer in self.layers for part in layer.module.modules()]
         for cell in self.cells:
             cell.train(False)
-        self.run_forward(plan.signatures, micro_batches, keep)
-        for cell in self.cells:
-            cell.train(True)
-        return [found[number] for number in sorted(found)]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and buffers of this worker's layers, by their names in the whole model."""
-        self.ties.spread()
-        return {
-            own_name(layer.name, name): value
-            for layer in self.layers
-            for name, value in layer.module.state_dict().items()
-        }
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes this worker's weights and buffers from a state_dict of the whole model, or of these layers.
-
-        Raises:
-            KeyError: one of them is missing.
-        """
-        for layer in self.layers:
-            own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
-            layer.module.load_state_dict(own)
-
-    @cached_property
-    def _exchange(self) -> Exchange:
-        layers = len(self.cut.ties) - TASK
-        fields = {**self.codec.fields(), **self.unused.fields(), "newly_trained": 1, "losses": layers * self.codec.M}
-        return Exchange(fields, self.world.all_ranks)
-
-    def _announce(
-        self, inputs: Side | None, targets: Side | None, kind: str
-    ) -> tuple[list[MicroBatch] | None, BatchPlan]:
-        """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
-        self.ties.spread()  # the owners' values after the optimizer's step
-        micro_batches = None
-        if self.world.reads_data:
-            assert inputs is not None and targets is not None, "rank 0 gives inputs and targets"
-            sides = [_tensors(side) for side in (inputs, targets)]
-            M = min(self.codec.M, len(sides[0][0]))
-            pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
-            micro_batches = list(zip(*pieces, strict=True))
-            self.write_plan(self._exchange, micro_batches)
-        self._exchange.own["newly_trained"][0] = len(self.engine.newly_trained)
-        self._exchange.run()
-        if self._exchange.total["newly_trained"].any():
-            self.engine.describe_anew()
-        return micro_batches, self.codec.read(self._exchange, kind)
-
-    # -- for gpipe-train, which reads and announces mini-batches itself ----------------------------------------
+        try:
+            yield
+        finally:
+            for part, mode in modes:
+                part.training = mode
 
     def write_plan(self, exchange: Exchange, micro_batches: Sequence[MicroBatch]) -> None:
         """Writes the plan of this replica's next mini-batch; none are left after its last."""
@@ -296,7 +157,7 @@ class Pipeline:
         plan = mini_batch.plan
         instructions, posts = self._training(len(plan.signatures))
         scale = mini_batch.loss_scale / plan.total_weight if plan.total_weight else 0.0
-        step_input = StepInput(mini_batch.step, mini_batch.steps, plan.signatures, scale)
+        step_input = StepInput(mini_batch.step, mini_batch.steps, plan.signatures, scale, plan.empty)
         after: dict[int, Callable[[], None]] = {}
         if on_complete is not None:
             cells = gradients_complete(instructions)
@@ -312,16 +173,13 @@ class Pipeline:
     ) -> None:
         """Runs micro-batches forward only; the arguments are those of `Engine.run_forward`."""
         instructions, posts = self._forward(len(signatures))
-        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts)
+        number, self.forwards = (self.steps_done, self.forwards), self.forwards + 1
+        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts, number)
 
     def _own(self, lists: InstructionLists) -> tuple[Sequence[Instruction], Posts]:
         """Returns this worker's list, and when it posts its receives."""
         own = lists[self.world.worker]
         return own, post_when_sent(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
-
-
-def _tensors(value: Side) -> Tensors:
-    return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def _replica_link(world: World) -> ReplicaLink:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ class World:
         all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
         message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         replica_group: the ranks that hold the same layers, one of each replica; None without replicas.
+        members: the ranks of all in torch's default group; empty: the same.
     """
 
     rank: int
@@ -49,6 +51,7 @@ class World:
     all_ranks: dist.ProcessGroup | None
     message_groups: tuple[dist.ProcessGroup, ...] | None
     replica_group: dist.ProcessGroup | None
+    members: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -68,8 +71,9 @@ class World:
         return self.worker == 0
 
     def rank_of(self, worker: int) -> int:
-        """Returns the rank of a worker of this replica."""
-        return self.replica * self.workers + worker
+        """Returns the rank of a worker of this replica, in torch's default group."""
+        rank = self.replica * self.workers + worker
+        return self.members[rank] if self.members else rank
 
     def broadcast(self, make: Callable[[], Any]) -> Any:
         """Calls ``make`` on rank 0 and returns its result on every rank, as JSON keeps it."""
@@ -132,8 +136,12 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group)
 
 
-def join_torchrun(device: str, backend: str) -> World:
-    """Joins the processes that torchrun has started, as workers of one replica; without torchrun there is one."""
+def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = None) -> World:
+    """Joins the processes that torchrun has started, as workers of one replica; without torchrun there is one.
+
+    Args:
+        group: of the processes, where the program has made one.
+    """
     rank, workers, place = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES.items())
 
     def open_store() -> dist.Store:
@@ -142,8 +150,38 @@ def join_torchrun(device: str, backend: str) -> World:
     def warn(event: dict[str, Any]) -> None:
         warnings.warn(event["text"], stacklevel=2)
 
-    context = Context(rank, workers, place, Path.cwd(), open_store, warn, lambda: False)
-    return join_world(context, workers, 1, device, backend)
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        context = Context(rank, workers, place, Path.cwd(), open_store, warn, lambda: False)
+        return join_world(context, workers, 1, device, backend)
+    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ConfigurationError("Pipeline.of(group=...): this process is none of the group; only its members call it")
+    members = tuple(dist.get_process_group_ranks(group))
+    # Groups of its own: messages of other pipelines, and the program's, are not taken for this one's.
+    new_group: Any = partial(dist.new_group, list(members), use_local_synchronization=workers < dist.get_world_size())
+    control: dist.ProcessGroup = new_group(backend="gloo")
+    joined = _Joined(rank, workers, place, Path.cwd(), open_store, warn, lambda: False, control=control)
+    chosen = choose_device(joined, device)
+    name = choose_backend(joined, device_identity(chosen), backend)
+    if workers == 1:
+        return World(0, 1, 1, chosen, chosen if name == "nccl" else torch.device("cpu"), None, None, None)
+    if name == "nccl":
+        return World(
+            rank, workers, 1, chosen, chosen, control, tuple(new_group(backend=name) for _ in range(4)), None, members
+        )
+    return World(rank, workers, 1, chosen, torch.device("cpu"), control, (control, control), None, members)
+
+
+@dataclass
+class _Joined(Context):
+    """Describes this process's place in a group that the program has made."""
+
+    control: dist.ProcessGroup | None = None
+
+    def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
+        return choose(all_gather_json(own, self.control))
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:

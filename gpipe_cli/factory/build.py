@@ -21,7 +21,7 @@ from ..config import FREE_FORM, GROUP, PrecisionConfig, Settings
 from ..data.source import Source
 from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..gpus import GPU
-from ..layers import LayerBuilder
+from ..layers import LayerBuilder, name_used_twice
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -44,9 +44,7 @@ def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"
         )
-    names = [layer.name for layer in model]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    if (twice := name_used_twice(model)) is not None:
         raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
     return list(model)
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
+from ..pipeline.randomness import COSTS, seeded
 from .fake_layers import (
     CostError,
     Drawn,
@@ -130,7 +131,7 @@ def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
     """
     known: dict[Hashable, int] = {}
     numbers = []
-    with torch.random.fork_rng(devices=[]):
+    with seeded(COSTS):
         for index, builder in enumerate(builders):
             key = build_key(builder, index)
             if key not in known:
@@ -155,7 +156,7 @@ def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> l
     drawn: Drawn | None = None
     known: dict[Hashable, tuple[LayerCost, Drawn | None]] = {}
     costs = []
-    with torch.random.fork_rng(devices=[]):
+    with seeded(COSTS):
         for index, builder in enumerate(builders[:counted]):
             key = (build_key(builder, index), shapes, grouping_of(shapes)) if drawn is None else index
             if key not in known:

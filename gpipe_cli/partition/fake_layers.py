@@ -9,15 +9,16 @@ after it run on what it has returned, until a boundary has one shape again.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
 
 from ..errors import ConfigurationError
@@ -175,17 +176,35 @@ def measured_on_shapes(
         fake = fake_mode()
         module = build_without_memory(builder, fake)
         try:
+            module = _for_a_trial(builder, module, shares_weights=True)
             with explaining_failures(builder, shapes), fake:
                 return measure(module, grouped_like((shape.empty() for shape in shapes), shapes)), None
         except CostError:  # it looks at values, or fails on real tensors too
             drawn = draw(shapes)
-    torch.manual_seed(0)  # every start of a run cuts alike
-    module = build_or_explain(builder)
+    torch.default_generator.manual_seed(0)  # every start of a run cuts alike
+    module = _for_a_trial(builder, build_or_explain(builder))
     with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
         found = measure(module, drawn[0])
         with torch.no_grad():
             outputs = [as_tensors(module(as_argument(inputs))) for inputs in drawn]
     return found, None if have_one_shape(outputs) else outputs
+
+
+def _for_a_trial(builder: LayerBuilder, module: nn.Module, shares_weights: bool = False) -> nn.Module:
+    """Returns the module, or a copy where its builder keeps it: a trial must not change what the run will have.
+
+    Args:
+        shares_weights: the copy has the same parameters; on fake tensors nothing changes those.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return module
+    with suppress(Exception), fake_mode():
+        if builder.build() is not module:
+            return module
+    held = (value for part in module.modules() for value in vars(part).values())
+    kept: dict[int, Any] = {id(own): own.clone_state() for own in held if isinstance(own, torch.Generator)}
+    return deepcopy(module, kept | ({id(weight): weight for weight in module.parameters()} if shares_weights else {}))
 
 
 def draw(shapes: Sequence[TensorShape]) -> Drawn:

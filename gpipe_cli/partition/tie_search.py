@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
+from ..pipeline.randomness import COSTS, seeded
 from .fake_layers import TensorShape, build_key, build_without_memory, fake_mode
 
 # Weak references: the builders keep alive what they share, and everything else is freed at once.
@@ -59,13 +59,13 @@ def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
 
     Raises:
         CostError: a layer cannot be built.
-        ConfigurationError: a declared tie cannot be; it names both ends.
+        ConfigurationError: a declared tie cannot be, or two parameters have one name; it names both layers.
     """
     ties = Ties([], [], [])
     holders: Holders = {}
     of_equal: dict[Hashable, list[list[_Parameter]]] = {}
     known: dict[str, tuple[_Parameter, Owner]] = {}  # by full name, of the layers so far
-    with torch.random.fork_rng(devices=[]):
+    with seeded(COSTS):
         for index, builder in enumerate(builders):
             equal = of_equal.setdefault(build_key(builder, index), [])
             if len(equal) < 2:  # a third of equal layers shares what the second does
@@ -76,7 +76,11 @@ def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
             tied = {name: owner for name, owner in owners.items() if owner is not None}
             for one in parameters:
                 owner = tied.get(one.names[0], Owner(builder.name, one.names[0]))
-                known |= {f"{builder.name}.{name}": (one, owner) for name in one.names}
+                for full in (f"{builder.name}.{name}" for name in one.names):
+                    if full in known:
+                        other = known[full][1].layer
+                        raise ConfigurationError(f"layers {other!r} and {builder.name!r} both have {full}: rename one")
+                    known[full] = one, owner
             ties.owners.append(tied)
             ties.repeated.append(sum(one.form.numel for one in parameters if one.names[0] in tied))
             ties.own.append([(one.names[0], one.form, one.trained) for one in parameters if one.names[0] not in tied])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,32 @@ from .weight_casts import WeightCasts
 
 
 class LayerFailed(RuntimeError):
-    """Raised when a layer fails; names cell, layer and micro-batch, and has the layer's own exception as its cause."""
+    """Raised when a layer fails; names cell, layer and micro-batch, and has the layer's own exception as its cause.
+
+    It is an exception of the cause's class, too (`failed`), so that ``except torch.OutOfMemoryError`` catches it.
+    """
+
+    cause: type[BaseException] | None = None
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return failed, (str(self), self.cause)
+
+
+def failed(text: str, cause: type[BaseException] | None) -> LayerFailed:
+    """Returns a `LayerFailed` that is also of the class of its cause, where that can be; never a StopIteration."""
+    stops = (StopIteration, StopAsyncIteration, GeneratorExit, LayerFailed)
+    if cause is not None and not issubclass(cause, stops):
+        with suppress(Exception):  # a class that cannot be combined, or wants other arguments
+            names = {"__module__": __name__, "__qualname__": "LayerFailed", "cause": cause}
+            kind: Any = type(
+                "LayerFailed", (LayerFailed,) if issubclass(LayerFailed, cause) else (LayerFailed, cause), names
+            )
+            made: LayerFailed = kind(text)
+            return made
+    return LayerFailed(text)
 
 
 @dataclass(frozen=True)
@@ -85,7 +110,7 @@ class Cell:
     Args:
         number: which of the K cells.
         layers: in order.
-        noise: seeds each layer's dropout.
+        noise: seeds each layer's dropout, and restores the generators.
         sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
         compiled: compiles the layers.
 
@@ -106,10 +131,11 @@ class Cell:
         self.layers = [replace(layer, module=defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers]
         self._compiled = [layer.name for layer in self.layers if compiled and compile_layer(layer.module)]
         self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
-        self._noise = noise
+        self.noise = noise
         self._layouts = GradientLayouts()
         self._forms: dict[Hashable, Any] = {}  # by layer and signature: what it passes on
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
+        self._built_in_evaluation = [module for module in modules if not module.training]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self.where = Position()
@@ -143,8 +169,11 @@ class Cell:
         return any(parameter.requires_grad for layer in self.layers for parameter in layer.module.parameters())
 
     def train(self, training: bool) -> None:
+        """Sets the mode of the layers; in training, parts that were built in evaluation mode stay in it."""
         for layer in self.layers:
             layer.module.train(training)
+        for module in self._built_in_evaluation:
+            module.training = False
 
     def guard_buffers(self) -> None:
         """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
@@ -196,8 +225,8 @@ class Cell:
         versions = [tensor._version for tensor in inputs]
         argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
-        seeds, seed_noise = self._noise.seeds(step, micro_batch, self._indices), self._noise.seed
-        settled = self._layouts.settled(signature)
+        seeds, seed_noise = self.noise.seeds(step, micro_batch, self._indices), self.noise.seed
+        settled, has_graph = self._layouts.settled(signature), torch.is_grad_enabled()
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
             self.where.layer = layer.name
             seed_noise(seed)
@@ -205,6 +234,9 @@ class Cell:
                 outputs = forward(argument)
                 if auxiliary_loss is not None:
                     auxiliary[layer.index] = auxiliary_loss(outputs, targets)
+                came, made = as_tensors(argument), as_tensors(outputs)
+                if has_graph:
+                    self.noise.seed_backward(seed, (*made, auxiliary.get(layer.index)), came)
                 if (
                     isinstance(outputs, Tensor)
                     and settled.get(layer.index) == (outputs.shape, outputs.dtype)
@@ -212,8 +244,7 @@ class Cell:
                 ):
                     argument = outputs
                 else:
-                    came = as_tensors(argument)
-                    argument = as_argument(self._settle(layer, as_tensors(outputs), came, signature, micro_batch))
+                    argument = as_argument(self._settle(layer, made, came, signature, micro_batch))
             except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
@@ -223,13 +254,21 @@ class Cell:
         self._guarded_calls = []
         return as_tensors(argument), auxiliary
 
-    def run_inference(self, inputs: Tensors, micro_batch: int, caches: list[dict[str, Any]] | None) -> Tensors:
-        """Runs F_k without noise or graph; with ``caches`` (one dict a layer) one incremental call of generation."""
+    def run_inference(
+        self, inputs: Tensors, number: Sequence[int], micro_batch: int, caches: list[dict[str, Any]] | None
+    ) -> Tensors:
+        """Runs F_k without a graph; with ``caches`` (one dict a layer) one incremental call of generation.
+
+        Args:
+            number, micro_batch: seed the noise of layers that draw it in evaluation, too.
+        """
         values = inputs
-        for position, layer in enumerate(self.layers):
+        seeds = self.noise.evaluation_seeds(number, micro_batch, self._indices)
+        for position, (layer, seed) in enumerate(zip(self.layers, seeds, strict=True)):
             argument = as_argument(values)
             decode: Any = getattr(layer.module, "decode", None)
             self.where.layer = layer.name
+            self.noise.seed(seed)
             try:
                 if caches is None or decode is None:
                     outputs = layer.module(argument)
@@ -249,7 +288,8 @@ class Cell:
         except Exception as error:
             first, last = self.layers[0].name, self.layers[-1].name
             named = f"layer {first!r}" if first == last else f"layers {first!r} to {last!r}"
-            raise LayerFailed(f"cell {self.number}, backward of {named}, micro-batch {micro_batch}") from error
+            text = f"cell {self.number}, backward of {named}, micro-batch {micro_batch}"
+            raise failed(text, type(error)) from error
 
     def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
         """Returns the call of a layer that gives the same bits without a graph as with one.
@@ -266,7 +306,7 @@ class Cell:
                 "more tokens, or longer sequences, than it has rows. Enlarge the table, or lower data.vocabulary or "
                 "data.sequence_length"
             )
-        return LayerFailed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}")
+        return failed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}", type(error))
 
     def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
         """Checks a message: the receiver has posted a receive for the shapes and types of earlier such inputs.

@@ -14,6 +14,7 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -26,10 +27,10 @@ from torch import Tensor
 from ..errors import ConfigurationError
 from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
-from ..schedule.instruction import Instruction, Op
+from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.posting import Posts, Receives, post_ahead
-from .cell import Cell, LayerFailed
-from .halves import WeightHalf, backward_of_inputs
+from .cell import Cell, failed
+from .halves import Draws, WeightHalf, backward_of_inputs
 from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .messages.grouping import grouped, grouping_of
 from .messages.process_group import Wait
@@ -44,6 +45,10 @@ Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the inst
 Gradients = Sequence[Tensor | None]
 
 
+class SenderFailed(RuntimeError):
+    """Raised where a worker gets nothing, since the one before it has failed."""
+
+
 @dataclass(frozen=True)
 class StepInput:
     """Describes a mini-batch: what every worker of a replica must know before the step begins.
@@ -53,12 +58,14 @@ class StepInput:
         steps: of the whole run, for layers with a schedule of their own.
         signatures: one for each micro-batch; two are equal exactly when all input shapes are equal.
         scale: 1 / weight of the whole mini-batch, over all replicas; times a factor of all gradients.
+        empty: micro-batches of weight 0: whatever their loss is, such as the mean of no numbers, it does not count.
     """
 
     step: int
     steps: int
     signatures: tuple[Hashable, ...]
     scale: float
+    empty: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -141,9 +148,12 @@ class Engine:
         self.where = Position() if where is None else where
         for cell in cells:
             cell.where = self.where
-        self.meter = Meter(device)
+        self.noise, self.meter = cells[0].noise, Meter(device)
+        self.draws = {cell.number: Draws(self.noise.states) for cell in cells}
         self._transport = transport
         self._trained: set[str] | None = None
+        self.failed_at = 0.0  # `time.time()` of the latest failure
+        self.stays_in_step = False  # whether a worker that fails gives the others what they await of the step
         # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
         self.boundaries: dict[tuple[int, Hashable], BoundarySpec] = {}  # what a cell of this worker puts out
         self.messages: dict[tuple[int, Hashable], BoundarySpec] = {}  # what is sent or received: with the targets
@@ -176,18 +186,9 @@ class Engine:
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
         """
-        for cell in self.cells.values():
-            cell.begin_step(step_input.step, step_input.steps)
-        if newly := sorted(self.newly_trained):
-            raise ConfigurationError(
-                f"{newly[0]} is trained from step {step_input.step + 1} on, where it was frozen before: what passes "
-                "between the cells was settled without its gradient. Set requires_grad before the first step, or, in a "
-                "loop of your own, between two steps"
-            )
-        step = _TrainingStep(
-            self, instructions, step_input.signatures, micro_batches, posts, step_input.step, step_input.scale
-        )
-        step.run(self.meter if timed else None, after or {})
+        with self.noise.restored():
+            step = _TrainingStep(self, instructions, step_input.signatures, micro_batches, posts, step_input)
+            step.run(self.meter if timed else None, after or {})
         for cell in self.cells.values():
             cell.end_step()
         return step.record
@@ -214,8 +215,9 @@ class Engine:
         sink: Sink,
         caches: Caches | None = None,
         posts: Posts | None = None,
+        number: Sequence[int] = (0, 0),
     ) -> None:
-        """Runs forward only, without noise or graph, for evaluation and generation.
+        """Runs forward only, without a graph, for evaluation and generation.
 
         Args:
             instructions: this worker's list of a forward-only schedule.
@@ -224,9 +226,19 @@ class Engine:
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
             posts: as in `train_step`.
+            number: steps, and forwards since then; the noise of layers that draw it in evaluation depends on it.
         """
-        with torch.no_grad():
-            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches).run(None, {})
+        with torch.no_grad(), self.noise.restored():
+            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches, number).run(None, {})
+
+    def forget_failure(self) -> None:
+        """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""
+        self.describe_anew()
+        self.where.enter(None, None, None)
+        for cell in self.cells.values():
+            cell.end_step()
+            for batchnorm in cell.batchnorms:
+                batchnorm.take_gathered()
 
     @property
     def receives_block_device(self) -> bool:
@@ -292,23 +304,66 @@ class _Step:
     def run(self, meter: Meter | None, after: Mapping[int, Callable[[], None]]) -> None:
         """Executes the list, with a time for every instruction where there is a meter; ``after`` as in `train_step`."""
         where, handlers = self.pipeline.where, self.HANDLERS
-        outside = where.instruction
-        for position, instruction in enumerate(self.instructions):
-            self._receives.post_due(position)
-            op = instruction.op
-            where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
-            started = None if meter is None else meter.mark()
-            with _named_in_profile(instruction):
-                handlers[op](self, instruction)
-            if meter is not None and started is not None:
-                meter.record(instruction, started)
-            if position in after:
-                after[position]()
+        outside, position, op = where.instruction, -1, Op.FORWARD
+        try:
+            self._begin()
+            for position, instruction in enumerate(self.instructions):
+                self._receives.post_due(position)
+                op = instruction.op
+                where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
+                started = None if meter is None else meter.mark()
+                with _named_in_profile(instruction):
+                    handlers[op](self, instruction)
+                if meter is not None and started is not None:
+                    meter.record(instruction, started)
+                if position in after:
+                    after[position]()
+        except BaseException as error:
+            self.pipeline.failed_at = time.time()
+            if self.pipeline.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):
+                self._send_nothing(position + 1)
+            raise
         where.enter(None, None, outside)  # later errors belong to no instruction
         self.pipeline.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
         if left_over:
             raise RuntimeError(f"the schedule is incomplete: the step has not used up {', '.join(left_over)}")
+
+    def _begin(self) -> None:
+        """Does what comes before the first instruction."""
+
+    def _send_nothing(self, position: int) -> None:
+        """Sends zeros from this position of the list on, and receives: the other workers go on to the step's end.
+
+        A message whose shapes they do not know yet is described as empty; who receives that fails, too.
+        """
+        pipeline, nothing = self.pipeline, BoundarySpec(())
+        self.buffers = StepBuffers()
+        for place, i in enumerate(self.instructions[position:], position):
+            self._receives.post_due(place)
+            key = i.cell, self.signatures[i.micro_batch]
+            if i.op is Op.RECEIVE_ACTIVATION:
+                self._description_of_inputs(i)
+            elif i.op is Op.SEND_ACTIVATION and key not in pipeline.messages:
+                pipeline.boundaries[key] = pipeline.messages[key] = nothing
+                pipeline.transport.send_spec(i.cell, nothing)
+            elif i.op is Op.RECEIVE_GRADIENT:
+                pipeline.boundaries.setdefault(key, nothing)
+            if i.awaited_message is not None:
+                self._receive(i)
+            if i.sent_message is not None:
+                of = pipeline.messages[i.sent_message.boundary, key[1]]
+                spec = of if i.op is Op.SEND_ACTIVATION else of.gradients
+                zeros = (torch.zeros(one.shape, dtype=one.dtype, device=pipeline.device) for one in spec.tensors)
+                self._send(i, grouped(zeros, spec.grouping), spec)
+        pipeline.drain()
+
+    def _description_of_inputs(self, i: Instruction) -> BoundarySpec:
+        """Returns the description of the activations that the instruction receives, with the targets."""
+        messages, key = self.pipeline.messages, (i.cell - 1, self.signatures[i.micro_batch])
+        if key not in messages:
+            messages[key] = self.pipeline.transport.receive_spec(i.cell - 1)
+        return messages[key]
 
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
         return tuple(tensor.to(self.pipeline.device, non_blocking=True) for tensor in tensors)
@@ -348,11 +403,11 @@ class _Step:
         self.pipeline.transport.send(i.sent_message, tensors, spec)
 
     def _receive_activation(self, i: Instruction) -> None:
-        pipeline, key = self.pipeline, (i.cell - 1, self.signatures[i.micro_batch])
-        if key not in pipeline.messages:
-            pipeline.messages[key] = pipeline.transport.receive_spec(i.cell - 1)
+        pipeline, spec = self.pipeline, self._description_of_inputs(i)
         tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
-        split, spec = len(tensors) - pipeline.n_targets, pipeline.messages[key]
+        if not tensors:
+            raise SenderFailed("the worker of the cell before has failed")
+        split = len(tensors) - pipeline.n_targets
         flags = [True] * len(spec.takers) if spec.flags is None else tensors[spec.flags].tolist()
         for number, takes in zip(spec.takers, flags, strict=True):
             tensors[number].requires_grad_(bool(takes))  # it collects the gradient that will be sent back
@@ -367,16 +422,17 @@ class _Step:
 
 @dataclass
 class _ForwardStep(_Step):
-    """Interprets a forward-only list; ``sink`` and ``caches`` as in `Engine.run_forward`."""
+    """Interprets a forward-only list; ``sink``, ``caches`` and ``number`` as in `Engine.run_forward`."""
 
     sink: Sink
     caches: Caches | None
+    number: Sequence[int]
 
     def _forward(self, i: Instruction) -> None:
         place, cell = (i.cell, i.micro_batch), self.pipeline.cells[i.cell]
         caches = None if self.caches is None else self.caches.setdefault(place, [{} for _ in cell.layers])
         with self.pipeline.autocast():
-            outputs = cell.run_inference(self.buffers.inputs.pop(place), i.micro_batch, caches)
+            outputs = cell.run_inference(self.buffers.inputs.pop(place), self.number, i.micro_batch, caches)
         if i.cell == self.pipeline.last:
             self.pipeline.where.enter(i.cell, i.micro_batch, "scoring the outputs")
             self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
@@ -399,14 +455,23 @@ class _TrainingStep(_Step):
         record: the results of the step.
     """
 
-    step: int
-    scale: float
+    given: StepInput
     record: StepRecord = field(default_factory=StepRecord, init=False)
 
     def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
         super().__post_init__(micro_batches, posts)
         self._waits: dict[int, dict[int, bool]] = {}  # by cell: see `backward_of_inputs`
         self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
+
+    def _begin(self) -> None:
+        for cell in self.pipeline.cells.values():
+            cell.begin_step(self.given.step, self.given.steps)
+        if newly := sorted(self.pipeline.newly_trained):
+            raise ConfigurationError(
+                f"{newly[0]} is trained from step {self.given.step + 1} on, where it was frozen before: what passes "
+                "between the cells was settled without its gradient. Set requires_grad before the first step, or, in a "
+                "loop of your own, between two steps"
+            )
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
@@ -478,7 +543,7 @@ class _TrainingStep(_Step):
             return cell.run_training(
                 self.buffers.inputs[i.cell, i.micro_batch],
                 self.buffers.targets[i.micro_batch],
-                self.step,
+                self.given.step,
                 i.micro_batch,
                 self.signatures[i.micro_batch],
                 first_time,
@@ -491,10 +556,12 @@ class _TrainingStep(_Step):
         except ConfigurationError:
             raise
         except Exception as error:
-            raise LayerFailed(f"cell {self.pipeline.last}, the task's loss, micro-batch {micro_batch}") from error
-        seen = self.record.statistics
+            text = f"cell {self.pipeline.last}, the task's loss, micro-batch {micro_batch}"
+            raise failed(text, type(error)) from error
+        noise, seen = self.pipeline.noise, self.record.statistics
+        noise.seed_backward(noise.seeds(self.given.step, micro_batch, [TASK])[0], [loss])
         self.record.statistics = statistics if seen is None else seen + statistics
-        return loss
+        return torch.zeros_like(loss) if micro_batch in self.given.empty else loss
 
     def _backward(self, i: Instruction) -> None:
         """Runs B_k, or with INPUT_GRADIENT its first half."""
@@ -502,12 +569,12 @@ class _TrainingStep(_Step):
         graph, inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
         arrived = self._take_output_gradients(i)
         roots = [(graph.outputs[n], gradient) for n, gradient in arrived if graph.outputs[n].requires_grad]
-        roots += [(loss, torch.full_like(loss, self.scale)) for loss in graph.losses if loss.requires_grad]
+        roots += [(loss, torch.full_like(loss, self.given.scale)) for loss in graph.losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
         with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
-                waits = self._waits.setdefault(i.cell, {})
-                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits)
+                waits, draws = self._waits.setdefault(i.cell, {}), self.pipeline.draws[i.cell]
+                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits, draws)
             elif roots:
                 torch.autograd.backward(outputs, gradients)
         if i.cell > 0:

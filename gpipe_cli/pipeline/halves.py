@@ -10,8 +10,10 @@ computes only what leads to weights. Every weight's gradient is the same number 
 kernels in the same order. After Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 
 Some weights get their gradient in the first half: a weight that joins in two places, because its two gradients must be
-added up before they are added to those of other micro-batches, and a weight that enters a custom
-`torch.autograd.Function`, which computes all its gradients at once. Both are exact; less is left for the second half.
+added up before they are added to those of other micro-batches; a weight that enters a custom
+`torch.autograd.Function`, which computes all its gradients at once; and one with a hook, or behind custom functions
+that draw random numbers (`Draws`): those are the numbers of a whole backward then. All are exact; less is left for the
+second half.
 """
 
 from __future__ import annotations
@@ -95,11 +97,41 @@ class WeightHalf:
             self._joints.pop().finish()
 
 
+class Draws:
+    """Finds out, in the first backward of a cell, which custom functions draw random numbers; it is not divided.
+
+    Args:
+        states: returns the states of the generators.
+    """
+
+    def __init__(self, states: Callable[[], list[Tensor]]) -> None:
+        self._states, self._found = states, dict[str, bool]()
+
+    def may_be_in(self, functions: Sequence[Node]) -> bool:
+        """Returns whether some are known to draw random numbers, or have not run so far; these are watched."""
+        new = [function for function in functions if type(function).__name__ not in self._found]
+        for function in new:
+            self._watch(function, type(function).__name__)
+        return bool(new) or any(self._found[type(function).__name__] for function in functions)
+
+    def _watch(self, function: Node, name: str) -> None:
+        before: list[list[Tensor]] = []
+
+        def end(*gradients: object) -> None:
+            same = all(torch.equal(*pair) for pair in zip(before.pop(), self._states(), strict=True))
+            self._found[name] = self._found[name] or not same
+
+        self._found.setdefault(name, False)
+        function.register_prehook(lambda gradients: before.append(self._states()))
+        function.register_hook(end)
+
+
 def backward_of_inputs(
     roots: Sequence[Tensor],
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
     waits: dict[int, bool] | None = None,
+    draws: Draws | None = None,
 ) -> WeightHalf:
     """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 
@@ -109,16 +141,20 @@ def backward_of_inputs(
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
         waits: whether each weight, by its id, has waited in an earlier micro-batch of the step. Then it does so again,
             even if this graph is another, because its gradients must be added up in one order.
+        draws: of the cell; None: its custom functions draw no random numbers.
     """
+    if not roots and not waits:
+        return WeightHalf(())
     wanted, whole = [tensor for tensor in inputs if tensor.requires_grad], partial(_backward, roots, gradients)
     starts = [get_gradient_edge(root).node for root in roots] if wanted or waits else []
     order = _from_roots(starts)
     joints: list[_Joint] = []
     now = [leaf for node in order if (leaf := _leaf_of(node)) is not None and not any(leaf is one for one in inputs)]
     late: list[Tensor] = []
-    if not any(node.name() in _INDIVISIBLE for node in order):
+    if not any(type(node).__name__ in _INDIVISIBLE for node in order):
         if wanted and order:
-            joints, now = _sort_weights(order, starts, wanted)
+            custom = [node for node in order if isinstance(node, BackwardCFunction)]
+            joints, now = _sort_weights(order, starts, wanted, draws is not None and draws.may_be_in(custom))
         if waits is not None:
             joints, now, late = _as_before(joints, now, waits)
     if not joints and not late:
@@ -166,24 +202,29 @@ def _from_roots(roots: Sequence[Node]) -> list[Node]:
 
 
 def _sort_weights(
-    order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor]
+    order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor], custom_now: bool
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """Returns the joints with the weights that can wait, and the weights that cannot."""
+    """Returns the joints with the weights that can wait, and the weights that cannot.
+
+    Args:
+        custom_now: weights behind custom functions cannot.
+    """
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
     shared = _Joint(order[0])  # stands for "no single joint"
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}
     for node in order:
-        if node in leads_to_input:
-            joint = shared if isinstance(node, BackwardCFunction) else _Joint(node)
+        if isinstance(node, BackwardCFunction) and (custom_now or node in leads_to_input):
+            joint = shared
         else:
-            joint = owner[node]
+            joint = _Joint(node) if node in leads_to_input else owner[node]
         for child, _ in node.next_functions:
             if child is not None and child not in leads_to_input:
                 owner[child] = joint if owner.get(child, joint) is joint else shared
     for node, joint in owner.items():
         leaf = _leaf_of(node)
         if leaf is not None:
-            joint.leaves.append(leaf)
+            hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+            (shared if hooked else joint).leaves.append(leaf)
     joints = {id(joint): joint for joint in owner.values() if joint.leaves and joint is not shared}
     return list(joints.values()), shared.leaves
 
@@ -200,4 +241,4 @@ def _leading_to(order: Sequence[Node], inputs: set[int]) -> set[Node]:
 
 def _leaf_of(node: Node) -> Tensor | None:
     """Returns the tensor whose ``.grad`` the node adds to; None for other nodes."""
-    return node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]

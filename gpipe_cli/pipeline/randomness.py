@@ -1,24 +1,27 @@
 """Seeds every random number of a run by its purpose.
 
 What a `_target_` makes comes from (seed, section), initial weights from (seed, layer), dropout and drop path from
-(seed, step, replica, micro-batch, layer). So they do not depend on K, on the worker or on earlier random numbers, and
-recompute (paper, section 2.3) draws the same numbers again without any stored generator state.
+(seed, step, replica, micro-batch, layer); the backward, the update and evaluations have seeds of their own. So random
+numbers do not depend on K, on the worker or on earlier ones, and recompute (paper, section 2.3) draws the same numbers
+again without any stored generator state. What the program around the engine draws goes on as if the engine drew none.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from struct import pack, unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..gpus import GPU
 
-WEIGHTS, NOISE, SECTION = 1, 2, 3  # purposes of a seed, so that no two coincide
+WEIGHTS, NOISE, SECTION, EVALUATION, UPDATE, COSTS = range(1, 7)  # purposes of a seed, so that no two coincide
+BACKWARD = 0x5DEECE66D  # changes the bits of a layer's seed for its backward
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
 
 
@@ -67,17 +70,62 @@ class NoiseSource:
             self._generators.append(torch.cuda.default_generators[device.index or 0])
 
     def seeds(self, step: int, micro_batch: int, layers: Sequence[int]) -> list[int]:
-        """Returns the seed of each of ``layers`` (indices in the model's list): 63 bits, made of these numbers only.
+        """Returns the seed of each of ``layers`` (indices in the model's list) for a micro-batch of a training step."""
+        return self._seeds(layers, NOISE, self._seed, step, self._replica, micro_batch)
+
+    def evaluation_seeds(self, number: Sequence[int], micro_batch: int, layers: Sequence[int]) -> list[int]:
+        """Returns the seed of each of ``layers`` for a micro-batch of a forward without backward, by its number."""
+        return self._seeds(layers, EVALUATION, self._seed, *number, self._replica, micro_batch)
+
+    def _seeds(self, layers: Sequence[int], *place: int) -> list[int]:
+        """Returns 63 bits for each of ``layers``, made of these numbers only.
 
         One digest serves `_TOGETHER` layers: a pipeline needs thousands of seeds per second.
         """
         digests: dict[int, tuple[int, ...]] = {}
         for block in {layer // _TOGETHER for layer in layers}:
-            place = pack("<6q", NOISE, self._seed, step, self._replica, micro_batch, block)
-            digests[block] = unpack(f"<{_TOGETHER}Q", blake2b(place, digest_size=8 * _TOGETHER).digest())
+            numbers = pack(f"<{len(place) + 1}q", *place, block)
+            digests[block] = unpack(f"<{_TOGETHER}Q", blake2b(numbers, digest_size=8 * _TOGETHER).digest())
         return [digests[layer // _TOGETHER][layer % _TOGETHER] >> 1 for layer in layers]
+
+    def update_seed(self, update: int, parameter: str) -> int:
+        """Returns the seed of a parameter's update, by its full name; the same in every replica."""
+        name = int.from_bytes(blake2b(parameter.encode(), digest_size=8).digest(), "little", signed=True)
+        return derive_seed(UPDATE, self._seed, update, name)
 
     def seed(self, seed: int) -> None:
         """Seeds the generators."""
         for generator in self._generators:
             generator.manual_seed(seed)
+
+    def seed_backward(self, seed: int, outputs: Iterable[Tensor | None], given: Sequence[Tensor] = ()) -> None:
+        """Seeds the generators, before the backward of a layer begins, by a seed made of ``seed``.
+
+        Args:
+            outputs: of the layer, with its loss. Its backward begins with the first gradient of one that it has made.
+            given: its inputs, which it may only pass on.
+        """
+        left = [seed ^ BACKWARD]
+
+        def begin(gradients: object) -> None:
+            if left:
+                self.seed(left.pop())
+
+        for tensor in outputs:
+            node = None if tensor is None or any(tensor is one for one in given) else tensor.grad_fn
+            if node is not None:
+                node.register_prehook(begin)
+
+    def states(self) -> list[Tensor]:
+        """Returns the states of the generators."""
+        return [generator.get_state() for generator in self._generators]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Leaves the generators as they were before the context."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)

@@ -45,7 +45,9 @@ class OwnLossTask(Task):
                 f"task=own_loss takes the model's output for its loss, but it has the shape {list(mean.shape)}: name "
                 "the loss with model.output=loss, or leave out task=own_loss"
             )
-        return mean.reshape(()) * self._count(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
+        count = self._count(targets[0])  # the mean of no targets is not a number
+        total = torch.where(count > 0, mean.reshape(()) * count, 0.0)
+        return total, torch.zeros(0, dtype=torch.float64, device=mean.device)
 
     def _count(self, target: Tensor) -> Tensor:
         ignored = (target == -100) if self.ignored is None else (target == -100) | target.eq(self.ignored)

@@ -15,7 +15,7 @@ import torch
 
 from ..config import Settings, TrainerConfig
 from ..data.source import Batch, Report, Source, name_of, no_report
-from ..distributed.batch_plan import BatchPlan
+from ..distributed.batch_plan import BatchPlan, refuse_unlike_lengths
 from ..distributed.exchange import Exchange
 from ..distributed.pipeline import Pipeline
 from ..distributed.world import World
@@ -166,6 +166,8 @@ def _checked(M: int, batches: Iterator[Batch], source: Source, method: str) -> G
                 f"the data source {name_of(source)} gave {given} micro-batches in a mini-batch, {M} were asked for: "
                 f"the batches of its {method}() must have {right} M micro-batches"
             )
+        for inputs, targets in batch.micro_batches:
+            refuse_unlike_lengths(inputs, targets)
         yield batch
 
 

@@ -52,14 +52,9 @@ class Evaluator:
         Raises:
             StopRequested: a worker was asked to stop; raised on all workers at the same place.
         """
-        cells = self.pipeline.cells
-        for cell in cells:
-            cell.train(False)
-        try:
+        self.pipeline.forwards = 0  # each evaluation draws the same random numbers, that of a checkpoint too
+        with self.pipeline.evaluating():
             return self._evaluate(final)
-        finally:
-            for cell in cells:
-                cell.train(True)
 
     def _evaluate(self, final: bool) -> Evaluation:
         numbers, mistakes = self._score()

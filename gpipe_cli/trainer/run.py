@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 import torch._dynamo  # every optimizer imports it when it is made; imported here once, before workers are forked
 
-from .. import __version__
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import open_checkpoint, read_manifest, vocabulary_folder
 from ..config import BEFORE_CHOICE, Settings
@@ -24,6 +23,7 @@ from ..factory.build import build_lr_schedule, build_optimizer, build_task, buil
 from ..factory.kept_comparison import compare_at_start, given_by, is_traced, refuse_fewer
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
+from ..version import __version__
 from .assembly import Assembly, assemble_model, start_worker
 from .batches import count_defects, first_batch
 from .loop import Trainer

@@ -20,6 +20,7 @@ from ..distributed.pipeline import Pipeline
 from ..launch.messenger import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
+from ..optim.noise import SeededUpdates
 from ..optim.sharding import OptimizerShards
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.gradients import (
@@ -56,6 +57,8 @@ class Updater:
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
         self._layers, self._unused = pipeline.layers, pipeline.unused
+        names = {parameter: name for cell in cells for name, parameter in cell.parameters()}
+        self._updates = SeededUpdates(optimizer, names, pipeline.engine.noise)
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
         # A tied one is complete only when the gradients of all uses are there.
@@ -112,7 +115,7 @@ class Updater:
         """
         if report.finite:
             scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._clip))
-            self.optimizer.step()
+            self._updates.step(updates_before)
             if self._shards is not None:
                 self._shards.spread()
             self._ties.spread()

@@ -22,7 +22,7 @@ from ..factory.groups import Groups
 from ..layers import own_name
 from . import compare as c
 from .compare import Gaps
-from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update
+from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update, update_seed
 from .record import AGAIN, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
 
 EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
@@ -160,7 +160,8 @@ class Checker:
                 if name in gradients:
                     group = Groups(optimizer).key(own_name(self.names[layer], name), weight.shape)
                     rates[layer, name] = rate = of_key(group)
-                    right, state = update(optimizer, group, rate, weight, state, gradients[name] * factor)
+                    gradient, seed = gradients[name] * factor, update_seed(self.settings.seed, updates, name)
+                    right, state = update(optimizer, group, rate, weight, state, gradient, seed)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
                     owned[layer, name] = right

@@ -127,7 +127,7 @@ class PlainModel:
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builders[index].name, module.to(self._device).train()))
+            layers.append((index, builders[index].name, module.to(self._device)))
         built = _Cell(self, layers)
         held = built.held
         for index in cell:
@@ -195,11 +195,13 @@ class PlainModel:
         """
         mini_batch, step = self._on_device(mini_batch)
         values = {place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}
+        sums = []
         for layers in self.cells:
             cell = self.build(layers, load, mini_batch.step).eval()
-            values = {place: cell.forward(mini_batch, place, x, step)[0] for place, x in values.items()}
-        every = mini_batch.micro_batches.items()
-        sums = [self.task.evaluate(values[place], targets).cpu() for place, (_, targets) in every]
+            for place, (_, targets) in mini_batch.micro_batches.items():
+                values[place] = cell.forward(mini_batch, place, values[place], step)[0]
+                if layers[-1] == self._last:
+                    sums.append(self.task.evaluate(values[place], targets).cpu())
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
         return self.task.summarize(totals, step.weight) if step.weight else {}, step
 
@@ -285,27 +287,46 @@ class _Cell(nn.Module):
     ) -> tuple[Tensors, list[Tensor]]:
         """Returns outputs and, in training, unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
         model, losses = self._model, []
-        targets = mini_batch.micro_batches[place][1]
+        targets, seed_of_run = mini_batch.micro_batches[place][1], model.settings.seed
+        # In an evaluation: its first mini-batch.
+        purpose = [2, seed_of_run, mini_batch.step] if self.training else [4, seed_of_run, 0, 0]
         with self._autocast():
             for index, _, module in self._layers:
-                torch.manual_seed(noise_seed(model.settings.seed, mini_batch.step, *place, index))
+                torch.manual_seed(seed := noise_seed(*purpose, *place, index))
                 returned = module(as_argument(values))
                 if step:
                     marks = enumerate(map(fingerprint, as_tensors(returned)))
                     step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
                 auxiliary = getattr(module, "auxiliary_loss", None)
-                if auxiliary is not None and self.training:
-                    losses.append(auxiliary(returned, targets))
+                own = [auxiliary(returned, targets)] if auxiliary is not None and self.training else []
+                made = [tensor for tensor in as_tensors(returned) if not any(tensor is one for one in values)]
+                _seed_backward(seed, [*made, *own])
+                losses += own
                 is_last = index == model._last
                 values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
             if is_last and step and self.training:
-                losses.append(model.task.loss(values, targets)[0])
+                loss = model.task.loss(values, targets)[0]
+                losses.append(loss if model.task.weight(targets) else torch.zeros_like(loss))
+                _seed_backward(noise_seed(*purpose, *place, -1), losses[-1:])
         return values, losses
 
 
 def _cut(tensors: Tensors) -> Tensors:
     """Returns leaves that collect a gradient where the tensors would."""
     return grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors), tensors)
+
+
+def _seed_backward(seed: int, made: Sequence[Tensor]) -> None:
+    """Seeds the random numbers of a layer's backward, which begins with the first gradient of what it has made."""
+    left = [seed ^ 0x5DEECE66D]
+
+    def begin(_: Tensor) -> None:
+        if left:
+            torch.manual_seed(left.pop())
+
+    for tensor in made:
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _trained(tensors: Tensors) -> list[Tensor]:
@@ -343,11 +364,21 @@ def _digest(numbers: tuple[int, ...], size: int) -> bytes:
     return blake2b(b"".join(number.to_bytes(8, "little", signed=True) for number in numbers), digest_size=size).digest()
 
 
-def noise_seed(seed: int, step: int, replica: int, micro_batch: int, layer: int) -> int:
-    """Returns the seed of a layer's dropout: 63 bits that depend on all five numbers (docs/design.md)."""
-    block, place = divmod(layer, 8)
-    eight = _digest((2, seed, step, replica, micro_batch, block), 64)
-    return int.from_bytes(eight[8 * place : 8 * place + 8], "little") // 2
+def noise_seed(*place: int) -> int:
+    """Returns the seed of a layer's noise: 63 bits that depend on all numbers of ``place`` (docs/design.md).
+
+    Args:
+        place: purpose, seed, step, replica, micro-batch, and the layer's number.
+    """
+    block, number = divmod(place[-1], 8)
+    eight = _digest((*place[:-1], block), 64)
+    return int.from_bytes(eight[8 * number : 8 * number + 8], "little") // 2
+
+
+def update_seed(seed: int, update: int, parameter: str) -> int:
+    """Returns the seed of the update, number ``update`` from 0, of the parameter of this full name."""
+    name = int.from_bytes(blake2b(parameter.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(_digest((5, seed, update, name), 8), "little") // 2
 
 
 def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
@@ -372,7 +403,13 @@ def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKe
 
 
 def update(
-    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
+    section: Section,
+    key: GroupKey,
+    rate: float | None,
+    weight: Tensor,
+    state: Section,
+    gradient: Tensor,
+    seed: int = 0,
 ) -> tuple[Tensor, Any]:
     """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 
@@ -381,6 +418,7 @@ def update(
         rate: the learning rate.
         state: of the optimizer before, by name; empty before the first update.
         gradient: clipped.
+        seed: of the random numbers that the optimizer draws.
     """
     parameter = nn.Parameter(weight.clone())
     alone, group = _alone(section, key, parameter)
@@ -388,6 +426,7 @@ def update(
     if state:
         alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
     parameter.grad = gradient.clone()
+    torch.manual_seed(seed)
     alone.step()
     return parameter.detach(), dict(alone.state[parameter])
 

@@ -1,4 +1,4 @@
-"""Defines the mini-batches of docs/examples/own_loop.py as gpipe-train's source of data."""
+"""Defines the mini-batches of examples/own_loop.py as gpipe-train's source of data."""
 
 from __future__ import annotations
 

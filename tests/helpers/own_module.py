@@ -95,6 +95,16 @@ class WithLoss(TiedTexts):
         return Answer(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
+class WithDividedLoss(TiedTexts):
+    """Returns the sum of its losses, divided by the number of labels that are not -100."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Answer:  # type: ignore[override]
+        logits = super().forward(ids)
+        assert labels is not None
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return Answer(loss / (labels != -100).sum(), logits)
+
+
 def smoothed_loss(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """Returns the mean over the examples, as every place of a text counts."""
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=smoothing)
@@ -119,3 +129,13 @@ class PaddedTexts(Source):
         for row, text in enumerate(texts):
             text[9 - row :] = 0
         return [((text[:, :-1],), (text[:, 1:],)) for text in texts.tensor_split(M)]
+
+
+class HalfEmpty(PaddedTexts):
+    """Has no targets in the second half of a mini-batch."""
+
+    def _made(self, number: int, M: int) -> list[MicroBatch]:
+        ((ids,), (targets,)) = super()._made(number, 1)[0]
+        targets = targets.clone()
+        targets[len(targets) // 2 :] = 0
+        return [((x,), (y,)) for x, y in zip(ids.tensor_split(M), targets.tensor_split(M), strict=True)]

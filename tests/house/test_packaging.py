@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
 GROUND = {
     *("", "config", "cpu", "difference", "disk", "errors", "gpus", "json_files", "layers", "micro_batch", "parent"),
-    *("position", "svg", "typed_section"),
+    *("position", "svg", "typed_section", "version"),
 }  # single files that every room may use
 ROOMS: dict[str, set[str]] = {
     "conf": set(),
@@ -53,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
         *("partition", "planner", "schedule", "tasks"),
     },
+    "library": {"checkpoint", "distributed", "models", "partition", "pipeline", "tasks"},
     "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
     "verify": {
         *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),

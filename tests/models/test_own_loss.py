@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from inline_run import train_inline
-from own_module import PaddedTexts, TiedTexts, WithLoss, smoothed_loss
+from own_module import HalfEmpty, PaddedTexts, TiedTexts, WithDividedLoss, WithLoss, smoothed_loss
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -46,6 +46,24 @@ def test_micro_batches_count_by_their_targets(tmp_path: Path) -> None:
     for name, parameter in module.named_parameters():
         assert torch.equal(one[name], four[name])
         assert torch.allclose(one[name], parameter, rtol=1e-6, atol=1e-7), name
+
+
+def test_a_micro_batch_without_targets_contributes_nothing(tmp_path: Path) -> None:
+    """Its mean is not a number, and nor are the gradients of a sum divided by a count."""
+    words = [*COMMON, "model.module._target_=own_module.WithDividedLoss", "data._target_=own_module.HalfEmpty"]
+    words += ["data.batch_size=8", "task=own_loss", "task.ignored=0", "pipeline.M=2"]
+    torch.manual_seed(SEED)
+    module = WithDividedLoss()
+    ((ids,), (targets,)) = next(HalfEmpty(8, SEED).train(None, 1, 0, 1)).micro_batches[0]
+    loss = module(ids, targets.masked_fill(targets == 0, -100)).loss
+    assert loss is not None
+    loss.backward()
+    torch.optim.SGD(module.parameters(), LR).step()
+    for kind, K in (("gpipe", 2), ("zero_bubble", 1)):
+        ours = trained(tmp_path / kind, *words, f"pipeline.K={K}", f"pipeline.schedule={kind}")
+        for name, parameter in module.named_parameters():
+            assert torch.allclose(ours[name], parameter, rtol=1e-6, atol=1e-7), name
+    assert verified(tmp_path / "verified", *words, "pipeline.K=2", "verify.steps=1", subject=False)["agrees"]
 
 
 def test_a_loss_function_trains_as_in_a_plain_loop(tmp_path: Path) -> None:

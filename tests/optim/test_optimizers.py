@@ -14,8 +14,7 @@ from gpipe_cli.factory.groups import Groups
 from gpipe_cli.optim.optimizers import TFRMSprop
 
 CONF = Path(__file__).parents[2] / "conf"
-ON_ANOTHER = ("own", "muon_language_model")  # without a _target_ of their own
-OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml") if path.stem not in ON_ANOTHER)
+OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml") if path.stem != "own")
 
 
 def weight(*values: float) -> nn.Parameter:

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_cli.factory.build import build_optimizer
 from gpipe_cli.factory.groups import Groups
 from gpipe_cli.pipeline.randomness import NoiseSource, weights_of_layer
-from gpipe_cli.verify.plain import learning_rate, noise_seed, update, weights_drawn
+from gpipe_cli.verify.plain import learning_rate, noise_seed, update, update_seed, weights_drawn
 
 RATES = "gpipe_cli.optim.lr_schedules"
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.5}
@@ -19,7 +19,9 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.5}
 
 def test_seeds_are_those_of_the_trainer() -> None:
     source = NoiseSource(5, 1, torch.device("cpu"))
-    assert source.seeds(3, 2, [0, 7, 8, 40]) == [noise_seed(5, 3, 1, 2, layer) for layer in (0, 7, 8, 40)]
+    assert source.seeds(3, 2, [0, 7, 8, 40]) == [noise_seed(2, 5, 3, 1, 2, layer) for layer in (0, 7, 8, 40)]
+    assert source.evaluation_seeds((0, 0), 2, [9]) == [noise_seed(4, 5, 0, 0, 1, 2, 9)]
+    assert source.update_seed(3, "a.weight") == update_seed(5, 3, "a.weight")
     with weights_of_layer(5, 3):
         theirs = torch.rand(4)
     with weights_drawn(5, 3):

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from own_model import DIGITS
 from processes import command
 
 from benchmarks.planted_faults import SUBJECT, verified
@@ -51,6 +52,20 @@ def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None
         name: row(report, 2, name)["compared"] for name in ("gradients", "averages of weights", "weights after")
     }
     assert compared == {"gradients": 11, "averages of weights": 11, "weights after": 13}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_random_numbers_of_layers_loss_backward_update_and_evaluation_are_the_plain_loop_s(
+    tmp_path: Path, schedule: str
+) -> None:
+    """Also for K=3 and the plain loop's cells: random numbers depend on neither."""
+    words = [
+        *(*DIGITS[:3], "model=layers", "model._target_=noisy_model.layers", "task._target_=noisy_model.loss"),
+        *("optimizer._target_=noisy_model.Langevin", "optimizer.lr=0.01", "lr_schedule=constant", "pipeline.K=3"),
+    ]
+    report = verified(tmp_path, *words, f"pipeline.schedule={schedule}", subject=False)
+    assert report["verdict"].startswith("OK"), report["findings"]
+    assert row(report, 2, "weights after")["verdict"] == "bit for bit"
 
 
 HALF = [("precision=bf16", "precision.boundaries=bfloat16"), ("precision=fp16", "precision.loss_scale=16777216")]

@@ -1,4 +1,4 @@
-"""Tests the engine as a library: docs/examples/own_loop.py under torchrun computes gpipe-train's bits."""
+"""Tests the engine as a library: examples/own_loop.py under torchrun computes gpipe-train's bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.pipeline.cell import LayerFailed
 
-EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SAME = (
     *("model=layers", "model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
     *("task._target_=torch.nn.functional.cross_entropy", "optimizer._target_=torch.optim.AdamW", "optimizer.lr=0.005"),

@@ -1,0 +1,435 @@
+"""Defines `Pipeline` for training loops of one's own (docs/library.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import asdict
+from functools import cached_property, partial
+from math import sqrt
+from pathlib import Path
+from typing import Any, TypeAlias, get_type_hints
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint.files import RunState, choose
+from ..checkpoint.layer_state import layer_state, load_layer, named_tensors, restore_layer
+from ..checkpoint.writer import CheckpointWriter
+from ..config import PipelineConfig
+from ..distributed import pipeline as base
+from ..distributed.batch_plan import BatchPlan, BatchShape, refuse_unlike_lengths
+from ..distributed.exchange import Exchange
+from ..distributed.pipeline import MiniBatch
+from ..distributed.world import join_torchrun
+from ..errors import ConfigurationError, Problems
+from ..layers import LayerBuilder, name_used_twice, own_name
+from ..micro_batch import MicroBatch, Tensors
+from ..models.traced.layers import traced_layers
+from ..models.traced.module import Call, TracedFrom
+from ..partition.cut import Cut, cut_model
+from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.engine import TASK, SenderFailed, StepRecord
+from ..pipeline.gradients import clip_factor, scale_gradients, squared_norms
+from ..tasks.base import Task
+from ..tasks.own_loss import LossFunctionTask
+from ..typed_section import read_values
+from .failures import describe, failed_there
+
+Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
+_NOT_OFFERED: dict[str, Any] = {
+    "devices": None,
+    "memory": None,
+    "replicas": 1,
+    "auto": [],
+    "sync_batchnorm": False,
+    "compile": False,
+    "shard_optimizer": False,
+}
+
+
+class Pipeline(base.Pipeline):
+    """Runs a model that is cut into cells, in a loop of one's own; every worker calls a method at the same time.
+
+    After an exception gradients, statistics, modes and random numbers are as before the call, on all workers, which
+    all raise it.
+    """
+
+    _is_lost = False
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        if keywords or len(arguments) != 8:
+            raise ConfigurationError("make a pipeline by Pipeline.of(layers, loss, (inputs, targets), K=…, M=…)")
+        super().__init__(*arguments)
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[LayerBuilder] | nn.Module,
+        loss: Callable[[Any, Any], Tensor] | Task,
+        example: tuple[Side, Side],
+        *,
+        K: int,
+        M: int,
+        schedule: Any = "gpipe",
+        remat: Any = "except_last",
+        keep: Any = None,
+        partition: Any = "auto",
+        cost: Any = "flops",
+        seed: int = 0,
+        device: Any = "auto",
+        backend: Any = "auto",
+        autocast: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Pipeline:
+        """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
+
+        Args:
+            layers: or a module, which is traced and keeps its weights (docs/your-own-model.md).
+            loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
+            example: inputs and targets of a micro-batch; only its shapes matter.
+            K, M, schedule, remat, keep, partition, cost, device, backend: as keys of `pipeline` (README).
+            autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
+            group: the processes that run it; None: all.
+
+        Raises:
+            ConfigurationError: the layers cannot be cut or run so.
+        """
+        values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
+        values |= {"cost": cost, "device": device, "backend": backend}
+        checked = _checked({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()})
+        micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
+        builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
+        world = join_torchrun(device, backend, group)
+        config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
+        cut = world.broadcast(partial(_cut_or_refusal, builders, config, world.workers, micro_batch))
+        if isinstance(cut, str):
+            raise ConfigurationError(cut)
+        task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if autocast is not None:  # without its cache, as casts are kept by the engine
+            context = partial(torch.autocast, world.device.type, autocast, cache_enabled=False)
+        made = cls(builders, Cut.from_json(cut), config, task, BatchShape.of(micro_batch), world, seed, context)
+        for cell in made.cells:
+            cell.guard_buffers()
+        made.engine.stays_in_step = True
+        return made
+
+    def close(self) -> None:
+        """Ends the messages of this pipeline and frees its process groups; all workers call it at the same time.
+
+        The default group of torch.distributed stays: other pipelines may use it.
+        """
+        self._is_lost = True
+        world = self.world
+        for group in {world.all_ranks, *(world.message_groups or ())} if world.members else ():
+            dist.destroy_process_group(group)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this worker trains by their names in the whole model."""
+        for layer in self.layers:
+            for name, parameter in layer.module.named_parameters():
+                if name not in layer.tied:
+                    yield own_name(layer.name, name), parameter
+
+    def zero_grad(self) -> None:
+        """Takes the gradients from the parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def train(self, mode: bool = True) -> None:
+        """Sets the mode in which `step` runs; parts that were built in evaluation mode stay in it."""
+        for cell in self.cells:
+            cell.train(mode)
+
+    def eval(self) -> None:
+        """Makes `step` run in evaluation mode, without dropout; `forward` always does."""
+        self.train(False)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales the gradients of all workers so that their norm together is at most ``max_norm``; returns the norm.
+
+        The norm has the same bits for every K.
+        """
+        names = [name for cell in self.cells for name, _ in cell.parameters()]
+        squares = zip(names, squared_norms(self.parameters()).tolist(), strict=True)
+        everyone = {name: square for own in self.world.all_gather([*squares]) for name, square in own}
+        norm = sqrt(sum(everyone[name] for name in sorted(everyone, key=self.places.__getitem__)))
+        scale_gradients(self.parameters(), clip_factor(norm, max_norm))
+        return norm
+
+    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, keep: int = 2) -> None:
+        """Writes a checkpoint of the step, one file a layer, which `load` reads at any K.
+
+        Args:
+            folder: on a file system that all workers share.
+            optimizer: whose state is saved too.
+            keep: how many checkpoints stay in the folder.
+
+        Raises:
+            DiskError: it cannot be written.
+        """
+        own = [(layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in self.layers]
+        model = {name: names for _, name, names in sorted(self.world.gather_from_workers(own))}
+        writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
+
+        def write() -> None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            writer.begin(self.steps_done, {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers})
+            writer.wait()
+
+        def complete() -> None:
+            if self.world.rank == 0:
+                writer.commit(self.steps_done, RunState(), self.world.size)
+                writer.wait()
+
+        self._all_do(write)
+        self._all_do(complete)
+
+    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Continues where the newest checkpoint of a folder was written, at any K: weights, `steps_done`, optimizer.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model.
+        """
+
+        def read() -> None:
+            info, _ = choose(Path(folder))
+            for layer in self.layers:
+                restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
+            self.steps_done, self.forwards = info.step, 0
+
+        self._all_do(read)
+
+    def _all_do(self, work: Callable[[], None]) -> None:
+        """Calls ``work``; every worker raises where one has failed."""
+        failure: BaseException | None = None
+        with self._together():
+            try:
+                work()
+            except BaseException as error:
+                failure = error
+            self._meet(failure)
+
+    def step(self, inputs: Side | None = None, targets: Side | None = None) -> float:
+        """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
+
+        Args:
+            inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used.
+
+        Returns:
+            the mean loss of the mini-batch, the same bits on every worker and for every K.
+        """
+        own = [*self.parameters(), *self.ties.users]
+        gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
+        with self._together(partial(_put_back, own, gradients)):
+            micro_batches, plan = self._announce(inputs, targets, "train")
+            record, failure = StepRecord(), None
+            try:
+                record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done), timed=False)
+            except BaseException as error:
+                failure = error
+            self.unused.fill(self.parameters())
+            self.unused.owners = self.ties.add_gradients()
+            own_losses = self._exchange.own["losses"].view(-1, self.codec.M)
+            for (layer, micro_batch), loss in record.losses.items():
+                own_losses[layer, micro_batch] = loss.double()  # TASK: the last
+            self.unused.write(self._exchange)
+            self._meet(failure)
+            self.unused.clear(self._exchange)
+        finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)
+        self.steps_done, self.forwards = self.steps_done + 1, 0
+        by_layer = self._exchange.total["losses"].view(-1, self.codec.M).tolist()
+        return sum(sum(column) for column in zip(*by_layer, strict=True)) / (plan.total_weight or 1.0)
+
+    def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:
+        """Runs a mini-batch forward in evaluation mode, without a graph; arguments as of `step`.
+
+        Returns:
+            (outputs, targets) of each micro-batch on the worker of the last cell; nothing elsewhere.
+        """
+        found: dict[int, MicroBatch] = {}
+
+        def keep(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
+            found[micro_batch] = outputs, targets
+
+        with self._together(), self.evaluating():
+            micro_batches, plan = self._announce(inputs, targets, "evaluate")
+            failure: BaseException | None = None
+            try:
+                self.run_forward(plan.signatures, micro_batches, keep)
+            except BaseException as error:
+                failure = error
+            self._meet(failure)
+        return [found[number] for number in sorted(found)]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns weights and buffers of this worker's layers, by their names in the whole model."""
+        self.ties.spread()
+        return {
+            own_name(layer.name, name): value
+            for layer in self.layers
+            for name, value in layer.module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes this worker's weights and buffers from a state_dict of the whole model, or of these layers.
+
+        Raises:
+            KeyError: one of them is missing.
+        """
+        for layer in self.layers:
+            own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
+            layer.module.load_state_dict(own)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        layers = len(self.cut.ties) - TASK
+        fields = {
+            **self.codec.fields(),
+            **self.unused.fields(),
+            "newly_trained": 1,
+            "failed": 1,
+            "losses": layers * self.codec.M,
+        }
+        return Exchange(fields, self.world.all_ranks)
+
+    @contextmanager
+    def _together(self, put_back: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Leaves everything as it was before where the context fails, which it does on all workers if on one.
+
+        Raises:
+            RuntimeError: an earlier call was broken off between two messages, for which others may still wait.
+        """
+        if self._is_lost:
+            raise RuntimeError(
+                "this pipeline cannot go on: it was closed, or an earlier call was broken off while messages were on "
+                "their way, and its workers are not at the same place. End all processes; start from a checkpoint"
+            )
+        self._is_lost = self.world.size > 1
+        try:
+            yield
+        except BaseException:
+            self.unused.clear(self._exchange)
+            put_back()
+            self.engine.forget_failure()
+            raise
+        self._is_lost = False
+
+    def _meet(self, failure: BaseException | None) -> None:
+        """Runs the exchange; every worker raises where one has failed: the first failure, of the same class.
+
+        Args:
+            failure: of this worker.
+        """
+        self._exchange.own["failed"][0] = failure is not None
+        self._exchange.run()
+        if not self._exchange.total["failed"].any():
+            return
+        order = isinstance(failure, SenderFailed), self.engine.failed_at  # others may fail on zeros, or nothing, later
+        facts = None if failure is None else (order, self.world.rank, describe(failure))
+        _, rank, described = min(one for one in self.world.all_gather(facts) if one is not None)
+        self._is_lost = False
+        if failure is not None and rank == self.world.rank:
+            raise failure
+        raise failed_there(rank, described) from failure
+
+    def _announce(
+        self, inputs: Side | None, targets: Side | None, kind: str
+    ) -> tuple[list[MicroBatch] | None, BatchPlan]:
+        """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
+        self.ties.spread()  # the owners' values after the optimizer's step
+        micro_batches, failure = None, None
+        if self.world.reads_data:
+            try:
+                micro_batches = self._divided(inputs, targets)
+                self.write_plan(self._exchange, micro_batches)
+            except Exception as error:
+                failure = error
+        self._exchange.own["newly_trained"][0] = len(self.engine.newly_trained)
+        self._meet(failure)
+        if self._exchange.total["newly_trained"].any():
+            self.engine.describe_anew()
+        return micro_batches, self.codec.read(self._exchange, kind)
+
+    def _divided(self, inputs: Side | None, targets: Side | None) -> list[MicroBatch]:
+        """Returns the micro-batches of a mini-batch.
+
+        Raises:
+            ConfigurationError: the arguments are not tensors, or differ in their number of examples.
+        """
+        sides = [_tensors(side, name) for side, name in ((inputs, "inputs"), (targets, "targets"))]
+        refuse_unlike_lengths(*sides)
+        M = min(self.codec.M, len(sides[0][0]))
+        pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
+        return list(zip(*pieces, strict=True))
+
+
+def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
+    """Returns the layers of a module, which have its weights and their names."""
+    example = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in inputs]
+    return traced_layers(TracedFrom(partial(deepcopy, module), Call(mean=None), seed), example, torch.float32)
+
+
+def _cut_or_refusal(*arguments: Any) -> dict[str, Any] | str:
+    """Returns the cut that `cut_model` makes, or why it refuses: then all workers raise."""
+    try:
+        return asdict(cut_model(*arguments))
+    except ConfigurationError as error:
+        return str(error)
+
+
+def _listed(layers: object) -> Sequence[LayerBuilder]:
+    """Returns the layers.
+
+    Raises:
+        ConfigurationError: they are no list of layers, or two have one name.
+    """
+    if not isinstance(layers, Sequence) or not layers or not all(isinstance(one, LayerBuilder) for one in layers):
+        raise ConfigurationError(
+            "layers are a module, which is traced, or a list of LayerBuilder(name, build), where build() makes a "
+            f"module, but are a {type(layers).__name__}"
+        )
+    for layer in layers:
+        if isinstance(layer.build, nn.Module) or not callable(layer.build):
+            kind = type(layer.build).__name__
+            raise ConfigurationError(
+                f"LayerBuilder({layer.name!r}, build): build makes the module when it is called, as "
+                f"functools.partial({kind}, …), but is a {kind}"
+            )
+    if (twice := name_used_twice(layers)) is not None:
+        raise ConfigurationError(f"there are two layers named {twice!r}: rename one")
+    return layers
+
+
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `Pipeline.of`, where they are what the key of ``pipeline`` may be.
+
+    Raises:
+        ConfigurationError: it has a line for each other one.
+    """
+    problems = Problems()
+    checked = read_values(get_type_hints(PipelineConfig, include_extras=True), values, "", problems)
+    problems.refuse()
+    return checked
+
+
+def _tensors(value: Side | None, name: str) -> Tensors:
+    """Returns inputs or targets as a tuple.
+
+    Raises:
+        ConfigurationError: they are neither a tensor nor some tensors.
+    """
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, (tuple, list)) or not value or not all(isinstance(one, Tensor) for one in value):
+        found = "None: rank 0 gives them" if value is None else f"a {type(value).__name__}"
+        raise ConfigurationError(f"{name} are a tensor, or a tuple of tensors, but are {found}")
+    return tuple(value)
+
+
+def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

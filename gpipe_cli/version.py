@@ -1,0 +1,3 @@
+"""Names the release."""
+
+__version__ = "0.1.0"
