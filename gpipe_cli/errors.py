@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 NO_UTF8 = "[\udc80-\udcff]"  # matches a byte of a file's name that is no UTF-8, as Python reads it
@@ -62,12 +61,7 @@ def in_utf8(name: object) -> str:
 
 def place_in_users_code(error: BaseException) -> str | None:
     """Returns file and line of the innermost call in the user's own code; None if there is none."""
-    return own_place(reversed([*traceback.walk_tb(error.__traceback__)]))
-
-
-def own_place(calls: Iterable[tuple[FrameType, int]]) -> str | None:
-    """Returns file and line of the first of these calls that is in the user's own code; None if there is none."""
-    for frame, line in calls:
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] not in NOT_THE_USERS and not file.startswith("<"):  # <…>: made by a library
             return f"{file}, line {line}"
