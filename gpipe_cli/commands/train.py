@@ -122,7 +122,7 @@ def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[i
     import hydra
 
     from gpipe_cli.jobs import torchrun
-    from gpipe_cli.jobs.configuration import for_hydra, in_one_line
+    from gpipe_cli.jobs.configuration import for_hydra, in_one_line, refuse_swollen_files
     from gpipe_cli.jobs.job import run_job
 
     def task(composed: DictConfig) -> float:
@@ -131,9 +131,10 @@ def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[i
             codes[-1], loss = run_job(composed, program, started_at)
         return loss
 
+    if line.folder:
+        refuse_swollen_files(line.folder)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
     before = sys.argv
-    torchrun.refuse_half_an_environment()
     with ExitStack() as stack:
         stack.callback(setattr, sys, "argv", before)
         if torchrun.is_first():

@@ -9,10 +9,13 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -31,6 +34,7 @@ from gpipe_cli.typed_section import nearest, unknown_key
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.
 OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_schedule"), "own")}
 LONGEST_NAME = 100  # of a folder: file systems take 255 bytes, and people read less
+MOST_VALUES = 100_000  # of a YAML file, aliases written out
 LONGEST = 300  # characters of a library's message
 
 
@@ -66,6 +70,33 @@ class Prepared:
     lines: list[str]
 
 
+def refuse_swollen_files(folder: str) -> None:
+    """Refuses YAML files whose aliases refer to themselves, or stand for more values than memory holds.
+
+    Raises:
+        ConfigurationError: it names the file and the line.
+    """
+    for path in sorted(Path(folder).rglob("*.yaml")):
+        with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):  # Hydra says what is wrong where it reads the file
+            _count_values(yaml.compose(path.read_text(encoding="utf-8")), path, {})
+
+
+def _count_values(node: Any, path: Path, counts: dict[int, int]) -> int:
+    """Returns the number of values below a node of YAML, aliases written out; ``counts``: of those counted before."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    place = f"{path}, line {node.start_mark.line + 1}"
+    if counts.get(id(node)) == 0:
+        raise ConfigurationError(f"{place}: the value refers to itself")
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        below = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        counts[id(node)] = 1 + sum(_count_values(each, path, counts) for each in below)
+    if counts[id(node)] > MOST_VALUES:
+        raise ConfigurationError(f"{place}: its aliases stand for more than {MOST_VALUES:,} values")
+    return counts[id(node)]
+
+
 def for_hydra(words: Sequence[str]) -> list[str]:
     """Returns the overrides as Hydra must read them.
 
@@ -99,6 +130,8 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
     Raises:
         ConfigurationError: a word or a file is wrong.
     """
+    if folder:
+        refuse_swollen_files(folder)
     search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
     GlobalHydra.instance().clear()
     try:

@@ -36,15 +36,6 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if joined() else None
 
 
-def refuse_half_an_environment() -> None:
-    """Raises ConfigurationError if a launcher's variables are incomplete: others cannot be found."""
-    if joined() and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]):
-        raise ConfigurationError(
-            f"RANK={os.environ['RANK']} and WORLD_SIZE={os.environ['WORLD_SIZE']} are set, but not {missing[0]}: start "
-            "by torchrun or srun, or, for a command that starts its own workers, type: unset RANK WORLD_SIZE"
-        )
-
-
 def overrides_elsewhere(folder: str) -> list[str]:
     """Returns the overrides that keep Hydra on ranks above 0 from writing into the run directory.
 

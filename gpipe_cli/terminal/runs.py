@@ -145,8 +145,11 @@ def _read(path: Path, parse: Any, kind: type, broken: list[str]) -> Any:
     if not path.is_file():
         return None
     try:
-        found = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        text = path.read_text(encoding="utf-8")
+        if parse is yaml.safe_load and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("no run writes aliases, which may stand for any number of values")
+        found = parse(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         found = None
     if not isinstance(found, kind):
         broken.append(f"{path.name} cannot be read")

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from processes import command
 
+from gpipe_cli.terminal.runs import read_run
+
 SCREEN = 24  # lines
 DEVICE = "plan.device={flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10, overhead: abc}"
 CASES = {  # command line to what the answer must contain
     "train pipeline.K=0": "pipeline.K=0: should be greater than or equal to 1",
     "train pipeline.M=two": "pipeline.M=two",
     "train optimizer.lr=nan": "optimizer.lr=nan",
-    "train optimizer.betas=[0.9,1]": "optimizer.betas=",
+    "train optimizer=adam optimizer.betas=[0.9,1]": "optimizer.betas=",
     "train precision.loss_scale=1000": "precision.loss_scale=1000 is no power of two, and would round: use 1024",
     "train pipeline.schedule=sometimes": "pipeline.schedule=sometimes",
     "train pipeline.k=4": "there is no key pipeline.k; did you mean pipeline.K?",
@@ -43,8 +45,8 @@ CASES = {  # command line to what the answer must contain
     "train pipeline.threads=1000000": "pipeline.threads",
     "train pipeline.workers=100000 pipeline.K=100000": "pipeline.workers",
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
-    "train optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
-    "train optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
+    "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
+    "train optimizer=adam optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
     f"train hydra.run.dir={'a' * 300}": "hydra.run.dir",
     "plan debug=tiny plan.page=/nowhere/x.html": "nothing can be written to /nowhere",
     "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
@@ -138,7 +140,23 @@ def test_the_answer_is_one_line_and_no_more(
     assert said in written and written.count("\n") == 1
 
 
-def test_variables_of_a_launcher_without_its_address_are_refused(tmp_path: Path) -> None:
-    done = command("train", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not [*tmp_path.iterdir()]
-    assert "RANK=0 and WORLD_SIZE=2 are set, but not MASTER_ADDR: start by torchrun or srun, or" in done.stderr
+BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(BOMB, "more than 100,000 values"), ("a: &a\n  b: *a\n", "refers to itself")]
+)
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_a_yaml_file_whose_aliases_have_no_end_is_named(
+    name: str, text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "swollen.yaml").write_text(text)
+    assert import_module(f"gpipe_cli.commands.{name}").main(["--config-dir", "mine", "experiment=swollen"]) == 2
+    error = capsys.readouterr().err
+    assert "swollen.yaml, line" in error and said in error and error.count("\n") == 1
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "config.yaml").write_text(text)
+    assert "config.yaml cannot be read" in read_run(run).outcome
