@@ -28,6 +28,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.data.source import no_report
 from gpipe_cli.factory.build import build_source, build_task
 from gpipe_cli.json_files import read_rows
+from gpipe_cli.svg import Curve, plot, running_means
 
 JOBS = {
     "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),
@@ -39,6 +40,7 @@ MATRICES, TABLES = 5, 3  # times this rate: Muon's, and that of tables
 BOUND = 15.0  # of logits
 WARM_UP = 0.05  # share of the plain loop's time
 WINDOW = 20  # steps are averaged over this part of a run
+POINTS = 60  # of a curve
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
 
@@ -208,8 +210,18 @@ def _row(
         return sum(losses[max(0, int(share * len(losses)) - window) :][:window]) / window
 
     row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "first": losses[0]}
+    row |= {"losses": losses}
     row |= {"processor seconds": seconds, "1/4": at(0.25), "1/2": at(0.5), "end": at(1.0)}
     return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
+
+
+def _curve(row: Row) -> Curve:
+    """Returns the running mean of a side's losses over its processor seconds, without its start."""
+    means = running_means(row["losses"], 1 / WINDOW)
+    places = range(len(means) // POINTS, len(means), max(1, len(means) // POINTS))
+    points = [(row["processor seconds"] * (place + 1) / len(means), means[place]) for place in places]
+    ours = row["side"] == "gpipe-train"
+    return Curve(row["job"], row["side"].partition(",")[0], "smooth" if ours else "paper", points)
 
 
 def main() -> None:
@@ -217,6 +229,7 @@ def main() -> None:
     made.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     made.add_argument("--rate", type=float, help="of the plain loop; default: the best that was found")
     made.add_argument("--seconds", type=float, help="of the plain loop, without the job beside it")
+    made.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw losses over seconds")
     arguments = made.parse_args()
 
     def rows() -> Iterator[Row]:
@@ -230,7 +243,15 @@ def main() -> None:
                 seconds = row["processor seconds"]
             yield plain(name, settings, seconds, arguments.rate or RATES[name]) | {"ln V": math.log(classes)}
 
-    report(COLUMNS, rows(), arguments.output)
+    def draw(rows: Sequence[Row]) -> Sequence[str]:
+        if arguments.picture is not None:
+            axes = "seconds of the processor", "training loss"
+            plot([_curve(row) for row in rows], axes, "What a default job learns", from_zero=False).save(
+                arguments.picture
+            )
+        return ()
+
+    report(COLUMNS, rows(), arguments.output, draw)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from .optimizers import SteppedByGroup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial: the steepest at zero (Jordan et al. 2024)
 SMALLEST_NORM = 1e-7
+STACKED = 1 << 21  # most weights of matrices that are multiplied together
 
 
 class Muon(SteppedByGroup):
@@ -22,8 +23,9 @@ class Muon(SteppedByGroup):
 
     The momentum of a matrix becomes a matrix with the same directions whose singular values are all about 1, so that
     each direction is learnt at the same speed. The updates are those of `torch.optim.Muon`, which always computes in
-    bfloat16; CPUs without that type emulate it, 20 times slower than float32. One matrix at a time: the kernel for
-    several at once may depend on their number, and the bits then on the cut. A convolution is a matrix of its outputs.
+    bfloat16; CPUs without that type emulate it, 20 times slower than float32. On CPUs matrices of one shape are
+    multiplied together, with the bits of one at a time; on GPUs, where the kernel may depend on their number, and the
+    bits then on the cut, one after the other. A convolution is a matrix of its outputs.
 
     Args:
         params: groups of parameters.
@@ -68,27 +70,41 @@ class Muon(SteppedByGroup):
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        alike: dict[Any, list[Tensor]] = {}
         for parameter in parameters if group["muon"] else ():
+            alike.setdefault(id(parameter) if parameter.is_cuda else parameter.shape, []).append(parameter)
+        for each in alike.values():
+            together = max(1, STACKED // each[0].numel())
+            for start in range(0, len(each), together):
+                self._update_alike(group, each[start : start + together])
+
+    def _update_alike(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Updates matrices of one shape."""
+        directions = []
+        for parameter in parameters:
             assert parameter.grad is not None
             average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
             average.lerp_(parameter.grad, 1 - group["momentum"])
-            matrix = parameter.grad.lerp(average, group["momentum"]).flatten(1)
-            rate = group["lr"] * max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
+            directions.append(parameter.grad.lerp(average, group["momentum"]).flatten(1))
+        rows, columns = directions[0].shape
+        rate = group["lr"] * max(1, rows / columns) ** 0.5
+        for parameter, update in zip(parameters, orthogonal(torch.stack(directions), group["iterations"]), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(orthogonal(matrix, group["iterations"]).reshape(parameter.shape), alpha=-rate)
+            parameter.add_(update.reshape(parameter.shape), alpha=-rate)
 
 
-def orthogonal(matrix: Tensor, iterations: int) -> Tensor:
-    """Returns a matrix with the same singular vectors, whose singular values are between about 0.7 and 1.2.
+def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
+    """Returns matrices [n, a, b] with the same singular vectors, whose singular values are between about 0.7 and 1.2.
 
-    In bfloat16 where the device multiplies it fast, else in the matrix's own type.
+    In bfloat16 where the device multiplies it fast, else in the matrices' own type.
     """
-    if matrix.is_cuda or torch.cpu._is_avx512_bf16_supported():
-        matrix = matrix.bfloat16()
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    if matrices.is_cuda or torch.cpu._is_avx512_bf16_supported():
+        matrices = matrices.bfloat16()
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)
     a, b, c = COEFFICIENTS
     for _ in range(iterations):
-        square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

@@ -26,6 +26,7 @@ MODELS = {
         "model.input_dropout=0.1",
         "model.attention_dropout=0.1",
         "task.generation=null",
+        "optimizer=adam",
         "optimizer.lr=0.003",
     ],
     "transformer_lm": ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"],

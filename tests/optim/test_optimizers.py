@@ -14,7 +14,8 @@ from gpipe_cli.factory.groups import Groups
 from gpipe_cli.optim.optimizers import TFRMSprop
 
 CONF = Path(__file__).parents[2] / "conf"
-OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml") if path.stem != "own")
+ON_ANOTHER = ("own", "muon_language_model")  # without a _target_ of their own
+OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml") if path.stem not in ON_ANOTHER)
 
 
 def weight(*values: float) -> nn.Parameter:
