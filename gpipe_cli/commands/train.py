@@ -29,8 +29,7 @@ Groups (group=option; * is the default, unless the model chooses another):
     data        birdsnap  cifar10  cifar100  cldr*  cldr_text  cldr_text_paper  digits  fgvc_aircraft  food101
                 image_folder  imagenet  own  oxford_pets  parallel_text  stanford_cars  text
     task        classification  language_model  own  own_loss  translation*
-    optimizer   adafactor  adafactor_momentum  adam*  adamw  muon  muon_language_model  own  rmsprop  rmsprop_tf
-                sgd
+    optimizer   adafactor  adafactor_momentum  adam*  adamw  muon  muon_language_model  own  rmsprop  rmsprop_tf  sgd
     lr_schedule constant*  cosine  cosine_short  exponential  exponential_epochs  inverse_sqrt  linear_warmup
                 own  step  transformer
     pipeline    auto  default*  kept

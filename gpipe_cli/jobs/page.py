@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.disk import open_regular
+from gpipe_cli.jobs.trust import PATHS
 from gpipe_cli.json_files import json_lines
 from gpipe_cli.parent import child_command
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
@@ -218,7 +219,10 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
-    yield Lines([shlex.join(words) for words in (longer, ["gpipe-eval", folder], ["gpipe-export", folder])], "```")
+    named = {".".join(key.split(".")[:2]) for key, value in run.settings.items() if value is not None}
+    files = [f"data.{key}" for key in PATHS if f"data.{key}" in named]  # which a command reads only if they are typed
+    evaluate = ["gpipe-eval", folder, *([f"trust=[{','.join(files)}]"] if files else [])]
+    yield Lines([shlex.join(words) for words in (longer, evaluate, ["gpipe-export", folder])], "```")
 
 
 def _rows(path: Path) -> list[Row]:
