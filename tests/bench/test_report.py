@@ -92,8 +92,6 @@ def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
     assert len(report(tmp_path / "out", folder / "summary.json", folder)) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "status"), [([], 2), (["output=x"], 2), (["out=x", "y"], 2), (["--runs=x", "y"], 2), (["nowhere"], 1)]
-)
-def test_without_runs_it_ends_with_an_error(words: list[str], status: int) -> None:
-    assert main(words) == status
+@pytest.mark.parametrize("words", [[], ["output=x"], ["out=x", "y"], ["--runs=x", "y"], ["nowhere"]])
+def test_without_runs_it_ends_with_an_error(words: list[str]) -> None:
+    assert main(words) == 2
