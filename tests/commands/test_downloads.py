@@ -79,7 +79,7 @@ def test_an_experiment_on_a_download_is_killed_resumed_at_another_k_evaluated_an
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["data_defects"] == {}
 
-    command("eval", "run", "pipeline.K=1", "pipeline.workers=1", "output=again", folder=tmp_path)
+    command("eval", "run", "trust=[data]", "pipeline.K=1", "pipeline.workers=1", "output=again", folder=tmp_path)
     found = json.loads((tmp_path / "again" / "evaluation.json").read_text())
     assert (found["step"], found["K"]) == (STEPS, 1)
     assert found["numbers"] == summary["evaluation"]
