@@ -164,7 +164,7 @@ def backward_of_inputs(
         joint.listen()
     if wanted or now:
         whole(retain_graph=True, inputs=wanted + now)
-    return WeightHalf(joints, late, whole)
+    return WeightHalf(joints, late, whole if late else None)  # it would keep the whole graph
 
 
 def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], **options: Any) -> None:

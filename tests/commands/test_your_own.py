@@ -89,7 +89,7 @@ def test_outputs_whose_shape_depends_on_more_than_the_inputs_shapes_are_refused_
     words = ["pipeline.workers=4", "pipeline.cost=parameters", "trainer.evaluate_first=false"]
     done = train_by_command(tmp_path, shorter, *words)
     assert done.returncode == 1
-    refusal = r"cell \d \(last layer '\w+'\), micro-batch \d: its outputs, with the targets, have the shapes .* before"
+    refusal = r"cell \d, layer '\w+', micro-batch \d: it passes on .*, where inputs of .* gave .* before"
     assert re.search(refusal, done.stderr)
 
 
