@@ -33,7 +33,8 @@ def test_a_run_trains_with_what_was_chosen_as_with_the_same_keys_typed(tmp_path:
 
 def test_what_was_chosen_is_recorded_and_a_resume_keeps_what_results_depend_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = [*TINY, "pipeline=auto", "pipeline.M=auto", "pipeline.replicas=auto", f"hydra.run.dir={run}"]
+    words = [*TINY, "lr_schedule=constant", "pipeline=auto", "pipeline.M=auto", "pipeline.replicas=auto"]
+    words.append(f"hydra.run.dir={run}")
     assert train.main([*words, "trainer.steps=2"]) == 0
     chosen = yaml.safe_load((run / ".hydra" / "chosen.yaml").read_text())
     assert train.main([*words, "trainer.steps=4", "checkpoint.resume=auto"]) == 0
