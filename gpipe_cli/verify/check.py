@@ -146,6 +146,7 @@ class Checker:
         """Measures what the update has made of each parameter, given the pipeline's gradients; returns the rates."""
         decay, optimizer = self.settings.trainer.average, self.settings.optimizer
         rates: dict[Key, float | None] = {}
+        groups = Groups(optimizer)
         of_key = cache(partial(learning_rate, optimizer, self.settings.lr_schedule, number))
         owned: dict[Key, Tensor] = {}  # expected values of tied parameters
         for layer in range(len(self.names)):
@@ -158,7 +159,8 @@ class Checker:
                     continue
                 right, state = weight, _state_of(old, name)
                 if name in gradients:
-                    group = Groups(optimizer).key(own_name(self.names[layer], name), weight.shape)
+                    of_layer = self.names[layer]
+                    group = groups.key(own_name(of_layer, name.removeprefix(f"{of_layer}.")), weight.shape)
                     rates[layer, name] = rate = of_key(group)
                     gradient, seed = gradients[name] * factor, update_seed(self.settings.seed, updates, name)
                     right, state = update(optimizer, group, rate, weight, state, gradient, seed)
