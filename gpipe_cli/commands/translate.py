@@ -1,7 +1,7 @@
 """gpipe-translate: translates lines with the model of a run, in cells on workers as in training.
 
     gpipe-translate RUN < sentences.txt > translations.txt
-    echo 'viernes, 4 de mayo' | gpipe-translate RUN
+    echo 'lunes, 3 de abril de 1995' | gpipe-translate RUN
     gpipe-translate RUN input=sentences.txt output=translations.txt
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
