@@ -1,4 +1,4 @@
-"""Tests that nobody's file is written through a name in a run or a cache, and that damaged files are made anew."""
+"""Tests that no other user's file is written through a name in a run or a cache; damaged files are made anew."""
 
 from __future__ import annotations
 

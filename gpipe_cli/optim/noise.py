@@ -50,7 +50,7 @@ class SeededUpdates:
             group["params"] = given["params"]
 
     def _tried(self) -> bool:
-        """Returns whether the optimizer draws random numbers, tried on parameters that nobody needs."""
+        """Returns whether the optimizer draws random numbers, tried on small parameters made for it."""
         groups = []
         for group in self._optimizer.param_groups:
             for parameter in group["params"][:1]:

@@ -437,7 +437,9 @@ class _ForwardStep(_Step):
             self.pipeline.where.enter(i.cell, i.micro_batch, "scoring the outputs")
             self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
         else:
-            self.pipeline.boundaries.setdefault((i.cell, self.signatures[i.micro_batch]), BoundarySpec.of(outputs))
+            key = i.cell, self.signatures[i.micro_batch]
+            if key not in self.pipeline.boundaries:
+                self.pipeline.boundaries[key] = BoundarySpec.of(outputs)
             self._pass_on(i, outputs)
 
     HANDLERS: ClassVar[Handlers] = {

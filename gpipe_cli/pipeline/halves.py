@@ -149,14 +149,16 @@ def backward_of_inputs(
     starts = [get_gradient_edge(root).node for root in roots] if wanted or waits else []
     order = _from_roots(starts)
     joints: list[_Joint] = []
-    now = [leaf for node in order if (leaf := _leaf_of(node)) is not None and not any(leaf is one for one in inputs)]
     late: list[Tensor] = []
-    if not any(type(node).__name__ in _INDIVISIBLE for node in order):
-        if wanted and order:
-            custom = [node for node in order if isinstance(node, BackwardCFunction)]
-            joints, now = _sort_weights(order, starts, wanted, draws is not None and draws.may_be_in(custom))
-        if waits is not None:
-            joints, now, late = _as_before(joints, now, waits)
+    divisible = not any(type(node).__name__ in _INDIVISIBLE for node in order)
+    if divisible and wanted and order:
+        custom = [node for node in order if isinstance(node, BackwardCFunction)]
+        joints, now = _sort_weights(order, starts, wanted, draws is not None and draws.may_be_in(custom))
+    else:
+        given = set(map(id, inputs))
+        now = [leaf for node in order if (leaf := _leaf_of(node)) is not None and id(leaf) not in given]
+    if divisible and waits is not None:
+        joints, now, late = _as_before(joints, now, waits)
     if not joints and not late:
         whole()
         return WeightHalf(())
