@@ -59,7 +59,7 @@ class PipelineConfig:
         remat: which forwards are recomputed before their backward.
         keep: the most graphs that each cell keeps at once, in place of `remat`: one number for all, or one for each.
         schedule: the order of a worker's instructions.
-        partition: the objective of the cut, or the layers of each cell; auto: the busiest worker has least to do.
+        partition: the objective of the cut, or the layers of each cell; auto: the shortest simulated step.
         cost: how the cost of a layer is determined.
         devices: of each worker of a replica, where they are not alike.
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from ..distributed.exchange import Exchange, never, run_unless_stopped
-from ..distributed.pipeline import Caches, Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.engine import Caches
 from .beam import Continuation, Hypothesis
 
 Sources = Sequence[Any]
 """What is to be continued, as a `DecodingForm` reads it; `len` is its number of tokens."""
 
 
-class Search(Protocol):
+class GroupSearch(Protocol):
     """Chooses the next tokens of one group."""
 
     def advance(self, log_probabilities: Tensor) -> Continuation:
@@ -62,7 +63,7 @@ class DecodingForm(Protocol):
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
         """Returns those of the next call: its rows' parents in the call before, and their tokens, both [rows]."""
 
-    def search(self, targets: Tensors, beam: int) -> Search:
+    def search(self, targets: Tensors, beam: int) -> GroupSearch:
         """Returns the search of a group, from the targets of its first call."""
 
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
@@ -92,7 +93,9 @@ class Decoder:
         stop_requested: whether this worker was asked to stop.
     """
 
-    def __init__(self, pipeline: Pipeline, form: DecodingForm, stop_requested: Callable[[], bool] = never) -> None:
+    def __init__(
+        self, pipeline: WorkerPipeline, form: DecodingForm, stop_requested: Callable[[], bool] = never
+    ) -> None:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
         self._sizes = sizes = form.sizes
@@ -145,7 +148,7 @@ class Decoder:
         going = self._first_round(groups)
         if going is None:
             return None
-        searches: dict[int, Search] = {}  # by group, on the worker of the last cell
+        searches: dict[int, GroupSearch] = {}  # by group, on the worker of the last cell
         while going is not None:
             if going.groups:
                 search = self._search(going.groups, searches, beam)
@@ -172,7 +175,7 @@ class Decoder:
         return _Round(list(range(len(plan.signatures))), plan.signatures, micro_batches, caches)
 
     def _search(
-        self, groups: Sequence[int], searches: dict[int, Search], beam: int
+        self, groups: Sequence[int], searches: dict[int, GroupSearch], beam: int
     ) -> Callable[[int, Tensors, Tensors], None]:
         """Returns what the worker of the last cell calls with a group's outputs: one step of its search."""
         parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))

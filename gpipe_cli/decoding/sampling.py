@@ -93,7 +93,7 @@ class ContinuationForm:
 
 
 class Sampling:
-    """Chooses the tokens of one group of rows; a `Search`.
+    """Chooses the tokens of one group of rows; a `GroupSearch`.
 
     Args:
         targets: of the group's first call, [rows, 3].

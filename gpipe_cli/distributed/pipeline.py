@@ -1,4 +1,4 @@
-"""Defines `Pipeline`: a model's layers, cut into cells, and what runs mini-batches through them on all workers.
+"""Defines `WorkerPipeline`: a model's layers, cut into cells, and what runs mini-batches through them on all workers.
 
 gpipe-train uses it; `library/pipeline.py` makes of it what loops of one's own use.
 """
@@ -19,7 +19,7 @@ from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer
-from ..pipeline.engine import Engine, StepInput, StepRecord
+from ..pipeline.engine import Caches, Engine, StepInput, StepRecord
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
@@ -28,13 +28,10 @@ from ..schedule.posting import Posts, post_ahead, post_when_sent
 from ..schedule.schedule import forward_only, gradients_complete, kept_graphs, schedule
 from ..tasks.base import Task
 from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
-from .cells import build_cells
 from .exchange import Exchange
+from .own_cells import build_own_cells
 from .unused import UnusedParameters
 from .world import World
-
-Caches = dict[tuple[int, int], list[dict[str, Any]]]
-"""What layers keep between the rounds of generation: by (cell, micro-batch), one dict a layer."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class MiniBatch:
     loss_scale: float = 1.0
 
 
-class Pipeline:
+class WorkerPipeline:
     """Runs a model's layers on the workers of each replica, in training, evaluation and generation.
 
     Args:
@@ -96,7 +93,7 @@ class Pipeline:
         where: Position | None = None,
     ) -> None:
         self.world, self.cut, self.task, self.where = world, cut, task, Position() if where is None else where
-        self.cells = build_cells(layers, cut, world, config, seed, boundary_type, self.where)
+        self.cells = build_own_cells(layers, cut, world, config, seed, boundary_type, self.where)
         transport = make_transport(world, cut.placement)
         targets = len(shape.targets)
         self.engine = Engine(

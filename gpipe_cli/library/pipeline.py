@@ -19,10 +19,9 @@ from ..checkpoint.files import RunState, choose
 from ..checkpoint.layer_state import layer_state, load_layer, named_tensors, restore_layer
 from ..checkpoint.writer import CheckpointWriter
 from ..config import PipelineConfig
-from ..distributed import pipeline as base
 from ..distributed.batch_plan import BatchPlan, BatchShape, refuse_unlike_lengths
 from ..distributed.exchange import Exchange
-from ..distributed.pipeline import MiniBatch
+from ..distributed.pipeline import MiniBatch, WorkerPipeline
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
 from ..layers import LayerBuilder, name_used_twice, own_name
@@ -50,7 +49,7 @@ _NOT_OFFERED: dict[str, Any] = {
 }
 
 
-class Pipeline(base.Pipeline):
+class Pipeline(WorkerPipeline):
     """Runs a model that is cut into cells, in a loop of one's own; every worker calls a method at the same time.
 
     After an exception gradients, statistics, modes and random numbers are as before the call, on all workers, which

@@ -13,7 +13,7 @@ from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
-    from ..distributed.pipeline import Pipeline
+    from ..distributed.pipeline import WorkerPipeline
     from .records import TrainedStep
 
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
@@ -45,7 +45,7 @@ class Totals:
         self._recent.append(step)
         self._peak_memory = max(self._peak_memory, int(max(step.report.numbers["memory_bytes"])))
 
-    def figures(self, pipeline: Pipeline) -> dict[str, Any]:
+    def figures(self, pipeline: WorkerPipeline) -> dict[str, Any]:
         """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
 
         The prediction simulates the schedule with the mean measured times of its instructions.

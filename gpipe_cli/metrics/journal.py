@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, own_folder, write_whole, writing
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..json_files import skipped
 from ..tasks.base import Task
 from .board import TensorBoard
@@ -52,7 +52,7 @@ class Notices:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, resumed_step: int, pipeline: Pipeline) -> None: ...
+    def open(self, resumed_step: int, pipeline: WorkerPipeline) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
@@ -84,7 +84,7 @@ class Journal(Notices):
         self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, resumed_step: int, pipeline: Pipeline) -> None:
+    def open(self, resumed_step: int, pipeline: WorkerPipeline) -> None:
         """Opens the files; called when nothing can refuse the run any more.
 
         Args:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.exchange import Exchange
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..pipeline.engine import StepRecord
 from ..schedule.instruction import COMPUTE, Op
 
@@ -76,7 +76,7 @@ class StepReporter:
         statistics: number of the task's statistics.
     """
 
-    pipeline: Pipeline
+    pipeline: WorkerPipeline
     losses: Sequence[int]
     parameters: int
     statistics: int

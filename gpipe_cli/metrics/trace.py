@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..distributed.world import machine_id
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.picture import draw_panels
@@ -25,7 +25,7 @@ Recording = Sequence[tuple[str, float, float]]  # a worker's step: name of each 
 _ARROW_MICROSECONDS = 1.0  # an arrow ends so long before its receive, because it must end inside it
 
 
-def record_everyone(pipeline: Pipeline, met_at: float) -> list[Recording]:
+def record_everyone(pipeline: WorkerPipeline, met_at: float) -> list[Recording]:
     """Returns the last step of every rank, in rank order, on rank 0, else nothing; every worker calls it together.
 
     Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
@@ -48,7 +48,7 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     ]
 
 
-def draw_step(title: str, recordings: Sequence[Recording], pipeline: Pipeline) -> Drawing | None:
+def draw_step(title: str, recordings: Sequence[Recording], pipeline: WorkerPipeline) -> Drawing | None:
     """Draws a step of replica 0 above the simulation of its schedule with the mean measured durations.
 
     Returns:

@@ -40,7 +40,7 @@ from .meter import Meter
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 
 Sink = Callable[[int, Tensors, Tensors], None]
-Caches = dict[tuple[int, int], list[dict[str, Any]]]
+Caches = dict[tuple[int, int], list[dict[str, Any]]]  # of generation, by (cell, micro-batch): one dict a layer
 Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the instruction
 Gradients = Sequence[Tensor | None]
 
@@ -278,7 +278,7 @@ class _Step:
     """Interprets the instruction list of one step: what training and forward-only steps share.
 
     Args:
-        pipeline: of this worker.
+        engine: of this worker.
         instructions: of this worker.
         signatures: of the micro-batches.
         micro_batches: on the worker of cell 0.
@@ -287,7 +287,7 @@ class _Step:
 
     HANDLERS: ClassVar[Handlers]
 
-    pipeline: Engine
+    engine: Engine
     instructions: Sequence[Instruction]
     signatures: Sequence[Hashable]
     micro_batches: InitVar[Sequence[MicroBatch] | None]
@@ -298,12 +298,12 @@ class _Step:
         for number, (inputs, targets) in enumerate(micro_batches or ()):
             self.buffers.inputs[0, number] = self._to_device(inputs)
             self.buffers.targets[number] = self._to_device(targets)
-        post = partial(self.pipeline.post_receive, self.signatures)
+        post = partial(self.engine.post_receive, self.signatures)
         self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
 
     def run(self, meter: Meter | None, after: Mapping[int, Callable[[], None]]) -> None:
         """Executes the list, with a time for every instruction where there is a meter; ``after`` as in `train_step`."""
-        where, handlers = self.pipeline.where, self.HANDLERS
+        where, handlers = self.engine.where, self.HANDLERS
         outside, position, op = where.instruction, -1, Op.FORWARD
         try:
             self._begin()
@@ -319,12 +319,12 @@ class _Step:
                 if position in after:
                     after[position]()
         except BaseException as error:
-            self.pipeline.failed_at = time.time()
-            if self.pipeline.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):
+            self.engine.failed_at = time.time()
+            if self.engine.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):
                 self._send_nothing(position + 1)
             raise
         where.enter(None, None, outside)  # later errors belong to no instruction
-        self.pipeline.drain()
+        self.engine.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
         if left_over:
             raise RuntimeError(f"the schedule is incomplete: the step has not used up {', '.join(left_over)}")
@@ -337,40 +337,40 @@ class _Step:
 
         A message whose shapes they do not know yet is described as empty; who receives that fails, too.
         """
-        pipeline, nothing = self.pipeline, BoundarySpec(())
+        engine, nothing = self.engine, BoundarySpec(())
         self.buffers = StepBuffers()
         for place, i in enumerate(self.instructions[position:], position):
             self._receives.post_due(place)
             key = i.cell, self.signatures[i.micro_batch]
             if i.op is Op.RECEIVE_ACTIVATION:
                 self._description_of_inputs(i)
-            elif i.op is Op.SEND_ACTIVATION and key not in pipeline.messages:
-                pipeline.boundaries[key] = pipeline.messages[key] = nothing
-                pipeline.transport.send_spec(i.cell, nothing)
+            elif i.op is Op.SEND_ACTIVATION and key not in engine.messages:
+                engine.boundaries[key] = engine.messages[key] = nothing
+                engine.transport.send_spec(i.cell, nothing)
             elif i.op is Op.RECEIVE_GRADIENT:
-                pipeline.boundaries.setdefault(key, nothing)
+                engine.boundaries.setdefault(key, nothing)
             if i.awaited_message is not None:
                 self._receive(i)
             if i.sent_message is not None:
-                of = pipeline.messages[i.sent_message.boundary, key[1]]
+                of = engine.messages[i.sent_message.boundary, key[1]]
                 spec = of if i.op is Op.SEND_ACTIVATION else of.gradients
-                zeros = (torch.zeros(one.shape, dtype=one.dtype, device=pipeline.device) for one in spec.tensors)
+                zeros = (torch.zeros(one.shape, dtype=one.dtype, device=engine.device) for one in spec.tensors)
                 self._send(i, grouped(zeros, spec.grouping), spec)
-        pipeline.drain()
+        engine.drain()
 
     def _description_of_inputs(self, i: Instruction) -> BoundarySpec:
         """Returns the description of the activations that the instruction receives, with the targets."""
-        messages, key = self.pipeline.messages, (i.cell - 1, self.signatures[i.micro_batch])
+        messages, key = self.engine.messages, (i.cell - 1, self.signatures[i.micro_batch])
         if key not in messages:
-            messages[key] = self.pipeline.transport.receive_spec(i.cell - 1)
+            messages[key] = self.engine.transport.receive_spec(i.cell - 1)
         return messages[key]
 
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
-        return tuple(tensor.to(self.pipeline.device, non_blocking=True) for tensor in tensors)
+        return tuple(tensor.to(self.engine.device, non_blocking=True) for tensor in tensors)
 
     def _is_local(self, cell: int) -> bool:
         """Returns whether the boundary behind the cell lies inside this worker."""
-        placement = self.pipeline.placement
+        placement = self.engine.placement
         return placement[cell] == placement[cell + 1]
 
     def _pass_on(self, i: Instruction, outputs: Tensors, takers: Collection[int] = ()) -> None:
@@ -386,28 +386,28 @@ class _Step:
 
     def _send_activation(self, i: Instruction) -> None:
         """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
-        pipeline, key = self.pipeline, (i.cell, self.signatures[i.micro_batch])
+        engine, key = self.engine, (i.cell, self.signatures[i.micro_batch])
         targets = self.buffers.targets[i.micro_batch]
-        spec = pipeline.messages.get(key)
+        spec = engine.messages.get(key)
         if spec is None:
-            spec = pipeline.messages[key] = pipeline.boundaries[key].followed_by(targets)
-            pipeline.transport.send_spec(i.cell, spec)
+            spec = engine.messages[key] = engine.boundaries[key].followed_by(targets)
+            engine.transport.send_spec(i.cell, spec)
         outputs = self.buffers.outputs.pop((i.cell, i.micro_batch))
         flags = (_flags([outputs[number].requires_grad for number in spec.takers]),) if spec.varies else ()
         tensors = grouped(outputs + flags + targets, grouping_of(outputs))
-        pipeline.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
+        engine.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
         self._send(i, tensors, spec)
 
     def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
         assert i.sent_message is not None
-        self.pipeline.transport.send(i.sent_message, tensors, spec)
+        self.engine.transport.send(i.sent_message, tensors, spec)
 
     def _receive_activation(self, i: Instruction) -> None:
-        pipeline, spec = self.pipeline, self._description_of_inputs(i)
-        tensors = self._receive(i, separate=pipeline.n_targets)  # targets stay until the step ends
+        engine, spec = self.engine, self._description_of_inputs(i)
+        tensors = self._receive(i, separate=engine.n_targets)  # targets stay until the step ends
         if not tensors:
             raise SenderFailed("the worker of the cell before has failed")
-        split = len(tensors) - pipeline.n_targets
+        split = len(tensors) - engine.n_targets
         flags = [True] * len(spec.takers) if spec.flags is None else tensors[spec.flags].tolist()
         for number, takes in zip(spec.takers, flags, strict=True):
             tensors[number].requires_grad_(bool(takes))  # it collects the gradient that will be sent back
@@ -415,7 +415,7 @@ class _Step:
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
-        wait = self._receives.take(i) or self.pipeline.post_receive(self.signatures, i)
+        wait = self._receives.take(i) or self.engine.post_receive(self.signatures, i)
         assert wait is not None  # its shapes are known by now
         return wait(separate)
 
@@ -429,17 +429,17 @@ class _ForwardStep(_Step):
     number: Sequence[int]
 
     def _forward(self, i: Instruction) -> None:
-        place, cell = (i.cell, i.micro_batch), self.pipeline.cells[i.cell]
+        place, cell = (i.cell, i.micro_batch), self.engine.cells[i.cell]
         caches = None if self.caches is None else self.caches.setdefault(place, [{} for _ in cell.layers])
-        with self.pipeline.autocast():
+        with self.engine.autocast():
             outputs = cell.run_inference(self.buffers.inputs.pop(place), self.number, i.micro_batch, caches)
-        if i.cell == self.pipeline.last:
-            self.pipeline.where.enter(i.cell, i.micro_batch, "scoring the outputs")
+        if i.cell == self.engine.last:
+            self.engine.where.enter(i.cell, i.micro_batch, "scoring the outputs")
             self.sink(i.micro_batch, outputs, self.buffers.targets[i.micro_batch])
         else:
             key = i.cell, self.signatures[i.micro_batch]
-            if key not in self.pipeline.boundaries:
-                self.pipeline.boundaries[key] = BoundarySpec.of(outputs)
+            if key not in self.engine.boundaries:
+                self.engine.boundaries[key] = BoundarySpec.of(outputs)
             self._pass_on(i, outputs)
 
     HANDLERS: ClassVar[Handlers] = {
@@ -466,9 +466,9 @@ class _TrainingStep(_Step):
         self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _begin(self) -> None:
-        for cell in self.pipeline.cells.values():
+        for cell in self.engine.cells.values():
             cell.begin_step(self.given.step, self.given.steps)
-        if newly := sorted(self.pipeline.newly_trained):
+        if newly := sorted(self.engine.newly_trained):
             raise ConfigurationError(
                 f"{newly[0]} is trained from step {self.given.step + 1} on, where it was frozen before: what passes "
                 "between the cells was settled without its gradient. Set requires_grad before the first step, or, in a "
@@ -477,17 +477,17 @@ class _TrainingStep(_Step):
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
-        is_last, key = i.cell == self.pipeline.last, (i.cell, self.signatures[i.micro_batch])
-        spec = self.pipeline.boundaries.get(key)
+        is_last, key = i.cell == self.engine.last, (i.cell, self.signatures[i.micro_batch])
+        spec = self.engine.boundaries.get(key)
         # Only a graph shows which outputs take a gradient: the first run with new shapes builds one, and every run
         # where it varies.
         if keeps_graph or not (is_last or (spec is not None and not spec.varies)):
             outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
             if not is_last:
-                spec = self.pipeline.boundaries[key]
+                spec = self.engine.boundaries[key]
                 self._pass_on(i, outputs, [number for number in spec.takers if outputs[number].requires_grad])
         else:
-            with torch.no_grad(), self.pipeline.autocast():
+            with torch.no_grad(), self.engine.autocast():
                 outputs, _ = self._run(i, first_time=True)  # [1]
             if spec is not None:
                 self._pass_on(i, outputs, spec.takers)
@@ -501,8 +501,8 @@ class _TrainingStep(_Step):
         Args:
             counts: this is the run that backward will use: its graph is kept and its losses are recorded.
         """
-        is_last = i.cell == self.pipeline.last
-        with torch.enable_grad(), self.pipeline.autocast():
+        is_last = i.cell == self.engine.last
+        with torch.enable_grad(), self.engine.autocast():
             outputs, losses = self._run(i, first_time)
             if is_last and counts:
                 losses[TASK] = self._score(outputs, i.micro_batch)
@@ -520,8 +520,8 @@ class _TrainingStep(_Step):
         Unless the cell's graph is fixed, any output may take one later, as after a dropped modality, if the cell or
         what comes before it is trained.
         """
-        cell, key = self.pipeline.cells[i.cell], (i.cell, self.signatures[i.micro_batch])
-        if (spec := self.pipeline.boundaries.get(key)) is not None:
+        cell, key = self.engine.cells[i.cell], (i.cell, self.signatures[i.micro_batch])
+        if (spec := self.engine.boundaries.get(key)) is not None:
             cell.refuse_new_takers(outputs, spec.takers, i.micro_batch)
             return
         any_may = cell.graph_varies and (cell.is_trained or bool(self._takers_in_front(i)))
@@ -530,18 +530,18 @@ class _TrainingStep(_Step):
             for number, tensor in enumerate(outputs)
             if tensor.requires_grad or (any_may and (tensor.is_floating_point() or tensor.is_complex()))
         ]
-        self.pipeline.boundaries[key] = BoundarySpec.of(outputs).with_takers(takers)
+        self.engine.boundaries[key] = BoundarySpec.of(outputs).with_takers(takers)
 
     def _takers_in_front(self, i: Instruction) -> tuple[int, ...]:
         """Returns the indices of the cell's inputs that may take a gradient."""
         if i.cell == 0:
             return ()
         key = i.cell - 1, self.signatures[i.micro_batch]
-        return (self.pipeline.boundaries if self._is_local(i.cell - 1) else self.pipeline.messages)[key].takers
+        return (self.engine.boundaries if self._is_local(i.cell - 1) else self.engine.messages)[key].takers
 
     def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
-        cell = self.pipeline.cells[i.cell]
-        with cell.weights_cast(self.pipeline.device):
+        cell = self.engine.cells[i.cell]
+        with cell.weights_cast(self.engine.device):
             return cell.run_training(
                 self.buffers.inputs[i.cell, i.micro_batch],
                 self.buffers.targets[i.micro_batch],
@@ -552,15 +552,15 @@ class _TrainingStep(_Step):
             )
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
-        self.pipeline.where.enter(self.pipeline.last, micro_batch, "the task's loss")
+        self.engine.where.enter(self.engine.last, micro_batch, "the task's loss")
         try:
-            loss, statistics = self.pipeline.loss(outputs, self.buffers.targets[micro_batch])
+            loss, statistics = self.engine.loss(outputs, self.buffers.targets[micro_batch])
         except ConfigurationError:
             raise
         except Exception as error:
-            text = f"cell {self.pipeline.last}, the task's loss, micro-batch {micro_batch}"
+            text = f"cell {self.engine.last}, the task's loss, micro-batch {micro_batch}"
             raise failed(text, type(error)) from error
-        noise, seen = self.pipeline.noise, self.record.statistics
+        noise, seen = self.engine.noise, self.record.statistics
         noise.seed_backward(noise.seeds(self.given.step, micro_batch, [TASK])[0], [loss])
         self.record.statistics = statistics if seen is None else seen + statistics
         return torch.zeros_like(loss) if micro_batch in self.given.empty else loss
@@ -573,9 +573,9 @@ class _TrainingStep(_Step):
         roots = [(graph.outputs[n], gradient) for n, gradient in arrived if graph.outputs[n].requires_grad]
         roots += [(loss, torch.full_like(loss, self.given.scale)) for loss in graph.losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
-        with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
+        with self.engine.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
-                waits, draws = self._waits.setdefault(i.cell, {}), self.pipeline.draws[i.cell]
+                waits, draws = self._waits.setdefault(i.cell, {}), self.engine.draws[i.cell]
                 self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits, draws)
             elif roots:
                 torch.autograd.backward(outputs, gradients)
@@ -586,24 +586,24 @@ class _TrainingStep(_Step):
             ]
 
     def _weight_gradient(self, i: Instruction) -> None:
-        with self.pipeline.cells[i.cell].going_backward(i.micro_batch):
+        with self.engine.cells[i.cell].going_backward(i.micro_batch):
             self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
     def _take_output_gradients(self, i: Instruction) -> list[tuple[int, Tensor]]:
         """Returns the gradients that have come back to a cell's outputs, each with the index of its output."""
-        if i.cell == self.pipeline.last:
+        if i.cell == self.engine.last:
             return []
         if self._is_local(i.cell):
             gradients = self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
         else:
             gradients = self.buffers.output_gradients.pop((i.cell, i.micro_batch))
-        takers = self.pipeline.boundaries[i.cell, self.signatures[i.micro_batch]].takers
+        takers = self.engine.boundaries[i.cell, self.signatures[i.micro_batch]].takers
         return [(number, gradient) for number, gradient in zip(takers, gradients, strict=True) if gradient is not None]
 
     def _send_gradient(self, i: Instruction) -> None:
-        spec = self.pipeline.messages[i.cell - 1, self.signatures[i.micro_batch]].gradients  # it came with activations
+        spec = self.engine.messages[i.cell - 1, self.signatures[i.micro_batch]].gradients  # it came with activations
         gradients = self.buffers.input_gradients.pop((i.cell, i.micro_batch))
-        device = self.pipeline.device
+        device = self.engine.device
         content = tuple(
             torch.zeros(described.shape, dtype=described.dtype, device=device) if gradient is None else gradient
             for gradient, described in zip(gradients, spec.tensors, strict=False)

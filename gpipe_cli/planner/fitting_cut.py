@@ -10,7 +10,6 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..factory.build import boundary_type_of, build_autocast, build_task
-from ..factory.memory_check import StateBytes, optimizer_state_bytes
 from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
@@ -23,6 +22,7 @@ from ..schedule.schedule import kept_graphs, most_kept, schedule
 from .cells import cell_sizes
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
+from .memory_check import StateBytes, optimizer_state_bytes
 
 
 def memory_of_workers(

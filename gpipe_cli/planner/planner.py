@@ -17,13 +17,11 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker, usable_cores
+from ..distributed.optimizer_shards import shares
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.groups import Groups
-from ..factory.kept_profile import kept_costs, profile_file
-from ..factory.memory_check import optimizer_state_bytes
 from ..micro_batch import MicroBatch
-from ..optim.sharding import shares
 from ..partition.cost import LayerCost, LayerTimes, layer_costs
 from ..partition.cut import Cut, cut_by_costs, places_without_cut
 from ..partition.cutter import durations
@@ -37,9 +35,11 @@ from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
 from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
 from .measure.background_load import background_load
+from .measure.kept_profile import kept_costs, profile_file
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, workers_on_a_gpu
 from .memory import Wire, most_alive, sent_bytes
+from .memory_check import optimizer_state_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .timing import TimeModel, cell_times

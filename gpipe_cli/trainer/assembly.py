@@ -24,14 +24,12 @@ from ..decoding.decoding import Decoder
 from ..decoding.translation import Generator, SpecialTokens, TranslationForm
 from ..distributed.batch_plan import BatchShape
 from ..distributed.exchange import Exchange, never
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..distributed.world import World, join_world
 from ..errors import ConfigurationError
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
 from ..factory.example import asks_for_example, with_example
 from ..factory.groups import Groups
-from ..factory.kept_profile import profiled_costs
-from ..factory.memory_check import memory_of, refuse_too_large
 from ..gpus import GPU
 from ..launch.context import Context
 from ..layers import LayerBuilder
@@ -41,7 +39,9 @@ from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import COMPILED_BACKWARD, Cell
 from ..pipeline.engine import TASK
 from ..planner.fitting_cut import cut_for_run
+from ..planner.measure.kept_profile import profiled_costs
 from ..planner.measure.this_device import workers_on_a_gpu
+from ..planner.memory_check import memory_of, refuse_too_large
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch, open_source
 from .evaluator import Evaluator
@@ -84,7 +84,7 @@ class Assembly:
     tokens: SpecialTokens
     layout: CellLayout
     builders: Sequence[LayerBuilder]
-    pipeline: Pipeline
+    pipeline: WorkerPipeline
 
     @property
     def world(self) -> World:
@@ -144,7 +144,9 @@ def assemble_model(
     if trains:
         journal.cells(cut.table)
     autocast, between = build_autocast(settings.precision, world.device), boundary_type_of(settings.precision)
-    pipeline = Pipeline(builders, cut, config, task, shape, world, settings.seed, autocast, between, context.where)
+    pipeline = WorkerPipeline(
+        builders, cut, config, task, shape, world, settings.seed, autocast, between, context.where
+    )
     if trains:
         fewest = None if source is None else source.fewest_examples(config.M * world.replicas)
         _warn_of_single_examples(pipeline, config.sync_batchnorm, read, fewest, journal)
@@ -158,7 +160,7 @@ def assemble_model(
 
 
 def _warn_of_single_examples(
-    pipeline: Pipeline, synchronised: bool, read: Batch | None, fewest: int | None, journal: Notices
+    pipeline: WorkerPipeline, synchronised: bool, read: Batch | None, fewest: int | None, journal: Notices
 ) -> None:
     """Warns where BatchNorm sees one example at a time; every worker calls it at the same time.
 
@@ -263,7 +265,7 @@ def memory_of_worker(settings: Settings, world: World) -> float | None:
     return inf if typed else None
 
 
-def lay_out_model(pipeline: Pipeline) -> CellLayout:
+def lay_out_model(pipeline: WorkerPipeline) -> CellLayout:
     """Gathers the names of all layers and parameters; every worker calls it at the same time."""
     own = [pipeline.places[name] for cell in pipeline.cells for name, _ in cell.parameters()]
     own_layers = [

@@ -17,7 +17,7 @@ from ..config import Settings, TrainerConfig
 from ..data.source import Batch, Report, Source, name_of, no_report
 from ..distributed.batch_plan import BatchPlan, refuse_unlike_lengths
 from ..distributed.exchange import Exchange
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
 from ..factory.build import build_source
@@ -218,7 +218,7 @@ class BatchReader:
         uploader: copies each mini-batch to the device before it is taken; None: it stays in the host's memory.
     """
 
-    def __init__(self, batches: Iterator[Batch], pipeline: Pipeline, uploader: Uploader | None = None) -> None:
+    def __init__(self, batches: Iterator[Batch], pipeline: WorkerPipeline, uploader: Uploader | None = None) -> None:
         self._batches, self._pipeline, self._uploader = batches, pipeline, uploader
         self.micro_batches: list[MicroBatch] = []
         self.position: Any = None
@@ -261,7 +261,7 @@ class TrainingBatches:
     """
 
     settings: TrainerConfig
-    pipeline: Pipeline
+    pipeline: WorkerPipeline
     source: Source | None
     position: Any
     stop_requested: Callable[[], bool]

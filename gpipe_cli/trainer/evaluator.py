@@ -13,7 +13,7 @@ from torch import Tensor
 from ..data.source import Source
 from ..decoding.translation import Generator
 from ..distributed.exchange import Exchange, run_unless_stopped
-from ..distributed.pipeline import Pipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
 from ..tasks.base import Task
@@ -33,7 +33,7 @@ class Evaluator:
         generator: for tasks that generate; None otherwise.
     """
 
-    pipeline: Pipeline
+    pipeline: WorkerPipeline
     source: Source | None
     exchange: Exchange
     stop_requested: Callable[[], bool]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed.pipeline import MiniBatch, Pipeline
+from ..distributed.pipeline import MiniBatch, WorkerPipeline
 from ..errors import PlainError
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReport
@@ -52,7 +52,7 @@ def adjust_scale(progress: Progress, report: StepReport) -> bool:
     return overflowed
 
 
-def find_cause(report: StepReport, pipeline: Pipeline, mini_batch: MiniBatch) -> str:
+def find_cause(report: StepReport, pipeline: WorkerPipeline, mini_batch: MiniBatch) -> str:
     """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
 
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are

@@ -15,7 +15,8 @@ from ..checkpoint.compatibility import require_compatible, vocabularies
 from ..checkpoint.files import CheckpointInfo, DamagedFile, RunState, advice, shorten
 from ..checkpoint.writer import CheckpointWriter, prepare_directory
 from ..distributed.exchange import Exchange
-from ..distributed.pipeline import Pipeline
+from ..distributed.optimizer_shards import OptimizerShards
+from ..distributed.pipeline import WorkerPipeline
 from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
 from ..factory.groups import GroupKey, Groups
@@ -25,7 +26,6 @@ from ..metrics.journal import Notices
 from ..metrics.records import Progress
 from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
-from ..optim.sharding import OptimizerShards
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
 from .evaluator import evaluation_fields
@@ -122,7 +122,7 @@ def restore(
     updater.restore_lr(resumed, config["settings"])
 
 
-def layers_that_depend_on_steps(pipeline: Pipeline) -> list[str]:
+def layers_that_depend_on_steps(pipeline: WorkerPipeline) -> list[str]:
     """Returns the names of the model's layers with a `begin_step`, except those whose `depends_on_steps` is False."""
 
     def depends(module: nn.Module) -> bool:
@@ -179,7 +179,7 @@ def make_saver(
     return Saver(run_dir, world, writer, updater, state, saved_step)
 
 
-def require_equal_replicas(pipeline: Pipeline) -> None:
+def require_equal_replicas(pipeline: WorkerPipeline) -> None:
     """Refuses a run whose replicas hold different weights or buffers; every worker calls it at the same time.
 
     Raises:

@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
-from ..distributed.pipeline import Pipeline
+from ..distributed.optimizer_shards import OptimizerShards
+from ..distributed.pipeline import WorkerPipeline
 from ..launch.messenger import LOCAL
 from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..optim.noise import SeededUpdates
-from ..optim.sharding import OptimizerShards
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.gradients import (
     begin_reduction,
@@ -46,7 +46,7 @@ class Updater:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: WorkerPipeline,
         optimizer: torch.optim.Optimizer,
         lr_schedule: LRScheduler,
         average: WeightAverage | None,

@@ -13,7 +13,7 @@ from gpipe_cli.decoding.beam import Hypothesis
 from gpipe_cli.decoding.decoding import Decoder, DecodingForm
 from gpipe_cli.decoding.translation import SpecialTokens, TranslationForm
 from gpipe_cli.distributed.batch_plan import BatchShape
-from gpipe_cli.distributed.pipeline import Pipeline
+from gpipe_cli.distributed.pipeline import WorkerPipeline
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
@@ -71,7 +71,7 @@ def decoder_of(
     builders = [LayerBuilder(layer.name, lambda layer=layer: layer.module) for layer in layers]
     cut = Cut(sizes, placement, [], 0, [{} for _ in layers])
     config = checked(f"pipeline.K={K}", "pipeline.M=3").settings.pipeline
-    pipeline = Pipeline(builders, cut, config, TranslationTask(pad_id=PAD), shape, world)
+    pipeline = WorkerPipeline(builders, cut, config, TranslationTask(pad_id=PAD), shape, world)
     for cell in pipeline.cells:
         cell.train(False)
     return Decoder(pipeline, form)

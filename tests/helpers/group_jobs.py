@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_cli.distributed.exchange import Exchange, all_gather_json, broadcast_json, gather_json
+from gpipe_cli.distributed.optimizer_shards import OptimizerShards
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.optim.sharding import OptimizerShards
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.gradients import begin_reduction, reduce_over_replicas, sum_over_replicas
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec

@@ -1,4 +1,4 @@
-"""Runs two training steps of several ranks, each a thread with a `Pipeline` and an `Updater`, and records their calls.
+"""Runs two training steps of several ranks, each a thread with pipeline and `Updater`, and records their calls.
 
 torch.distributed is replaced by queues between the threads; what NCCL would be asked for becomes a `Call` of
 `nccl_rules.py`. Messages carry their content; collectives carry none, so the numbers of tied weights are not real.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.distributed.batch_plan import BatchPlan, BatchShape
 from gpipe_cli.distributed.exchange import Exchange
-from gpipe_cli.distributed.pipeline import MiniBatch, Pipeline
+from gpipe_cli.distributed.pipeline import MiniBatch, WorkerPipeline
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.cut import Cut
@@ -214,7 +214,7 @@ class Run:
         groups: Any = hosts, tuple(messages), replicas
         return World(rank, W, D, CPU, CPU, *groups)
 
-    def _pipeline(self, world: World, config: PipelineConfig) -> Pipeline:
+    def _pipeline(self, world: World, config: PipelineConfig) -> WorkerPipeline:
         K = len(self.placement)
         ties: list[dict[str, Owner]] = [{} for _ in range(K)]
         for name, (first, *others) in zip(SHARED, self.ties, strict=False):
@@ -222,7 +222,7 @@ class Run:
                 ties[cell][name] = Owner(f"layer_{first}", name)
         layers = [LayerBuilder(f"layer_{number}", layer) for number in range(K)]
         cut, task = Cut([1] * K, self.placement, [], 0, ties), LossFunctionTask(nn.functional.mse_loss)
-        return Pipeline(layers, cut, config, task, BatchShape((2,), (2,)), world, where=Watched())
+        return WorkerPipeline(layers, cut, config, task, BatchShape((2,), (2,)), world, where=Watched())
 
 
 def layer() -> nn.Module:

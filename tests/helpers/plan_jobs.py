@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe_cli.config import Settings
 from gpipe_cli.distributed.batch_plan import BatchShape
-from gpipe_cli.distributed.pipeline import Pipeline
+from gpipe_cli.distributed.pipeline import WorkerPipeline
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
@@ -51,7 +51,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
     shape, autocast = BatchShape.of(micro_batch), build_autocast(settings.precision, CPU)
     between = boundary_type_of(settings.precision)
-    whole = Pipeline(builders, cut, pipeline, task, shape, world, settings.seed, autocast, between)
+    whole = WorkerPipeline(builders, cut, pipeline, task, shape, world, settings.seed, autocast, between)
     cells, ties, engine = whole.cells, whole.ties, whole.engine
     ties.spread()
     instructions = whole.training_lists(pipeline.M)[world.worker]

@@ -59,7 +59,7 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),
         *("tasks", "trainer"),
     },
-    "planner": {"factory", "launch", "optim", "partition", "pipeline", "schedule"},
+    "planner": {"data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule"},
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
     "commands": {

@@ -19,16 +19,16 @@ import torch
 from hydra.utils import get_object
 from typing_extensions import TypedDict
 
-from ..config import Settings
-from ..data.cache import cache_folder, made, writing_cache
-from ..gpus import GPU
-from ..json_files import DamagedJson, read_json
-from ..layers import LayerBuilder
-from ..micro_batch import MicroBatch
-from ..partition.cost import LayerCost, LayerTimes
-from ..partition.fake_layers import TensorShape
-from ..partition.model_profile import profile_layers
-from .build import boundary_type_of, build_autocast, build_task
+from ...config import Settings
+from ...data.cache import cache_folder, made, writing_cache
+from ...factory.build import boundary_type_of, build_autocast, build_task
+from ...gpus import GPU
+from ...json_files import DamagedJson, read_json
+from ...layers import LayerBuilder
+from ...micro_batch import MicroBatch
+from ...partition.cost import LayerCost, LayerTimes
+from ...partition.fake_layers import TensorShape
+from ...partition.model_profile import profile_layers
 
 FORMAT = 5  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice

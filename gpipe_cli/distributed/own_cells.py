@@ -17,7 +17,7 @@ from ..position import Position
 from .world import World
 
 
-def build_cells(
+def build_own_cells(
     builders: Sequence[LayerBuilder],
     cut: Cut,
     world: World,

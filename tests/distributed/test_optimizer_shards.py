@@ -6,7 +6,7 @@ import pytest
 from own_plan import OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.optim.sharding import shares
+from gpipe_cli.distributed.optimizer_shards import shares
 
 
 def test_shares_are_even_and_the_same_everywhere() -> None:

@@ -15,10 +15,10 @@ from composed import checked
 from inline_run import train_inline
 
 from gpipe_cli.commands import plan
-from gpipe_cli.factory import kept_profile
 from gpipe_cli.factory.build import build_model
-from gpipe_cli.factory.kept_profile import profile_file, profiled_costs
 from gpipe_cli.partition.cost import LayerCost
+from gpipe_cli.planner.measure import kept_profile
+from gpipe_cli.planner.measure.kept_profile import profile_file, profiled_costs
 from gpipe_cli.tasks.language_model import LanguageModelTask
 
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ from ..config import Settings
 from ..cpu import usable_memory
 from ..distributed.world import World
 from ..errors import ConfigurationError
+from ..factory.build import build_optimizer
+from ..factory.groups import GroupKey, Groups
 from ..gpus import GPU
 from ..layers import LayerBuilder, own_name
 from ..partition.fake_layers import CostError, TensorShape, fake_mode
 from ..partition.tie_search import find_ties
-from .build import build_optimizer
-from .groups import GroupKey, Groups
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
 MakeOptimizer = Callable[[nn.Parameter], Optimizer]

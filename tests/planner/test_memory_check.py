@@ -14,8 +14,8 @@ from own_model import DIGITS, Flatten
 from torch import nn
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.memory_check import refuse_too_large
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.planner.memory_check import refuse_too_large
 
 MB = 1 << 20
 
