@@ -25,10 +25,11 @@ from ..micro_batch import MicroBatch
 from ..models.traced.layers import LayerMaker, TracedLayer
 from ..models.traced.refusals import WAY_OUT, name_of
 from ..partition.cost import count_parameters, layer_costs
+from ..pipeline.cell import BuiltLayer
 from ..tasks.base import Task
 from .build import build_optimizer
 from .groups import Groups
-from .module_itself import COPIES, Compared, Given, ModuleFailed, compare, maker_of
+from .module_itself import COPIES, Compared, Given, Loss, ModuleFailed, compare, maker_of
 
 LONGEST = 8.0  # seconds that a comparison at a start may take, where tracing did not take longer
 TRAINING, EVALUATION = 7, 2  # forwards' worth of one example on both sides: one side computes its forward again
@@ -67,19 +68,25 @@ def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]
                 parameter.requires_grad_(False)
         return build_optimizer(settings.optimizer, groups.divided(named), settings.seed)
 
-    return Given(micro_batches, lambda x, y: task.loss(x, y)[0] / (task.weight(y) or 1.0), optimizer)
+    return Given(micro_batches, mean_loss(task), optimizer)
+
+
+def mean_loss(task: Task) -> Loss:
+    """Returns the loss of a micro-batch, for each unit of its weight."""
+    return lambda outputs, targets: task.loss(outputs, targets)[0] / (task.weight(targets) or 1.0)
 
 
 def compare_at_start(
     builders: Sequence[LayerBuilder],
     given: Given,
-    settings: Settings,
+    settings: Settings | None,
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> int:
     """Compares a traced module with itself where that takes no longer than tracing did, or a few seconds.
 
     Args:
+        settings: of the run; None in a loop of one's own, where nothing is kept.
         say, warn: receive a line about what was compared, or not.
 
     Returns:
@@ -88,15 +95,15 @@ def compare_at_start(
     Raises:
         ConfigurationError: they differ.
     """
-    if not _file(builders, given, settings).exists() and seconds_of(builders, given) > max(
-        LONGEST, maker_of(builders[0]).seconds
-    ):
+    known = settings is not None and _file(builders, given, settings).exists()
+    if not known and seconds_of(builders, given) > max(LONGEST, maker_of(builders[0]).seconds):
+        verify = f"gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
         warn(
             "the module itself: NOT COMPARED, as it is too large for a start: what tracing got wrong would train in "
-            f"silence. gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
+            + ("silence. Try a smaller one with the same code" if settings is None else f"silence. {verify}")
         )
         return 1
-    report = compare_with_module(builders, given, settings)
+    report = _compared(builders, given) if settings is None else compare_with_module(builders, given, settings)
     if report.agrees is False:
         raise ConfigurationError(
             f"{name_of(maker_of(builders[0]).traced_from.constructor)}: its layers, traced, do not compute what the "
@@ -106,10 +113,11 @@ def compare_at_start(
     return report.fewest
 
 
-def refuse_fewer(module: nn.Module, examples: int) -> None:
-    """Makes the first layer of a traced module refuse micro-batches of fewer examples."""
-    if isinstance(module, TracedLayer) and examples > 1:
-        module.require(examples)
+def refuse_fewer(layers: Sequence[BuiltLayer], examples: int) -> None:
+    """Makes the first layer of a traced module refuse micro-batches of fewer examples, on the worker that has it."""
+    for layer in layers:
+        if layer.index == 0 and isinstance(layer.module, TracedLayer) and examples > 1:
+            layer.module.require(examples)
 
 
 def seconds_of(builders: Sequence[LayerBuilder], given: Given) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -24,6 +25,8 @@ from ..distributed.exchange import Exchange
 from ..distributed.pipeline import MiniBatch, WorkerPipeline
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
+from ..factory.kept_comparison import compare_at_start, is_traced, mean_loss, refuse_fewer
+from ..factory.module_itself import Given
 from ..layers import LayerBuilder, name_used_twice, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import traced_layers
@@ -103,16 +106,18 @@ class Pipeline(WorkerPipeline):
         builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
         world = join_torchrun(device, backend, group)
         config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
-        cut = world.broadcast(partial(_cut_or_refusal, builders, config, world.workers, micro_batch))
-        if isinstance(cut, str):
-            raise ConfigurationError(cut)
         task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
+        agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
+        if isinstance(agreed, str):
+            raise ConfigurationError(agreed)
+        cut, fewest = agreed
         context: Callable[[], AbstractContextManager[Any]] = nullcontext
         if autocast is not None:  # without its cache, as casts are kept by the engine
             context = partial(torch.autocast, world.device.type, autocast, cache_enabled=False)
         made = cls(builders, Cut.from_json(cut), config, task, BatchShape.of(micro_batch), world, seed, context)
         for cell in made.cells:
             cell.guard_buffers()
+        refuse_fewer(made.layers, fewest)
         made.engine.stays_in_step = True
         return made
 
@@ -372,10 +377,21 @@ def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
     return traced_layers(TracedFrom(partial(deepcopy, module), Call(mean=None), seed), example, torch.float32)
 
 
-def _cut_or_refusal(*arguments: Any) -> dict[str, Any] | str:
-    """Returns the cut that `cut_model` makes, or why it refuses: then all workers raise."""
+def _agreed_or_refusal(
+    builders: Sequence[LayerBuilder], config: PipelineConfig, workers: int, micro_batch: MicroBatch, task: Task
+) -> tuple[dict[str, Any], int] | str:
+    """Returns the cut, and the fewest examples of a micro-batch; or why a worker refuses: then all workers raise.
+
+    A traced module is compared with itself first, as gpipe-train does at a start.
+    """
     try:
-        return asdict(cut_model(*arguments))
+        cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), 1
+        if is_traced(builders):
+            given = Given(
+                [micro_batch], mean_loss(task), lambda named: torch.optim.SGD([one for _, one in named], 0.01)
+            )
+            fewest = compare_at_start(builders, given, None, lambda _: None, partial(warnings.warn, stacklevel=4))
+        return cut, fewest
     except ConfigurationError as error:
         return str(error)
 

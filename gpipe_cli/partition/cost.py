@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
@@ -176,8 +177,19 @@ def _count(
     return replace(counted, may_end_cell=outputs is None), outputs
 
 
+class _OneModule(ModuleTracker):
+    """Counts for the whole layer alone: torch's hooks on its parts fail where a forward calls `autograd.grad`."""
+
+    def __enter__(self) -> _OneModule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> LayerCost:
     counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _OneModule()
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
     with torch.no_grad(), plain_attention, counter:
         outputs = as_tensors(module(as_argument(inputs)))

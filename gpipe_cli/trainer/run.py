@@ -92,9 +92,7 @@ def compare_module(assembly: Assembly, journal: Notices) -> None:
         return compare_at_start(builders, given, settings, journal.message, journal.warn)
 
     fewest = int(world.broadcast(compared))
-    for layer in assembly.pipeline.layers:
-        if layer.index == 0:
-            refuse_fewer(layer.module, fewest)
+    refuse_fewer(assembly.pipeline.layers, fewest)
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:

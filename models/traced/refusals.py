@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,7 +127,7 @@ def explained(error: Exception, constructor: Constructor) -> str:
 
 def _defined(constructor: Constructor) -> str | None:
     """Returns file and line of what makes the module; None where it is a library's."""
-    made_by: Any = getattr(constructor, "func", constructor)
+    made_by = _maker(constructor)
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)[1]
         return None if file is None or "site-packages" in file else f"{file}, line {line}"
@@ -133,6 +135,13 @@ def _defined(constructor: Constructor) -> str | None:
 
 
 def name_of(constructor: Constructor) -> str:
-    """Returns what a user has typed to name the constructor."""
-    made_by = getattr(constructor, "func", constructor)
-    return f"model.module._target_={made_by.__module__}.{made_by.__qualname__}"
+    """Returns what a user has typed to name the constructor; the class of a module that a program has made."""
+    made_by = _maker(constructor)
+    typed = "the module " if getattr(constructor, "func", None) is deepcopy else "model.module._target_="
+    return f"{typed}{made_by.__module__}.{made_by.__qualname__}"
+
+
+def _maker(constructor: Constructor) -> Any:
+    """Returns the function or class that makes the module."""
+    made_by: Any = getattr(constructor, "func", constructor)
+    return type(constructor.args[0]) if isinstance(constructor, partial) and made_by is deepcopy else made_by

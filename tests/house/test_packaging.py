@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
         *("partition", "planner", "schedule", "tasks"),
     },
-    "library": {"checkpoint", "distributed", "models", "partition", "pipeline", "tasks"},
+    "library": {"checkpoint", "distributed", "factory", "models", "partition", "pipeline", "tasks"},
     "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
     "verify": {
         *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),

@@ -100,6 +100,17 @@ def test_a_module_is_traced_and_trains_as_in_a_plain_loop() -> None:
     assert pipeline.state_dict().keys() == before.keys()
 
 
+class Remembers(nn.Linear):
+    def forward(self, x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006  # what it is about
+        seen.append(1)
+        return super().forward(x) * len(seen)
+
+
+def test_a_module_that_remembers_its_calls_is_refused_by_its_class() -> None:
+    with pytest.raises(ConfigurationError, match=r"^the module \S+\.Remembers: its layers, traced, do not compute"):
+        Pipeline.of(Remembers(2, 2), nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=4)
+
+
 def test_the_norm_of_all_gradients_is_torch_s_and_clips_them() -> None:
     norms = []
     for K in (1, 2):

@@ -52,6 +52,13 @@ class Counted(nn.Module):
         return self.linear(x)
 
 
+class TakesGradient(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return x + torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+
 class TestFlops:
     def test_a_linear_layer_costs_its_products_and_its_outputs(self) -> None:
         (cost,) = layer_costs(builders(partial(nn.Linear, 8, 16)), floats(BATCH, 8), "flops")
@@ -71,6 +78,10 @@ class TestFlops:
 
 
 class TestOtherWays:
+    def test_a_layer_whose_forward_takes_a_gradient_is_counted(self) -> None:
+        linear, relu = layer_costs(builders(partial(TakesGradient, 8, 8), nn.ReLU), floats(BATCH, 8), "flops")
+        assert linear.flops == 2 * 2 * BATCH * 8 * 8 and relu.flops == 0
+
     def test_parameters(self) -> None:
         costs = layer_costs(builders(partial(nn.Linear, 8, 16), nn.ReLU), floats(BATCH, 8), "parameters")
         assert [(cost.cost, cost.flops) for cost in costs] == [(144.0, None), (0.0, None)]
