@@ -34,6 +34,7 @@ from .transformer_layers import (
     CrossAttention,
     EncoderAttention,
     FeedForward,
+    Positions,
     Sublayers,
     TokenEmbedding,
     VocabularyProjection,
@@ -46,12 +47,12 @@ class SourceEmbedding(TokenEmbedding):
     """Embeds the source: (source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
 
     Args:
-        vocabulary, d_model, dropout: as in `TokenEmbedding`.
+        vocabulary, d_model, dropout, positions: as in `TokenEmbedding`.
         pad_id: the id of padding.
     """
 
-    def __init__(self, vocabulary: int, d_model: int, dropout: float, pad_id: int) -> None:
-        super().__init__(vocabulary, d_model, dropout)
+    def __init__(self, vocabulary: int, d_model: int, dropout: float, positions: Positions, pad_id: int) -> None:
+        super().__init__(vocabulary, d_model, dropout, positions)
         self.pad_id = pad_id
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +104,7 @@ def transformer(
     depth_scale_exponent: float = 0.5,
     tie_embeddings: bool = False,
     pad_id: CountOrZero = 0,
+    positions: Positions = "sinusoids",
 ) -> list[LayerBuilder]:
     """Returns the list of T(L,H,A): 5·L + 5 layers.
 
@@ -117,23 +119,25 @@ def transformer(
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
         pad_id: the id of padding in the source.
+        positions: "sinusoids" added to the embeddings, or "rotary": self-attention turns queries and keys.
     """
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
     feed_forward: Sublayers = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
-    encoder: Sublayers = {"attention": partial(EncoderAttention, *heads), **feed_forward}
+    encoder: Sublayers = {"attention": partial(EncoderAttention, *heads, positions), **feed_forward}
     decoder: Sublayers = {
-        "self_attention": partial(CausalAttention, *heads),
+        "self_attention": partial(CausalAttention, *heads, positions),
         "cross_attention": partial(CrossAttention, *heads),
         **feed_forward,
     }
     table = {"weight": "target_embedding.weight"} if tie_embeddings else {}
+    source, target = ((tokens, d_model, input_dropout, positions) for tokens in (source_vocabulary, target_vocabulary))
     return [
-        LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, d_model, input_dropout, pad_id)),
+        LayerBuilder("source_embedding", partial(SourceEmbedding, *source, pad_id)),
         *stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
-        LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, d_model, input_dropout)),
+        LayerBuilder("target_embedding", partial(TargetEmbedding, *target)),
         *stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
         LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary), tied=table),

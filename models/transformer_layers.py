@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,10 @@ from torch.nn import functional as F
 from ..layers import LayerBuilder
 
 HEAD_WIDTH = 64  # the paper keeps it for every number of heads A
-LONGEST_WAVE = 10_000.0  # of the sinusoidal positions (Vaswani et al. 2017, section 3.5)
+LONGEST_WAVE = 10_000.0  # of positions (Vaswani et al. 2017, section 3.5)
+
+Positions = Literal["sinusoids", "rotary"]
+"""How a model knows the order of tokens: sinusoids added to embeddings, or queries and keys turned (Su et al. 2021)."""
 
 Boundary = Tensor | tuple[Tensor, ...]
 Sublayers = Mapping[str, Callable[[], nn.Module]]
@@ -103,15 +106,30 @@ class Attention(Sublayer):
 
 
 class SelfAttention(Attention):
-    """Makes queries, keys and values from one input."""
+    """Makes queries, keys and values from one input.
 
-    def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
+    Args:
+        d_model, A, dropout, attention_dropout: as in `Attention`.
+        positions: "rotary" turns queries and keys by their positions.
+    """
+
+    frequencies: Tensor | None
+
+    def __init__(
+        self, d_model: int, A: int, dropout: float, attention_dropout: float, positions: Positions = "sinusoids"
+    ) -> None:
         super().__init__(d_model, A, dropout, attention_dropout)
         self.query_key_value = Projection(d_model, 3 * HEAD_WIDTH * A, matrices=3)
+        turns = frequencies_of(HEAD_WIDTH) if positions == "rotary" else None
+        self.register_buffer("frequencies", turns, persistent=False)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values [b, A, t, 64] of x [b, t, d]."""
+    def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values [b, A, t, 64] of x [b, t, d], which stands at `first_position` and after."""
         query, key, value = self.split_heads(self.query_key_value(self.norm(x)), 3)
+        if self.frequencies is not None:
+            angles = phases(self.frequencies, first_position, x.shape[1])
+            cosines, sines = torch.cat((angles, angles), 1).cos(), torch.cat((-angles, angles), 1).sin()
+            query, key = (turned(each, cosines, sines) for each in (query, key))
         return query, key, value
 
 
@@ -141,7 +159,7 @@ class CausalAttention(SelfAttention):
     def decode(self, inputs: Boundary, cache: dict[str, Any]) -> Boundary:
         """Computes the next tokens of y; their keys and values are appended to those in `cache`."""
         y, *rest = (inputs,) if isinstance(inputs, Tensor) else inputs
-        query, key, value = self.project(y)
+        query, key, value = self.project(y, cache["key"].shape[2] if "key" in cache else 0)
         if "key" in cache:
             key, value = torch.cat((cache["key"], key), 2), torch.cat((cache["value"], value), 2)
         cache["key"], cache["value"] = key, value
@@ -178,7 +196,7 @@ class CrossAttention(Attention):
 
 
 class TokenEmbedding(nn.Module):
-    """Embeds tokens: √d times the token's vector, plus its sinusoidal position, then dropout.
+    """Embeds tokens: √d times the token's vector, plus its sinusoidal position if there is one, then dropout.
 
     The vectors are drawn with standard deviation d^-½, so that the output has about unit variance.
 
@@ -186,25 +204,26 @@ class TokenEmbedding(nn.Module):
         vocabulary: number of tokens.
         d_model: width d; even.
         dropout: probability, applied to the sum.
+        positions: "rotary" leaves them to the attention.
     """
 
-    frequencies: Tensor
+    frequencies: Tensor | None
 
-    def __init__(self, vocabulary: int, d_model: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, d_model: int, dropout: float, positions: Positions = "sinusoids") -> None:
         super().__init__()
         self.dropout = dropout
         self.scale = math.sqrt(d_model)
         self.weight = nn.Parameter(torch.empty(vocabulary, d_model))
         nn.init.normal_(self.weight, std=d_model**-0.5)
-        frequencies = torch.exp(torch.arange(0, d_model, 2) * (-math.log(LONGEST_WAVE) / d_model))
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        waves = frequencies_of(d_model) if positions == "sinusoids" else None
+        self.register_buffer("frequencies", waves, persistent=False)
 
     def embed(self, ids: Tensor, first_position: int = 0) -> Tensor:
         """Returns [b, t, d] of ids [b, t], which stand at `first_position` and after."""
         vectors = F.embedding(ids, self.weight)
-        last = first_position + ids.shape[1]
-        places = torch.arange(first_position, last, dtype=self.frequencies.dtype, device=ids.device)
-        angles = torch.outer(places, self.frequencies)
+        if self.frequencies is None:
+            return F.dropout(vectors * self.scale, self.dropout, self.training)
+        angles = phases(self.frequencies, first_position, ids.shape[1])
         waves = torch.cat((angles.sin(), angles.cos()), 1)
         return F.dropout(torch.add(waves, vectors, alpha=self.scale), self.dropout, self.training)
 
@@ -224,6 +243,25 @@ class VocabularyProjection(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         nn.init.zeros_(self.bias)
+
+
+def frequencies_of(width: int) -> Tensor:
+    """Returns the falling frequencies [width / 2] of positions."""
+    return torch.exp(torch.arange(0, width, 2) * (-math.log(LONGEST_WAVE) / width))
+
+
+def phases(frequencies: Tensor, first_position: int, length: int) -> Tensor:
+    """Returns the angles [length, width / 2] of positions from `first_position` on."""
+    places = torch.arange(first_position, first_position + length, dtype=frequencies.dtype, device=frequencies.device)
+    return torch.outer(places, frequencies)
+
+
+def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Returns x [b, A, t, 64], each pair (x[i], x[i + 32]) turned by its angle; the left half of the sines is negative.
+
+    Computed in the angles' type, float32, and returned in that of x.
+    """
+    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines).to(x.dtype)
 
 
 def depth_scale(layers: int, exponent: float) -> float:

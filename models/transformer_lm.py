@@ -17,6 +17,7 @@ from ..typed_section import Count, Depth, Even, ShareOrZero, Vocabulary
 from .transformer_layers import (
     CausalAttention,
     FeedForward,
+    Positions,
     Sublayers,
     TokenEmbedding,
     VocabularyProjection,
@@ -49,6 +50,7 @@ def transformer_lm(
     depth_scale_exponent: float = 0.5,
     final_norm: bool = False,
     tie_embeddings: bool = False,
+    positions: Positions = "sinusoids",
 ) -> list[LayerBuilder]:
     """Returns the list of Transformer-L: 2·L + 2 layers, one more with the final norm.
 
@@ -62,16 +64,17 @@ def transformer_lm(
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by L^-depth_scale_exponent.
         final_norm: adds a norm before the softmax; the paper's parameter counts have none.
         tie_embeddings: one table for embedding and softmax; in the paper they are separate.
+        positions: "sinusoids" added to the embedding, or "rotary": queries and keys are turned.
     """
     init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
     sublayers: Sublayers = {
-        "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout),
+        "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout, positions),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
     }
     table = {"weight": "embedding.weight"} if tie_embeddings else {}
     norm = [LayerBuilder("norm", partial(nn.LayerNorm, d_model))] if final_norm else []
     return [
-        LayerBuilder("embedding", partial(LanguageModelEmbedding, vocabulary, d_model, input_dropout)),
+        LayerBuilder("embedding", partial(LanguageModelEmbedding, vocabulary, d_model, input_dropout, positions)),
         *stacked("decoder", L, sublayers),
         *norm,
         LayerBuilder("softmax", partial(VocabularyProjection, d_model, vocabulary), tied=table),

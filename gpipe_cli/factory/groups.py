@@ -99,16 +99,27 @@ class Groups:
         """Returns a line that lists the groups of a model, and how many parameters and weights each has.
 
         Raises:
-            ConfigurationError: an entry selects no parameter.
+            ConfigurationError: an entry, or one of its patterns, selects no parameter.
         """
         ties = find_ties(builders)
         found = [(own_name(b.name, n), form) for b, own in zip(builders, ties.own, strict=True) for n, form, _ in own]
         keys = [self.key(name, form.shape) for name, form in found]
+        shapes = {name: form.shape for name, form in found}
+        tied = [
+            (own_name(b.name, n), own_name(*o))
+            for b, of in zip(builders, ties.owners, strict=True)
+            for n, o in of.items()
+        ]
         for number, entry in enumerate(self.entries[self._first :]):
-            if not any(self._first + number in key for key in keys):
+            for pattern in _patterns(entry):
+                alone = {**entry, "match": pattern}
+                if any(_selects(alone, name, shape) for name, shape in shapes.items()):
+                    continue
+                if any(fnmatchcase(name, pattern) and _selects(entry, owner, shapes[owner]) for name, owner in tied):
+                    continue  # another pattern of the entry selects it
                 names = ", ".join(name for name, _ in found[:: max(1, len(found) // 4)][:4])
                 raise ConfigurationError(
-                    f"optimizer.groups[{number}]={shown(entry)} selects no parameter. The names are as {names}; a tied "
+                    f"optimizer.groups[{number}]={shown(alone)} selects no parameter. The names are as {names}; a tied "
                     "parameter has its owner's"
                 )
         groups = []
@@ -126,9 +137,14 @@ class Groups:
 
 
 def _selects(entry: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
-    patterns, only = entry.get("match", "*"), entry.get("only")
-    if not any(fnmatchcase(name, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns)):
+    only = entry.get("only")
+    if not any(fnmatchcase(name, pattern) for pattern in _patterns(entry)):
         return False
     if only == "hidden":
         return is_hidden(name, shape)
     return only is None or (len(shape) > 1) == (only == "matrices")
+
+
+def _patterns(entry: Mapping[str, Any]) -> Sequence[str]:
+    patterns: str | Sequence[str] = entry.get("match", "*")
+    return [patterns] if isinstance(patterns, str) else patterns

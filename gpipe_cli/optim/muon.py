@@ -50,13 +50,15 @@ class Muon(SteppedByGroup):
         weight_decay: NotNegative = 0.0,
         iterations: Count = 5,
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "iterations": iterations, "muon": False})
+        if "lr" in getattr(rest, "keywords", ()):
+            raise ValueError("rest.lr would be ignored: lr is the rate of the others, matrix_lr_factor times it Muon's")
+        super().__init__(params, {"lr": lr, "muon": False})
         for group in self.param_groups:
             if group["muon"]:
                 if any(parameter.dim() < 2 for parameter in group["params"]):
                     raise ValueError("optimizer.groups has muon: true for a parameter with fewer than two dimensions")
                 group["lr"] *= matrix_lr_factor
-                group.setdefault("weight_decay", weight_decay)
+                group.update({"weight_decay": weight_decay, "momentum": momentum, "iterations": iterations} | group)
         others = [group for group in self.param_groups if not group["muon"]]
         self._rest = rest(others, lr=lr) if others else None
         if self._rest is not None:

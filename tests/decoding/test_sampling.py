@@ -22,10 +22,10 @@ END, VOCABULARY, LENGTH = 3, 17, 8
 PROMPTS = [[END, 5, 9], [END], [END, 4, 4, 8, 16], [END, 7, 5], [END, 11, 12]]
 
 
-@pytest.fixture(scope="module")
-def layers() -> list[BuiltLayer]:
+@pytest.fixture(scope="module", params=["sinusoids", "rotary"])
+def layers(request: pytest.FixtureRequest) -> list[BuiltLayer]:
     """Builds a language model that does not say the same to everything."""
-    builders = transformer_lm(L=2, H=32, A=1, vocabulary=VOCABULARY, d_model=16)
+    builders = transformer_lm(L=2, H=32, A=1, vocabulary=VOCABULARY, d_model=16, positions=request.param)
     built = [BuiltLayer(i, b.name, build_layer(b, i, 5, CPU).eval()) for i, b in enumerate(builders)]
     with torch.no_grad():
         for layer in built:

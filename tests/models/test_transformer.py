@@ -156,6 +156,21 @@ def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
     torch.testing.assert_close(embedding.embed(torch.zeros(1, 1, dtype=torch.long), 3)[0], wanted)
 
 
+@torch.no_grad()
+def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> None:
+    (attention,) = build([LayerBuilder("a", partial(CausalAttention, 16, 2, 0.0, 0.0, "rotary"))]).values()
+    assert isinstance(attention, CausalAttention)
+    places = torch.arange(5, 11, dtype=torch.float64)
+    turns = torch.polar(torch.ones(6, 32).double(), torch.outer(places, 10_000.0 ** (-torch.arange(32).double() / 32)))
+    x = torch.randn(3, 6, 16, dtype=torch.float64)
+    plain = attention.split_heads(attention.query_key_value(attention.norm(x)), 3)
+    for got, one in zip(attention.project(x, 5)[:2], plain, strict=False):
+        wanted = torch.complex(*one.chunk(2, -1)) * turns
+        torch.testing.assert_close(got, torch.cat((wanted.real, wanted.imag), -1), rtol=1e-5, atol=1e-5)
+    rows = TokenEmbedding(9, 4, 0.0, "rotary")
+    assert rows.embed(SOURCE % 9, 3).equal(2 * rows.weight[SOURCE % 9])
+
+
 @pytest.mark.parametrize(
     ("keys", "factor"),
     [

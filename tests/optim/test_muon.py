@@ -21,6 +21,7 @@ JOB = (
         "debug=tiny",
         "model.tie_embeddings=true",
         "model.dropout=0.1",
+        "model.positions=rotary",
         "optimizer=muon",
         "task.generation=null",
         "lr_schedule=constant",
@@ -61,6 +62,17 @@ def test_singular_values_become_alike_and_a_convolution_is_a_matrix_of_its_outpu
     assert torch.equal(kernel.flatten(1), flat) and not torch.equal(flat, torch.ones(3, 8))
     with pytest.raises(ValueError, match="fewer than two dimensions"):
         Muon([{"params": [nn.Parameter(torch.ones(3))], "muon": True}], torch.optim.Adam)
+
+
+def test_the_rest_has_its_own_momentum_and_no_learning_rate_of_its_own() -> None:
+    ours, theirs = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    both = Muon([ours], partial(torch.optim.SGD, momentum=0.5), 0.1), torch.optim.SGD([theirs], 0.1, 0.5)
+    for optimizer in (*both, *both):
+        ours.grad = theirs.grad = torch.ones(3)
+        optimizer.step()
+    assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match=r"rest\.lr"):
+        Muon([ours], partial(torch.optim.SGD, lr=0.1))
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
