@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,8 +14,8 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.gradients import begin_reduction, reduce_over_replicas, sum_over_replicas
-from gpipe_cli.pipeline.messages.boundary import BoundarySpec
-from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
+from gpipe_cli.pipeline.messages.transport import connect_workers
 from gpipe_cli.schedule.instruction import Message
 
 CPU = torch.device("cpu")
@@ -138,26 +135,19 @@ def normalise(context: Context, config: dict[str, Any]) -> list[str]:
     )
 
 
-# -- messages through shared memory ------------------------------------------------------------------------------------
-
-
-def channel_of(context: Context) -> Transport:
-    """Connects worker 0, which sends activations, with worker 1, which sends gradients."""
-    group = joined(context)
-    return connect_workers((0, 1), CPU, CPU, (group, group), group)
-
-
-def take(channel: Transport, spec: BoundarySpec, number: int, direction: str = "activation") -> Tensors:
-    return channel.post(Message(direction, 0, number), spec)(0)
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def messages() -> list[Tensors]:
-    """Returns messages with every sort of tensor; each larger than the one before, then small again."""
+    """Returns messages with every sort of tensor and layout; each larger than the one before, then small again."""
+    numbers, images = torch.arange(1, 31), drawn(2, 3, 4, 5, seed=2)
     return [
-        (drawn(3, seed=1),),
-        (drawn(2, 3, 4, 5, seed=2).to(memory_format=torch.channels_last), torch.arange(7)),
+        (torch.tensor(3.5), torch.tensor(True)),
+        (numbers.bool()[:7],),
+        (images.to(memory_format=torch.channels_last), torch.arange(7)),
+        (images, drawn(6, 4, seed=3).t(), numbers[::3], drawn(1, 4, seed=3).expand(3, 4)),
         (drawn(300, 7, seed=3).requires_grad_(), torch.tensor([True, False]), drawn(5, seed=4).bfloat16()),
-        (drawn(1000, 1000, seed=5), torch.zeros(0, 4)),
+        (drawn(1000, 1000, seed=5), torch.zeros(0, 4), numbers.int()),
         (torch.zeros(0, 4),),
         (drawn(4, seed=6).double(),),
     ]
@@ -165,35 +155,19 @@ def messages() -> list[Tensors]:
 
 def send_both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
     """Checks that every message arrives unchanged, twice, and does not change when its slot is used again."""
-    channel = channel_of(context)
-    same = []
+    group, same = joined(context), []
+    control = group if config["wire"] == "shared memory" else dist.new_group(backend="gloo")
+    channel = connect_workers((0, 1), CPU, CPU, (control, control), control)
     for step, direction in enumerate(("activation", "gradient")):
-        sent = messages()
+        sent = [(Message(direction, 0, number), tensors) for number, tensors in enumerate(messages())]
         if context.rank == step:
-            for number, tensors in enumerate(sent):
-                channel.send(Message(direction, 0, number), tensors, BoundarySpec.of(tensors))
+            for message, tensors in sent:
+                channel.send(message, tensors, BoundarySpec.of(tensors))
+            channel.drain()
         else:
-            got = [take(channel, BoundarySpec.of(tensors), number, direction) for number, tensors in enumerate(sent)]
-            for mine, theirs in zip(sum(sent, ()), sum(got, ()), strict=True):
-                same.append(torch.equal(mine, theirs) and mine.stride() == theirs.stride())
-                same.append(not theirs.requires_grad)
+            got = [channel.post(message, BoundarySpec.of(tensors))(0) for message, tensors in sent]
+            for mine, theirs in zip(sum((tensors for _, tensors in sent), ()), sum(got, ()), strict=True):
+                same.append(torch.equal(mine, theirs) and mine.dtype == theirs.dtype and not theirs.requires_grad)
+                same.append(is_channels_last(mine) == is_channels_last(theirs))
+                same.append(theirs.is_contiguous() or is_channels_last(mine))
     return of_all(same)
-
-
-def send_in_a_wrong_order(context: Context, config: dict[str, Any]) -> None:
-    channel = channel_of(context)
-    message = (torch.zeros(3),)
-    if context.rank == 0:
-        channel.send(Message("activation", 0, 7), message, BoundarySpec.of(message))
-        time.sleep(60)
-    take(channel, BoundarySpec.of(message), 6)
-
-
-def kill_beside_receive(context: Context, config: dict[str, Any]) -> None:
-    """Ends worker 1 while worker 0 waits for its gradient."""
-    channel = channel_of(context)
-    dist.barrier()
-    if context.rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    take(channel, BoundarySpec.of((torch.zeros(3),)), 0, "gradient")

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from composed import checked
-from nccl_rules import Call, Rules
+from nccl_rules import Call
 from torch import Tensor, nn
 
 from gpipe_cli.config import PipelineConfig
@@ -63,11 +63,9 @@ class Group:
 class Begun:
     """Waits for what has begun, as work of torch.distributed."""
 
-    awaited: Call | None
     finish: Callable[[], object] = lambda: None
 
     def wait(self, timeout: object = None) -> None:
-        HERE.calls += [self.awaited] if self.awaited else []
         self.finish()
 
     def is_completed(self) -> bool:
@@ -90,14 +88,14 @@ class Network:
         name, way, queue = self._message(HERE.rank, dst or group_dst, group, tag)
         HERE.calls.append(Call("tell", name, way[1:]) if group.name == HOSTS else _transfer("send", name, way, group))
         queue.put(tensor.clone())
-        return Begun(None if group.name == HOSTS else Call("await", name, group="sent"))
+        return Begun()
 
     def irecv(self, tensor: Tensor, src: int = 0, group: Any = None, tag: int = 0, group_src: int = 0) -> Begun:
         name, way, queue = self._message(src or group_src, HERE.rank, group, tag)
         if group.name != HOSTS:
             HERE.calls.append(_transfer("receive", name, way, group))
-        awaited = Call("hear", name, way[:1]) if group.name == HOSTS else Call("await", name)
-        return Begun(awaited, lambda: tensor.copy_(queue.get(timeout=20)))
+        heard = [Call("hear", name, way[:1])] if group.name == HOSTS else []
+        return Begun(lambda: (HERE.calls.extend(heard), tensor.copy_(queue.get(timeout=20))))
 
     def send(self, tensor: Tensor, dst: int, group: Group, tag: int = 0) -> None:
         self.isend(tensor, dst, group, tag).wait()
@@ -106,12 +104,8 @@ class Network:
         self.irecv(tensor, src, group, tag).wait()
 
     def _collective(self, *tensors: Tensor, group: Group, async_op: bool = False) -> Begun:
-        name = _numbered(group.name)
-        HERE.calls.append(Call("collective", name, group.ranks, group.name))
-        work = Begun(Call("await", name))
-        if not async_op:
-            work.wait()
-        return work
+        HERE.calls.append(Call("collective", _numbered(group.name), group.ranks, group.name))
+        return Begun()
 
     all_reduce = all_to_all_single = all_gather_into_tensor = _collective
 
@@ -234,30 +228,19 @@ def checked_config() -> PipelineConfig:
     return checked("debug=tiny").settings.pipeline
 
 
-def drawn_run(seed: int) -> tuple[Run, Rules]:
-    """Draws a run, and the rules of its devices."""
+def drawn_run(seed: int) -> Run:
     draw = random.Random(seed)
     kind = draw.choice(list(KINDS))
     workers = draw.choice((2, 2, 3, 3, 4, 4, 5, 8, 16))
     rounds = draw.choice((1, 2, 3)) if kind in ROUND_ROBIN and workers <= 5 else 1
     cells = range(workers * rounds)
-    run = Run(
+    ties = (draw.sample(cells, k=2 + draw.randrange(2) * (len(cells) > 2)) for _ in range(draw.choice((0, 0, 1, 2))))
+    return Run(
         kind=kind,
         placement=tuple(range(workers)) * rounds,
         M=draw.choice((1, 2, 3, 4, 5, 7, 8) if draw.random() < 0.95 else (16, 33, 64)),
         remat=draw.choice(REMAT),
         replicas=draw.choice((1, 1, 2, 3)) if workers < 5 else 1,
-        ties=tuple(
-            tuple(sorted(draw.sample(cells, k=2 + draw.randrange(2) * (len(cells) > 2))))
-            for _ in range(draw.choice((0, 0, 1, 2)))
-        ),
+        ties=tuple(tuple(sorted(tie)) for tie in ties),
         bucket=draw.choice((1, 1 << 20)),
     )
-    rules = Rules(
-        buffer=draw.choice((0, 0, 1, 3)),
-        occupies=draw.random() < 0.7,
-        hidden_syncs=draw.choice((0.0, 0.3, 1.0)),
-        connected=draw.random() < 0.3,
-        pairs=draw.random() < 0.6,
-    )
-    return run, rules

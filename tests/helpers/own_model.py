@@ -194,15 +194,3 @@ class Dying(Stepping):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dies = self.step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         return in_backward(x, die) if dies else x
-
-
-class Remembering(nn.Module):
-    """Counts how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.pipeline.messages.grouping import as_tensors
 
-CPU = torch.device("cpu")
 Outputs = tuple[Tensor, ...]
 
 
@@ -114,14 +113,13 @@ def test_a_layer_has_the_same_gradients_in_halves_as_in_one(name: str) -> None:
     assert same(Function(function), torch.randn(5, 4)) == can_wait
 
 
-class TestSecondHalf:
-    def test_computes_no_gradient_of_an_input_again(self) -> None:
-        calls = []
-        module = Function(lambda x, w, v, b: F.linear(x, w, b))
-        x = torch.randn(2, 4, requires_grad=True)
-        middle = x * 2
-        middle.grad_fn.register_hook(lambda made, arrived: calls.append(made))  # type: ignore[union-attr]
-        rest = backward_of_inputs([module(middle)], [torch.ones(2, 4)], [x])
-        assert (len(calls), module.w.grad) == (1, None)
-        rest.run()
-        assert (len(calls), module.w.grad is None) == (1, False)
+def test_the_second_half_computes_no_gradient_of_an_input_again() -> None:
+    calls = []
+    module = Function(lambda x, w, v, b: F.linear(x, w, b))
+    x = torch.randn(2, 4, requires_grad=True)
+    middle = x * 2
+    middle.grad_fn.register_hook(lambda made, arrived: calls.append(made))  # type: ignore[union-attr]
+    rest = backward_of_inputs([module(middle)], [torch.ones(2, 4)], [x])
+    assert (len(calls), module.w.grad) == (1, None)
+    rest.run()
+    assert (len(calls), module.w.grad is None) == (1, False)

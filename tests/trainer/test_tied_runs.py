@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
+from processes import command, succeeded
 
 from gpipe_cli.checkpoint.files import open_checkpoint, step_directory
 from gpipe_cli.checkpoint.layer_state import export_state_dict
@@ -36,8 +37,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_cut_gives_the_same_files_and_evaluations_change_nothing(tmp_path: Path, run: Path) -> None:
-    words = ("pipeline.K=2", "pipeline.partition=[3,2]", "pipeline.remat=always", "trainer.evaluate_every=1")
-    assert not changed(trained(tmp_path, *words), saved(run, STEPS))
+    """Each of the three layers that use the parameter is on a worker of its own."""
+    words = (f"trainer.steps={STEPS}", "pipeline.K=4", "pipeline.partition=[2,1,1,1]", "pipeline.workers=3")
+    more = ("pipeline.remat=always", "trainer.evaluate_every=1", "logging.tensorboard=false")
+    succeeded(command("train", *TIED, *words, *more, f"hydra.run.dir={tmp_path}"))
+    assert not changed(saved(tmp_path, STEPS), saved(run, STEPS))
 
 
 def test_modules_that_builders_share_train_as_declared_ties_do_at_every_cut(tmp_path: Path) -> None:
