@@ -78,12 +78,16 @@ class TargetEmbedding(TokenEmbedding):
 class EncoderNorm(nn.LayerNorm):
     """Normalises the encoder's output and passes on the rest of the boundary."""
 
+    graph_varies = False
+
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # a boundary
         return super().forward(inputs[0]), *inputs[1:]
 
 
 class DecoderNorm(nn.LayerNorm):
     """Normalises the decoder's output and drops memory and source mask."""
+
+    graph_varies = False
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]  # a boundary
         return super().forward(inputs[0])

@@ -49,6 +49,8 @@ class Projection(nn.Linear):
 class Sublayer(nn.Module):
     """Holds what all sub-layers share: the norm before, dropout and the residual sum after."""
 
+    graph_varies = False
+
     def __init__(self, d_model: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
@@ -207,6 +209,7 @@ class TokenEmbedding(nn.Module):
         positions: "rotary" leaves them to the attention.
     """
 
+    graph_varies = False
     frequencies: Tensor | None
 
     def __init__(self, vocabulary: int, d_model: int, dropout: float, positions: Positions = "sinusoids") -> None:
@@ -239,6 +242,8 @@ class VocabularyProjection(nn.Linear):
 
     The matrix is drawn with standard deviation d^-½, the bias is zero.
     """
+
+    graph_varies = False
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)

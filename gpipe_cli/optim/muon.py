@@ -24,7 +24,7 @@ class Muon(SteppedByGroup):
     The momentum of a matrix becomes a matrix with the same directions whose singular values are all about 1, so that
     each direction is learnt at the same speed. The updates are those of `torch.optim.Muon`, which always computes in
     bfloat16; CPUs without that type emulate it, 20 times slower than float32. On CPUs matrices of one shape are
-    multiplied together, with the bits of one at a time; on GPUs, where the kernel may depend on their number, and the
+    multiplied together, with the bits of one at a time; elsewhere, where the kernel may depend on their number, and the
     bits then on the cut, one after the other. A convolution is a matrix of its outputs.
 
     Args:
@@ -74,7 +74,7 @@ class Muon(SteppedByGroup):
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         alike: dict[Any, list[Tensor]] = {}
         for parameter in parameters if group["muon"] else ():
-            alike.setdefault(id(parameter) if parameter.is_cuda else parameter.shape, []).append(parameter)
+            alike.setdefault(parameter.shape if parameter.is_cpu else id(parameter), []).append(parameter)
         for each in alike.values():
             together = max(1, STACKED // each[0].numel())
             for start in range(0, len(each), together):
@@ -85,8 +85,10 @@ class Muon(SteppedByGroup):
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None
-            average = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-            average.lerp_(parameter.grad, 1 - group["momentum"])
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            average = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
             directions.append(parameter.grad.lerp(average, group["momentum"]).flatten(1))
         rows, columns = directions[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
@@ -100,7 +102,7 @@ def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
 
     In bfloat16 where the device multiplies it fast, else in the matrices' own type.
     """
-    if matrices.is_cuda or torch.cpu._is_avx512_bf16_supported():
+    if not matrices.is_cpu or torch.cpu._is_avx512_bf16_supported():
         matrices = matrices.bfloat16()
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices

@@ -139,7 +139,7 @@ class Cell:
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self.where = Position()
-        self._casts = WeightCasts([layer.module for layer in self.layers])
+        self._casts = WeightCasts([layer.module for layer in self.layers], alike=not self.graph_varies)
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls: list[Call] = [
             (layer, self._forward_of(layer), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
@@ -160,7 +160,7 @@ class Cell:
 
     @property
     def graph_varies(self) -> bool:
-        """Returns whether a layer may pass on a gradient in one micro-batch and none in another, as layers may."""
+        """Returns whether micro-batches of one kind may use a layer's weights, or pass gradients on, in unlike ways."""
         return any(getattr(layer.module, "graph_varies", True) for layer in self.layers)
 
     @property
@@ -241,6 +241,7 @@ class Cell:
                     isinstance(outputs, Tensor)
                     and settled.get(layer.index) == (outputs.shape, outputs.dtype)
                     and outputs.is_contiguous()
+                    and not outputs.storage_offset()
                 ):
                     argument = outputs
                 else:

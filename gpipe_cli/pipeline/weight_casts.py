@@ -27,15 +27,16 @@ class WeightCasts:
     layers make one cast and nothing else. Others are left to autocast: a weight that two layers share, or that is used
     twice, has gradients that must be added up in the weight's own type; a layer that reads a weight's type, as in
     ``x.to(self.weight.dtype)``, must find its own. Nothing is kept from earlier steps, which a
-    resumed run has not seen.
+    resumed run has not seen, unless all layers use their weights alike in every micro-batch.
 
     Args:
         layers: of the cell.
+        alike: whether they do.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = layers
-        self._seen: Mapping[int, torch.dtype] = {}  # what the two lists below were made of
+    def __init__(self, layers: Sequence[nn.Module], alike: bool = False) -> None:
+        self._layers, self._alike = layers, alike
+        self._seen: Mapping[int, torch.dtype] | None = None  # what the two lists below were made of
         self._wanted: list[tuple[nn.Parameter, torch.dtype]] = []
         self._slots: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # of a module, with the number of a cast
         self._casts: list[Tensor] | None = None  # None: the layers have not run in this step
@@ -53,6 +54,8 @@ class WeightCasts:
         """Returns the context in which the layers run on the device; the first time in a step it notes their casts."""
         if not torch.is_autocast_enabled(device.type):
             return nullcontext()
+        if self._casts is None and self._alike and self._seen is not None and self._are_in_place():
+            self._make_casts()
         return self._noting() if self._casts is None else self.in_place()
 
     @contextmanager
@@ -62,6 +65,13 @@ class WeightCasts:
         if (seen := noted.casts) != self._seen:
             self._seen = seen
             self._choose(seen)
+        self._make_casts()
+
+    def _are_in_place(self) -> bool:
+        """Returns whether the modules have the weights of which casts were chosen."""
+        return all(parameters.get(name) is weight for parameters, name, weight, _ in self._slots)
+
+    def _make_casts(self) -> None:
         with torch.enable_grad():
             self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,10 +40,11 @@ def test_matrices_are_updated_as_by_torchs_muon_and_the_others_as_by_the_rest() 
     together = Muon(groups, partial(torch.optim.Adam, betas=(0.5, 0.5)), 0.1, matrix_lr_factor=2, momentum=0.5)
     muon = torch.optim.Muon(theirs[:2], 0.2, 0.0, momentum=0.5)
     adam = torch.optim.Adam(theirs[2:], 0.1, betas=(0.5, 0.5))
-    for _ in range(3):
+    for number in range(3):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = other.grad = torch.randn_like(one)
-        together.step()
+        with patch("torch.zeros_like", side_effect=AssertionError) if number else nullcontext():  # state is made once
+            together.step()
         muon.step()
         adam.step()
     for one, other in zip(ours, theirs, strict=True):  # bit for bit where both compute in bfloat16
@@ -73,6 +76,16 @@ def test_the_rest_has_its_own_momentum_and_no_learning_rate_of_its_own() -> None
     assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match=r"rest\.lr"):
         Muon([ours], partial(torch.optim.SGD, lr=0.1))
+
+
+def test_on_any_accelerator_matrices_are_multiplied_in_bfloat16_and_one_by_one() -> None:
+    parameters = [nn.Parameter(torch.ones(4, 6, device="meta")) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with patch("gpipe_cli.optim.muon.orthogonal", side_effect=orthogonal) as multiplied:
+        Muon([{"params": parameters, "muon": True}], torch.optim.Adam).step()
+    assert [len(call.args[0]) for call in multiplied.call_args_list] == [1, 1, 1]
+    assert orthogonal(torch.ones(1, 4, 6, device="meta"), 1).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])

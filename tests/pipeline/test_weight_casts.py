@@ -55,11 +55,29 @@ class CastCounter(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches() -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches(alike: bool) -> None:
+    """Beside autocast's own, for the first micro-batch: of the run, where layers use their weights alike in all."""
     layers = build_all(small_model())
+    for module in (layer.module for layer in layers if alike):
+        vars(module)["graph_varies"] = False
     with CastCounter() as counter:
-        gradients(layers, "gpipe", [3, 4], steps=3)
-    assert set(counter.counts.values()) == {3 * 2}  # autocast's for the first micro-batch, and one for all others
+        found = gradients(layers, "gpipe", [3, 4], steps=3)
+    assert set(counter.counts.values()) == {3 + (1 if alike else 3)}
+    assert all(map(torch.equal, found.values(), gradients(build_all(small_model()), "gpipe", [7], steps=3).values()))
+
+
+def test_a_weight_that_is_replaced_between_two_steps_stays_so() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    casts = WeightCasts([layer], alike=True)
+    for weight in (layer.weight, nn.Parameter(torch.zeros(4, 4))):
+        layer.weight = weight
+        casts.forget()
+        for _ in range(2):
+            with half(), casts.used_on(CPU):
+                output = layer(x)
+    assert layer.weight is weight
+    assert torch.equal(output, layer.bias.bfloat16().expand(2, 4))
 
 
 class Odd(nn.Module):

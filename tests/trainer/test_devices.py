@@ -104,7 +104,7 @@ def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
     return Counter(waits)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor_momentum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_path: Path) -> None:
     words = ("pipeline.M=8", "trainer.gradient_clip=0.5", "pipeline.schedule=1f1b", f"optimizer={optimizer}")
     announce, queued = TrainingBatches.announce, list[bool]()

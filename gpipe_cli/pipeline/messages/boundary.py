@@ -25,11 +25,14 @@ def is_channels_last(tensor: Tensor) -> bool:
 
 
 def canonical(tensor: Tensor) -> Tensor:
-    """Returns the same values in the layout that every boundary has: contiguous, or channels-last.
+    """Returns the same values in the layout that every boundary has: contiguous, or channels-last, and aligned.
 
-    Kernels choose their order of summation by strides, and a message does not keep unusual strides. So that a cut
-    changes no bit, tensors between two layers are brought to this layout whether a cut lies there or not.
+    Kernels choose their order of summation by strides and alignment, and a message keeps neither of a part of a larger
+    tensor. So that a cut changes no bit, tensors between two layers are brought to this layout whether a cut lies there
+    or not.
     """
+    if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
+        tensor = tensor.clone()
     if tensor.is_contiguous():
         return tensor.view(-1).view(tensor.shape) if 1 in tensor.shape and _has_odd_strides(tensor) else tensor
     return tensor if is_channels_last(tensor) else tensor.contiguous()
@@ -61,9 +64,8 @@ def _has_odd_strides(tensor: Tensor) -> bool:
 
 def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
     """Returns the gradient in the layout of its tensor."""
-    if of_channels_last:
-        return gradient.contiguous(memory_format=torch.channels_last)
-    return canonical(gradient.contiguous())
+    layout = torch.channels_last if of_channels_last else torch.contiguous_format
+    return canonical(gradient.contiguous(memory_format=layout))
 
 
 class GradientLayouts:
@@ -78,7 +80,7 @@ class GradientLayouts:
         self._settled: dict[Hashable, dict[int, tuple[torch.Size, torch.dtype]]] = defaultdict(dict)
 
     def settled(self, signature: Hashable) -> Mapping[int, tuple[torch.Size, torch.dtype]]:
-        """Returns shape and type of the one output of each layer where it, like its gradient, is contiguous anyway.
+        """Returns shape and type of the one output of each layer where it, like its gradient, is canonical anyway.
 
         Args:
             signature: of the shapes that entered the pipeline.
