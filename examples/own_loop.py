@@ -12,7 +12,7 @@ SIZE, STEPS = 128, 8  # of a mini-batch; number of steps
 
 
 class Block(nn.Module):
-    """Adds what a normalised, widened layer makes of its input, with dropout."""
+    """Adds to its input a two-layer perceptron of the normalised input, with dropout."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -95,7 +95,7 @@ class PipelineConfig:
 
     @property
     def policy(self) -> str | int | list[int]:
-        """Returns `keep`, or `remat` without it: what `schedule.kept_graphs` takes."""
+        """Returns `keep`, or `remat` where there is no `keep`: the argument of `schedule.kept_graphs`."""
         return self.remat if self.keep is None else self.keep
 
     @property
@@ -192,7 +192,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Describes what is saved and how a run begins.
+    """Describes which checkpoints are saved, and from which checkpoint a run begins.
 
     Attributes:
         every: steps between checkpoints; null: only at the end.
@@ -216,7 +216,7 @@ class CheckpointConfig:
 
 
 class Tracker(TypedDict):
-    """Describes a tracker of the user's own: what to call; other keys are its arguments."""
+    """Describes a tracker of the user's own: the function to call; other keys are its arguments."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -225,7 +225,7 @@ class Tracker(TypedDict):
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Describes what a run prints and writes.
+    """Describes the lines that a run prints and the logs that it writes.
 
     Attributes:
         every: steps between console lines (without a progress bar) and between TensorBoard scalars.
@@ -262,7 +262,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Describes what gpipe-verify compares.
+    """Describes the steps and settings that gpipe-verify compares.
 
     Attributes:
         steps: number of mini-batches that are compared from the first on.

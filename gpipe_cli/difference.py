@@ -24,7 +24,7 @@ Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 
 @dataclass(frozen=True)
 class Gap:
-    """Holds what there is to know of two tensors in order to compare them.
+    """Holds the distance and the sizes of two tensors that are compared.
 
     Attributes:
         absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
@@ -164,7 +164,7 @@ def judge_tensors(
 
 
 def norm_of_all(norms: Iterable[float]) -> float:
-    """Returns the norm of all tensors together, of the norm of each; what is not finite is left out."""
+    """Returns the norm of all tensors together, from the norm of each; norms that are not finite are left out."""
     return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))
 
 

@@ -17,7 +17,7 @@ class PlainError(Exception):
 
 
 class ConfigurationError(PlainError, ValueError):
-    """Raised when a request cannot be fulfilled; the message names the key, the value, and what to type instead.
+    """Raised when a request cannot be fulfilled; the message names the key, the value, and the words to type instead.
 
     The command ends with exit code 2, also when a worker raises it.
     """

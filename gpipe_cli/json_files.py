@@ -1,4 +1,4 @@
-"""Reads JSON that files hold, each against a model of what it should be, and says which one is damaged, and where.
+"""Reads JSON files, each against a model of its content, and names the damaged file and the place in it.
 
 A file may come from anywhere, and a crash may have left any bytes in it: only regular files of a sensible size are
 read, with finite numbers, and nested no deeper than what reads them can follow.
@@ -27,7 +27,7 @@ Numbers = dict[str, float | None]
 
 
 class DamagedJson(ConfigurationError):
-    """Raised for a file that is not what it should be; the message names the file and the place in it."""
+    """Raised for a file that does not fit its model; the message names the file and the place in it."""
 
 
 class StepRow(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Describes what a worker is doing, for error reports, in memory that the command can read. Imports no torch."""
+"""Describes the place of a worker in its step, for error reports, in memory that the command reads. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Field(Generic[T]):
 
 
 class Position:
-    """Holds what a worker is doing; the engine and the trainer keep it up to date.
+    """Holds the cell, micro-batch and operation of a worker; the engine and the trainer keep it up to date.
 
     What is written is there at once for every process that shares the memory, so the place of a worker that dies
     without a word is known. Longer texts are cut.

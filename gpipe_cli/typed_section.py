@@ -98,7 +98,7 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 
 
 def _in_words(error: ValidationError, hint: Any) -> str:
-    """Returns what a value should be: "should be 'auto' or a valid integer"."""
+    """Returns the values that a key takes, in words: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
     told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
     told += ["Input should be null"] if type(None) in get_args(hint) else []
@@ -106,7 +106,7 @@ def _in_words(error: ValidationError, hint: Any) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns the message that refuses a key and names what to type instead."""
+    """Returns the message that refuses a key and names the nearest known ones."""
     names = list(dict.fromkeys(known))
     if near := nearest(key, names):
         return f"there is no key {key}; did you mean {' or '.join(near)}?"

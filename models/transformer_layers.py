@@ -47,7 +47,7 @@ class Projection(nn.Linear):
 
 
 class Sublayer(nn.Module):
-    """Holds what all sub-layers share: the norm before, dropout and the residual sum after."""
+    """Holds the parts that all sub-layers share: the norm before, dropout and the residual sum after."""
 
     graph_varies = False
 
@@ -85,7 +85,7 @@ class FeedForward(Sublayer):
 
 
 class Attention(Sublayer):
-    """Holds what the kinds of attention share: heads, scaled dot product, the projection after it."""
+    """Holds the parts that the kinds of attention share: heads, scaled dot product, the projection after it."""
 
     def __init__(self, d_model: int, A: int, dropout: float, attention_dropout: float) -> None:
         super().__init__(d_model, dropout)

@@ -65,7 +65,7 @@ class Request:
     notes: list[str]
 
     def plan(self) -> Plan:
-        """Returns its plan, with the notes; prints on standard error what takes long.
+        """Returns the run's plan, with the notes; prints a line on standard error before each long measurement.
 
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
@@ -171,7 +171,7 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
 
 
 def document(plan: Plan) -> Document:
-    """Returns the report of one plan: what a search has found, cells, memory, time, schedule, notes."""
+    """Returns the report of one plan: the words that a search has found, cells, memory, time, schedule, notes."""
     where = f"{plan.K} cells on {plural(plan.workers, 'device')}, {plan.schedule}"
     notes = Lines([f"note: {note}" for note in plan.notes])
     return Document(
@@ -181,7 +181,7 @@ def document(plan: Plan) -> Document:
 
 
 def _found(plan: Plan) -> list[Block]:
-    """Returns what a search has found, as words to type, and the next best; nothing for a plain plan."""
+    """Returns the plan that a search has found, as words to type, and the next best; nothing for a plain plan."""
     said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
     return [said, *([beside_rivals(plan.to_json())] if plan.rivals else [])]
 

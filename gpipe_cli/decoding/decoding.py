@@ -34,11 +34,11 @@ class GroupSearch(Protocol):
         """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
 
     def best(self) -> list[Hypothesis]:
-        """Returns what was found for each source, once all are done."""
+        """Returns the token ids found for each source, once all are done."""
 
 
 class Sizes(NamedTuple):
-    """Holds the sizes of what is decoded.
+    """Holds the sizes of a decoding.
 
     Attributes:
         group: sources that are decoded together.
@@ -105,7 +105,7 @@ class Decoder:
         self._round = Exchange(fields, self._world.all_ranks)
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
-        """Generates what follows each source.
+        """Generates the tokens that follow each source.
 
         Args:
             sources: the same on the first worker of each replica, which reads the data, and nothing elsewhere.
@@ -141,7 +141,7 @@ class Decoder:
     # -- one batch ---------------------------------------------------------------------------------------------
 
     def _run(self, groups: Sequence[Sources], beam: int) -> dict[tuple[int, int, int], Hypothesis] | None:
-        """Decodes one batch of groups; returns what all replicas have found, None when no replica had any.
+        """Decodes one batch of groups; returns the token ids of all replicas, None when no replica had any.
 
         The keys are replica, group and source: their numbers, the same on every worker.
         """
@@ -177,7 +177,7 @@ class Decoder:
     def _search(
         self, groups: Sequence[int], searches: dict[int, GroupSearch], beam: int
     ) -> Callable[[int, Tensors, Tensors], None]:
-        """Returns what the worker of the last cell calls with a group's outputs: one step of its search."""
+        """Returns the function that moves a group's search on by one step, by the outputs of the last cell."""
         parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))
 
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:

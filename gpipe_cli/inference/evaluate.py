@@ -1,4 +1,4 @@
-"""Defines what every worker of gpipe-eval runs: one evaluation of a checkpoint through the pipeline."""
+"""Defines the entry point of gpipe-eval's workers: one evaluation of a checkpoint through the pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPORT = "evaluation.json"
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Evaluates; the entry point of a worker.
+    """Evaluates the checkpoint; the entry point of a worker.
 
     Args:
         context: this worker's place in the job; its run directory is the evaluation's own.
@@ -48,7 +48,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
-    """Returns the results of the evaluation, and what is needed to compare it with another."""
+    """Returns the results of the evaluation, and the scores of each sentence by which it is compared with another."""
     generation = assembly.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {

@@ -31,7 +31,7 @@ IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that
 
 
 def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
-    """Translates; the entry point of a worker.
+    """Translates the lines; the entry point of a worker.
 
     Args:
         config: as in `assemble_from_checkpoint`, and "input", the path of a pipe with UTF-8 lines.
@@ -52,7 +52,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
 
 
 def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
-    """Generates; the entry point of a worker.
+    """Continues the prompts; the entry point of a worker.
 
     Args:
         config: as in `assemble_from_checkpoint`, and "sampling", the fields of `SamplingSettings`; either "prompt", one
@@ -162,7 +162,7 @@ class Answerer:
         self.context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
 
     def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
-        """Returns what the decoder reads for a line of this call."""
+        """Returns the token ids that the decoder reads for a line of this call."""
         return ids if self.begin is None else Prompt([self.begin, *ids], self.answered + line, sample)
 
 

@@ -142,7 +142,7 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
 
 
 def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | None = None) -> Prepared:
-    """Resolves and checks a composed configuration, and makes what it names in the current directory importable.
+    """Resolves and checks a composed configuration; modules of this directory that it names become importable.
 
     Args:
         trains: looks for the folders of the data, too.
@@ -191,7 +191,7 @@ def _with_nan_as_name(value: Any) -> Any:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns an error of Hydra or OmegaConf as one line that says what to type instead."""
+    """Returns an error of Hydra or OmegaConf as one line with the words to type instead."""
     cause = error.__cause__ or error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_option(error)

@@ -52,7 +52,7 @@ REFUSALS = (ConfigurationError, OmegaConfBaseException)
 
 @dataclass(frozen=True)
 class EntryPoint:
-    """Describes what workers run, and with which configuration.
+    """Describes the function that workers run, and its configuration.
 
     Attributes:
         entry: "package.module:function", called as `function(context, {"settings": …, …})` with the resolved
@@ -153,7 +153,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
 
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """Returns the configuration with what the planner chose at the run's beginning and results depend on."""
+    """Returns the configuration with those keys that the planner chose when the run began and that change results."""
     pipeline, begun = config["pipeline"], cast(Mapping[str, Any], checkpoint.state.configuration["pipeline"])
     taken = {key: begun[key] for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"}
     if "replicas" in taken:  # of as many workers as devices

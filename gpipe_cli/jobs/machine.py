@@ -1,4 +1,4 @@
-"""Chooses the number of workers by the devices, and refuses what this machine cannot run or does not have. No torch."""
+"""Chooses the number of workers by the devices, and refuses values beyond this machine. No torch."""
 
 from __future__ import annotations
 

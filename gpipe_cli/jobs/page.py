@@ -1,4 +1,4 @@
-"""Makes report.html of a run's directory: did it work, where did the time go, what would be faster, what was it."""
+"""Makes report.html of a run's directory: its outcome, where its time went, a faster plan, its configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Row = Mapping[str, Any]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
-    """Writes the page anew; what goes wrong is a warning, because the page must not end a run."""
+    """Writes the page anew; an error becomes a warning, because the page must not end a run."""
     try:
         run_page(folder, running).save(folder / PAGE)
     except Exception as error:
@@ -128,7 +128,7 @@ def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
 
 
 def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterator[Block]:
-    """Yields the step as measured and planned, what its time was for, cells and memory; ``own``: the run's plan."""
+    """Yields the step as measured and planned, the shares of its time, cells and memory; ``own``: the run's plan."""
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
     summary, pictures = run.summary, run.folder / "pictures"
     for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
@@ -199,7 +199,7 @@ def beside_rivals(best: Row) -> Grid:
 
 
 def _in_short(keys: Row) -> str:
-    """Returns what distinguishes one pipeline from another; the cut follows from it."""
+    """Returns the keys that distinguish one pipeline from another, without the cut, which follows from them."""
     short = {key.removeprefix("pipeline."): value for key, value in keys.items() if key != "pipeline.partition"}
     return f"{short.pop('schedule', '')} {words_of(short)}".strip()
 

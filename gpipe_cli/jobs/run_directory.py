@@ -134,7 +134,7 @@ class RunRecord:
             self._write()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Leaves the reason why the run failed; of a refused run in its own directory only what others put there."""
+        """Writes the reason why the run failed; removes the record of a refused run that made the directory itself."""
         if not self.is_open or not isinstance(error, Exception):
             return
         if self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError):

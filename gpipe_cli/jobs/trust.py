@@ -1,4 +1,4 @@
-"""Decides what a checkpoint may call: gpipe-eval and gpipe-translate build model, data and task from names in it.
+"""Decides which functions a checkpoint may name: gpipe-eval and gpipe-translate build model, data and task of them.
 
 A `_target_` can be any function that Python can import, with the keys beside it as arguments, and a checkpoint may come
 from anywhere. Only names in `OURS` are called, and what was typed: `trust=[…]`, or a `_target_` among the overrides.

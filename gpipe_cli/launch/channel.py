@@ -132,7 +132,7 @@ class Places:
         self._seen = bytes(self._memory)
 
     def of(self, rank: int) -> dict[str, Any]:
-        """Returns what a worker is doing, or was doing when it died; empty where nothing is known."""
+        """Returns the place of a worker, or its last one before it died; empty where nothing is known."""
         return self._places[rank].known() if 0 <= rank < len(self._places) else {}
 
     def have_changed(self) -> bool:

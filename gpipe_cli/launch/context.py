@@ -1,4 +1,4 @@
-"""Defines what a worker's entry point gets: its place in the job, the store and the connection to the command."""
+"""Defines the argument of a worker's entry point: its rank in the job, the store and the connection to the command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Context:
         return self.open_store()
 
     def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
-        """Returns on every rank what ``choose`` makes, on rank 0, of every rank's ``own``; waits for the other ranks.
+        """Calls ``choose`` on rank 0 with every rank's ``own`` and returns its result on every rank, after all have come.
 
         Each rank reads one value. If all read from all, one store would answer W² times.
         """

@@ -96,7 +96,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
 
 def check_rank(environment: Mapping[str, str]) -> int:
-    """Refuses what a launcher has set in part, or wrongly; returns 0.
+    """Refuses a launcher's variables of which some are missing or wrong; returns 0.
 
     Raises:
         ConfigurationError: it names the variables.

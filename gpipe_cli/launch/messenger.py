@@ -200,7 +200,7 @@ class Messenger:
                 self._others[peer, number].append(connection)
 
     def _take(self, incoming: _Incoming) -> None:
-        """Reads what is there of one message."""
+        """Reads as much of one message as has arrived."""
         if incoming.address is None:
             if (header := incoming.read_header()) is None:
                 return
@@ -229,7 +229,7 @@ class Messenger:
 
 
 class _Outgoing:
-    """Holds the connection to one worker, and what is still to be sent over it."""
+    """Holds the connection to one worker, and the messages that are still to be sent over it."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         connection.setblocking(False)

@@ -46,7 +46,7 @@ class StopSignals:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Lets requests interrupt inside the block; raises what came before it."""
+        """Lets requests to stop interrupt the block; raises one that came before it at once."""
         self.__exit__()
         if interruption := self.interruption():
             raise interruption

@@ -55,7 +55,7 @@ OnEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Job:
-    """Describes what to run.
+    """Describes a job: its workers, their entry point and its configuration.
 
     Attributes:
         run_dir: exists; logs go to its folder `workers/`.

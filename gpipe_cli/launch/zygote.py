@@ -195,7 +195,7 @@ def leave(code: int) -> NoReturn:
 
 
 class _Log(io.FileIO):
-    """Writes to a descriptor; what a full disk does not take is lost and raises nothing."""
+    """Writes bytes to a descriptor; those that a full disk does not take are lost, and nothing is raised."""
 
     def write(self, content: Any, /) -> int:
         with contextlib.suppress(OSError):

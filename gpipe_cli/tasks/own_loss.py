@@ -55,7 +55,7 @@ class OwnLossTask(Task):
 
 
 class LossFunctionTask(Task):
-    """Takes what a function returns for the mean loss of a micro-batch's examples, and weights it by their number.
+    """Takes a function's result for the mean loss of a micro-batch's examples, and weights it by their number.
 
     Args:
         function: gets the model's outputs and the targets, each a tensor, or a tuple where there are several.

@@ -1,4 +1,4 @@
-"""Defines what all commands share: the words of a command line, answers to --help, what they print, exit codes.
+"""Defines the parts that all commands share: reading words, answering --help, printing, exit codes.
 
 One grammar of words for all commands. No slow imports.
 
@@ -123,7 +123,7 @@ def to_stderr(text: str) -> None:
 
 
 def discard(stream: IO[str]) -> None:
-    """Sends what waits in the stream, and all that follows, to /dev/null."""
+    """Sends the text that waits in the stream, and all that follows, to /dev/null."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
 
@@ -144,7 +144,7 @@ OF_PLANS = ("--config-dir", "-cd")
 
 @dataclass(frozen=True)
 class Words:
-    """Holds what a command line asks for.
+    """Holds the words of a command line by kind.
 
     Attributes:
         own: the command's own keys that were typed, with their values.

@@ -1,4 +1,4 @@
-"""Holds what a person reads of a run, a sweep, a plan or a table, and renders it as text, as Markdown and as a page.
+"""Holds the report of a run, a sweep, a plan or a table, and renders it as text, as Markdown and as a page.
 
 A page is one HTML file without scripts that loads nothing: pictures stand in it.
 """

@@ -1,4 +1,4 @@
-"""Reads what finished, stopped and broken runs have left, and compares them in one table: a sweep's, gpipe-report's."""
+"""Reads the files of finished, stopped and broken runs, and compares them in one table: a sweep's, gpipe-report's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FinishedRun:
 
     @property
     def typed(self) -> dict[str, str]:
-        """Returns the overrides: key to what was typed."""
+        """Returns the value typed for each key."""
         return {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in self.words)}
 
     @property
@@ -173,7 +173,7 @@ class RunTable:
     differing: list[str]
 
     def document(self, folder: Path) -> Document:
-        """Returns the table, with links to the runs' own pages, the plot and what the columns mean.
+        """Returns the table, with links to the runs' own pages, the plot and the meaning of its columns.
 
         Args:
             folder: in which the page will lie.
