@@ -57,7 +57,7 @@ class Context:
         return self.open_store()
 
     def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
-        """Calls ``choose`` on rank 0 with every rank's ``own`` and returns its result on every rank, after all have come.
+        """Calls ``choose`` on rank 0 with every rank's ``own``; returns its result on every rank, after all have come.
 
         Each rank reads one value. If all read from all, one store would answer W² times.
         """
