@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..disk import DRAFT, open_for_writing, whole_file, writing
-from ..json_files import DamagedJson, read_json
+from ..json_files import WORK, DamagedJson, parse_json, read_json
 from .source import Report, no_report
+
+T = TypeVar("T")
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -81,14 +83,14 @@ def sole_maker(path: Path, report: Report) -> Iterator[None]:
         os.close(lock)
 
 
-def made_json(path: Path, make: Callable[[], Any]) -> Any:
-    """Returns the JSON object in a file, which `make` makes first unless it is there whole."""
+def made_json(path: Path, make: Callable[[], Any], kind: type[T]) -> T:
+    """Returns what a file of JSON holds, which `make` makes first unless it is there whole."""
     with suppress(FileNotFoundError, DamagedJson):
-        return read_json(path, dict[str, Any])
-    text = json.dumps(make(), ensure_ascii=False)
+        return read_json(path, kind, WORK)
+    text = json.dumps(make(), ensure_ascii=False).encode()
     with whole_file(path) as draft:
-        draft.write_text(text, encoding="utf-8")
-    return json.loads(text)
+        draft.write_bytes(text)
+    return parse_json(text, kind)
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:

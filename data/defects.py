@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict
-from typing_extensions import Required, TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from ..errors import ConfigurationError, in_utf8
 from ..json_files import read_json
@@ -72,15 +71,18 @@ def check_policy(
     return {kind: "refuse" if strict and word == "drop" else word for kind, word in policy.items()}
 
 
-class Found(TypedDict, total=False):
-    """Describes defects.json."""
+class Counted(TypedDict):
+    """Describes defects in a file: how many by language and kind, and the first ones of each."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    counts: dict[str, dict[str, int]]
+    defects: NotRequired[list[Defect]]
 
-    lines: int
-    corpora: dict[str, dict[str, list[int]]]
-    counts: Required[dict[str, dict[str, int]]]
-    defects: list[Defect]
+
+class Found(Counted):
+    """Describes defects.json; see `Defects.write`."""
+
+    lines: NotRequired[int]
+    corpora: NotRequired[dict[str, dict[str, list[int]]]]
 
 
 class Defects:
@@ -95,12 +97,12 @@ class Defects:
         self.counts.setdefault(defect.language, Counter())[defect.kind] += 1
         self._list(defect)
 
-    def update(self, content: Mapping[str, Any], policy: Mapping[str, str]) -> None:
-        """Adds others, as `as_json` gives them; raises ConfigurationError for the first that the policy refuses."""
-        for language, counts in content["counts"].items():
+    def update(self, others: Counted, policy: Mapping[str, str]) -> None:
+        """Adds others; raises ConfigurationError for the first that the policy refuses."""
+        for language, counts in others["counts"].items():
             self.counts.setdefault(language, Counter()).update(counts)
-        for defect in content.get("defects", ()):
-            self._list(defect if isinstance(defect, Defect) else Defect(**defect))
+        for defect in others.get("defects", ()):
+            self._list(defect)
         self.refuse(policy)
 
     def _list(self, defect: Defect) -> None:
@@ -125,9 +127,9 @@ class Defects:
         totals = self.totals()
         parts = []
         for did, word, are_pairs in (("dropped", "drop", True), ("kept", "keep", True), ("found", "drop", False)):
-            if kinds := sorted(of for of in totals if policy[of] == word and (of not in NO_LINES) == are_pairs):
+            if kinds := sorted(of for of in totals if policy.get(of) == word and (of not in NO_LINES) == are_pairs):
                 parts.append(f"{did} {', '.join(f'{totals[kind]:,} {kind}' for kind in kinds)}".replace("_", " "))
-        first = {one.kind: str(one) for one in reversed(self.examples) if policy[one.kind] == "drop"}
+        first = {one.kind: str(one) for one in reversed(self.examples) if policy.get(one.kind) == "drop"}
         if first:
             parts.append(f"such as {'; '.join(first[kind] for kind in sorted(first))}")
         return "; ".join(parts)

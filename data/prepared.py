@@ -109,7 +109,7 @@ class PreparedSource(VocabularySource):
         defects.refuse(policy)
         if found := defects.in_words(policy):
             which = self._store.folder / DEFECTS
-            log.warning("%s: %s; which ones: %s", used.format(lines=f"{content['lines']:,}"), found, which)
+            log.warning("%s: %s; which ones: %s", used.format(lines=f"{content.get('lines', 0):,}"), found, which)
         for key, (wanted, vocabulary) in vocabularies.items():
             if notice := smaller_notice(key, wanted, vocabulary):
                 log.warning("%s", notice)

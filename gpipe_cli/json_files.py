@@ -7,11 +7,11 @@ read, with finite numbers, and nested no deeper than what reads them can follow.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -22,6 +22,7 @@ from gpipe_cli.errors import ConfigurationError
 
 T = TypeVar("T")
 LARGEST, LONGEST = 256 << 20, 16 << 20  # bytes of a file, and of a line
+WORK = 1 << 36  # bytes of a file between two steps of a preparation
 DEEPEST = 32  # lists and objects in each other
 Numbers = dict[str, float | None]
 
@@ -50,11 +51,12 @@ class StepRow(TypedDict, total=False):
     mistakes: list[dict[str, str | float]]
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: type[T], largest: int = LARGEST) -> T:
     """Returns the content of a file.
 
     Args:
         kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
+        largest: bytes that it may have.
 
     Raises:
         DamagedJson: it holds something else, is no regular file, or is too large.
@@ -63,18 +65,23 @@ def read_json(path: Path, kind: type[T]) -> T:
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > LARGEST:
-                raise ValueError(f"it has more than {LARGEST >> 20} MB")
-            content: T = _parsed(file.read(), kind)
-            return content
+            if os.fstat(file.fileno()).st_size > largest:
+                raise ValueError(f"it has more than {largest >> 20} MB")
+            return parse_json(file.read(), kind)
     except ValueError as error:
         raise DamagedJson(f"{path} is damaged: {error}") from error
 
 
-def _parsed(content: bytes, kind: Any) -> Any:
-    _refuse_strange(from_json(content, allow_inf_nan=False))
+def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
+    """Returns what a text of JSON holds; raises ValueError, which says where it holds something else.
+
+    Args:
+        finite: whether every number must be.
+    """
+    _refuse_strange(from_json(content, allow_inf_nan=not finite), finite)
     try:
-        return _reader(kind).validate_json(content, strict=True)
+        found: T = _reader(cast(Hashable, kind)).validate_json(content, strict=True)
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -82,25 +89,25 @@ def _parsed(content: bytes, kind: Any) -> Any:
 
 
 @cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+def _reader(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter(cast(Any, kind))
 
 
-def _refuse_strange(value: Any, depth: int = 0) -> None:
-    if isinstance(value, float) and not isfinite(value):
+def _refuse_strange(value: Any, finite: bool, depth: int = 0) -> None:
+    if finite and isinstance(value, float) and not isfinite(value):
         raise ValueError("a number is not finite")
     if isinstance(value, (dict, list)):
         if depth == DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels deep")
         for item in value.values() if isinstance(value, dict) else value:
-            _refuse_strange(item, depth + 1)
+            _refuse_strange(item, finite, depth + 1)
 
 
 def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line with its JSON object; None where the line holds no `kind`, because it is damaged."""
     for line in lines:
         try:
-            yield line, _parsed(line, kind)
+            yield line, parse_json(line, kind)
         except ValueError:
             yield line, None
 
@@ -123,7 +130,7 @@ def json_rows(path: Path, kind: type[T]) -> Iterator[T]:
     with os.fdopen(open_regular(path), "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
             try:
-                yield _parsed(line, kind)
+                yield parse_json(line, kind)
             except ValueError as error:
                 raise DamagedJson(f"{path}, line {number}, is damaged: {error}") from error
 

@@ -11,7 +11,7 @@ import pytest
 from own_model import WORDS
 
 from gpipe_cli.commands import eval as evaluate
-from gpipe_cli.commands import train
+from gpipe_cli.commands import plan, train
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
 
 RUN = [*WORDS, "pipeline.K=1", "trainer.steps=1", "launch.inline=true", "logging.tensorboard=false"]
@@ -61,6 +61,18 @@ def test_links_in_a_shared_cache_are_not_written_through(tmp_path: Path, mine: P
     made = open_store(CORPUS, str(cache), print)
     assert made.fingerprint() == open_store(CORPUS, str(tmp_path / "first"), print).fingerprint()
     assert not any(path.is_symlink() for path in made.folder.rglob("*"))
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_devices_and_pipes_keep_their_place(link: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    page = tmp_path / "pipe"
+    if link:
+        page = tmp_path / "link"
+        page.symlink_to("/dev/null")
+    assert plan.main(["debug=tiny", f"plan.page={page}"]) == 1
+    assert "cannot be written: it is no regular file" in capsys.readouterr().err
+    assert page.is_symlink() == link and not page.is_file()
 
 
 @pytest.mark.parametrize("link", [True, False])

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypedDict
 
 from ...disk import whole_file
 from ..cache import made_json
-from ..defects import KINDS, Defect, Defects
+from ..defects import KINDS, Counted, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK
 from ..sampling import EvenSample
@@ -228,6 +229,23 @@ def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
+HeldOut = tuple[str, str, int, str, str]
+"""Split, language, line, source and target of a pair."""
+
+
+class Scanned(TypedDict):
+    """Describes a pair of files: the lines of each, and a sample of their pairs."""
+
+    lines: list[int]
+    sample: list[tuple[str, str]]
+
+
+class EncodedPiece(Counted):
+    """Describes a piece: where each shard's pairs begin, and the last end, in pairs and in tokens; what is held out."""
+
+    bounds: list[list[int]]
+    held_out: list[HeldOut]
+
 
 def scan(made: Path, pair: PairFiles, wanted: int, size: int) -> list[int]:
     """Counts the lines of each file; keeps an even sample of `wanted` pairs that can be read, or up to twice as many.
@@ -239,11 +257,10 @@ def scan(made: Path, pair: PairFiles, wanted: int, size: int) -> list[int]:
     Raises:
         ConfigurationError: a file is a torn archive.
     """
-    lines: list[int] = made_json(made, lambda: _scanned(pair, wanted, size))["lines"]
-    return lines
+    return made_json(made, lambda: _scanned(pair, wanted, size), Scanned)["lines"]
 
 
-def _scanned(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
+def _scanned(pair: PairFiles, wanted: int, size: int) -> Scanned:
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.rows)):
@@ -256,19 +273,14 @@ def _scanned(pair: PairFiles, wanted: int, size: int) -> dict[str, Any]:
 
 
 def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
-    """Writes a piece's ids, its pairs divided among shards by a hash of the line.
-
-    Returns:
-        "bounds": where the pairs of each shard begin and the last ones end, in pairs and in tokens; "held_out": split,
-        language, line, source and target of pairs; and the defects.
-    """
+    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns an `EncodedPiece` as JSON."""
     usable, defects = readable(piece, draft.text.max_length)
-    language, held_out, trained = piece.files.language, list[list[object]](), list[Line]()
+    language, held_out, trained = piece.files.language, list[HeldOut](), list[Line]()
     for line in usable:
         if (split := draft.text.split_of(language, line.target)) == "train":
             trained.append(line)
         else:
-            held_out.append([split, language, piece.first + line.place, line.source, line.target])
+            held_out.append((split, language, piece.first + line.place, line.source, line.target))
     lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, trained, defects), defects)
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)

@@ -18,18 +18,28 @@ import numpy as np
 
 from ...disk import whole_file
 from ...errors import ConfigurationError, in_utf8
+from ...json_files import WORK as JSON_OF_WORK
+from ...json_files import read_json
 from ..cache import made_json, save_array
-from ..defects import KINDS, Defect, Defects
+from ..defects import KINDS, Counted, Defect, Defects
 from ..prepared import WORK, RunAll, in_processes
 from ..sampling import temperature_shares
 from ..source import Report
 from ..store import LanguageSummary, Numbers, write_description
 from ..vocabulary import train_vocabulary
 from .folders import PairFiles
-from .pieces import Draft, encode, merge, pair_digest, read_pieces, readable, scan
+from .pieces import Draft, EncodedPiece, HeldOut, Scanned, encode, merge, pair_digest, read_pieces, readable, scan
 
 Corpora = dict[str, dict[PairFiles, int]]
 """By language: a number for each corpus that is trained on."""
+
+
+class EncodedLanguage(Counted):
+    """Describes a language: its training pairs, those used and the lines of each corpus, what is held out."""
+
+    summary: LanguageSummary
+    corpora: dict[str, list[int]]
+    held_out: list[HeldOut]
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Preparation:
     report: Report
     _defects: Defects = field(default_factory=Defects)
     _corpora: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    _held_out_of_training: list[list[Any]] = field(default_factory=list)  # split, and a row of its file
+    _held_out_of_training: list[HeldOut] = field(default_factory=list)
     _done: int = 0  # lines of the languages that are finished
 
     def __post_init__(self) -> None:
@@ -144,7 +154,7 @@ class Preparation:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
         total = min(self.text.vocabularies.pairs, sum(sum(of.values()) for of in lines.values()))
         for pair, share in self._shares(lines).items():
-            sample = json.loads(self._scanned(pair).read_text(encoding="utf-8"))["sample"]
+            sample = read_json(self._scanned(pair), Scanned, JSON_OF_WORK)["sample"]
             count = max(1, int(share * total)) if sample else 0
             yield from (
                 sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
@@ -152,7 +162,8 @@ class Preparation:
 
     def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> LanguageSummary:
         """Makes ids of a language's pieces, then shards of pieces; removes the pieces when all shards are there."""
-        content = made_json(self.draft.work("shard", code), lambda: self._encoded(run_all, code, lines, total))
+        file = self.draft.work("shard", code)
+        content = made_json(file, lambda: self._encoded(run_all, code, lines, total), EncodedLanguage)
         for left in self.draft.piece(code, 0).parent.glob(f"ids-{code}-??????.*"):
             left.unlink()
         self._defects.update(content, self.policy)
@@ -160,29 +171,26 @@ class Preparation:
         self._held_out_of_training += content["held_out"]
         if len(lines) > 1:
             self._corpora[code] = content["corpora"]
-        summary = LanguageSummary(**content["summary"])
-        if not summary.pairs:
+        if not content["summary"].pairs:
             found = Defects()
             found.update(content, {})
             files = " and ".join(str(file) for pair in lines for file in pair.files)
             raise ConfigurationError(f"{files}: no pair of language '{code}' is left: {found.in_words(self.policy)}")
-        return summary
+        return content["summary"]
 
     def _encoded(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> dict[str, Any]:
-        """Returns the summary of a language, the pairs used of each corpus, and the defects."""
+        """Returns an `EncodedLanguage` as JSON."""
         defects, done, read, bounds = Defects(), self._done, list[tuple[str, int]](), list[Any]()
-        held_out = list[list[Any]]()
+        held_out = list[HeldOut]()
         corpora = {str(pair.source): [0, number] for pair, number in lines.items()}
         shards = max(1, -(-sum(lines.values()) // self.text.sizes.shard))
         self.report("parallel text: token ids", done, total)
 
-        def jobs() -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+        def jobs() -> Iterator[tuple[Path, Callable[[], Any], type[EncodedPiece]]]:
             numbers = count()
             for piece in chain.from_iterable(read_pieces(pair, self.text.piece, numbers) for pair in lines):
                 read.append((str(piece.files.source), len(piece.rows)))
-                made = self.draft.piece(code, piece.number)
-                sent = piece._replace(rows=[]) if made.exists() else piece
-                yield made, partial(encode, self.draft, sent, shards)
+                yield self.draft.piece(code, piece.number), partial(encode, self.draft, piece, shards), EncodedPiece
 
         for found in run_all(made_json, jobs()):
             file, rows = read[len(bounds)]
@@ -199,13 +207,13 @@ class Preparation:
     def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
         """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
         summaries = list[LanguageSummary]()
-        jobs = (
+        of_shards = (
             (self.draft.work("shard", code, f"{n:05}"), partial(merge, self.draft, code, n, bounds[:, :, n : n + 2]))
             for n in range(bounds.shape[2] - 1)
         )
         self.report("parallel text: shards", 0, 0)
-        for of_shard in run_all(made_json, jobs):
-            summaries.append(LanguageSummary(**of_shard))
+        for summary in run_all(made_json, ((*job, LanguageSummary) for job in of_shards)):
+            summaries.append(summary)
             self.report("parallel text: shards", len(summaries), 0)
         return LanguageSummary.of_shards(summaries)
 
@@ -245,5 +253,5 @@ class Preparation:
         for pair in (pair for pair in self.pairs if pair.split == split):
             for piece in read_pieces(pair, self.text.piece):
                 usable, defects = readable(piece, self.text.max_length)
-                self._defects.update(defects.as_json(), self.policy)
+                self._defects.update({"counts": {**defects.counts}, "defects": defects.examples}, self.policy)
                 yield from ((pair.language, piece.first + line.place, line.source, line.target) for line in usable)

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from ...disk import whole_file, write_whole
 from ...errors import ConfigurationError, in_utf8
 from ..cache import made_json, save_array
-from ..defects import Defects
+from ..defects import Counted, Defects
 from ..prepared import WORK, RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
@@ -82,6 +83,36 @@ class TextForm:
         return documents(piece, self.document, self.json_key, defects)
 
 
+class Sample(TypedDict):
+    """Holds texts for the vocabulary, and the first defect, if there is one."""
+
+    texts: list[str]
+    unusable: list[str]
+
+
+class PieceDescription(TypedDict):
+    """Describes one piece of a prepared text: its files, their tokens and what they were made of."""
+
+    name: str
+    documents: int
+    train: int
+    dev: int
+    digest: str
+
+
+class EncodedPiece(PieceDescription):
+    """Describes a piece with its defects."""
+
+    found: Counted
+
+
+class TextDescription(TypedDict):
+    """Describes store.json."""
+
+    end_token: str | None
+    pieces: list[PieceDescription]
+
+
 @dataclass
 class TextPreparation:
     """Makes one store; each step leaves files from which the next run sees that it is done.
@@ -127,7 +158,7 @@ class TextPreparation:
 
     def _train_vocabulary(self, run_all: RunAll) -> None:
         form, texts, unusable = self.form, list[str](), list[str]()
-        for done, sample in enumerate(run_all(made_json, self._sample_jobs())):
+        for done, sample in enumerate(run_all(made_json, ((*job, Sample) for job in self._sample_jobs()))):
             self.report("text: reading it for the vocabulary", done, len(self.files))
             texts += sample["texts"]
             unusable += sample["unusable"]
@@ -141,7 +172,7 @@ class TextPreparation:
         with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
 
-    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, list[str]]]]]:
+    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], Sample]]]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
         sizes = [file.stat().st_size for file in self.files]
         for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
@@ -152,7 +183,7 @@ class TextPreparation:
         """Makes the ids of all pieces; returns their descriptions."""
         pieces, tokens = [], 0
         self.report("text: tokens", 0, 0)
-        for piece in run_all(made_json, self._encode_jobs()):
+        for piece in run_all(made_json, ((*job, EncodedPiece) for job in self._encode_jobs())):
             self._defects.update(piece.pop("found"), self.policy)
             pieces.append(piece)
             tokens += sum(piece[split] for split in SPLITS)
@@ -164,20 +195,14 @@ class TextPreparation:
             of_file = self.form if number < len(self.files) else replace(self.form, held_out=1.0)
             for piece in of_file.pieces(file):
                 name = f"{number:05}-{piece.number:05}"
-                result = self.draft / WORK / f"{name}.json"
-                sent = piece._replace(content=b"") if result.exists() else piece
-                yield result, partial(encode_piece, sent, of_file, self.draft, name)
+                yield self.draft / WORK / f"{name}.json", partial(encode_piece, piece, of_file, self.draft, name)
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-def sample_texts(file: Path, wanted: int, form: TextForm) -> dict[str, list[str]]:
-    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters.
-
-    Returns:
-        "texts", and "unusable": the first defect, if there is one.
-    """
+def sample_texts(file: Path, wanted: int, form: TextForm) -> Sample:
+    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
     sample, defects = EvenSample[str](wanted), Defects()
     for piece in form.pieces(file):
         for document in form.documents(piece, defects):

@@ -12,7 +12,6 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from ...errors import ConfigurationError
 from ...json_files import read_json
@@ -24,7 +23,7 @@ from ..source import Report, fingerprint_of
 from ..vocabulary import BOS, read_vocabulary, vocabulary_file
 from ..windows import TokenSequence, WindowSource
 from .files import Ends, find_texts
-from .preparation import FORMAT, SPLITS, TextForm, TextPreparation
+from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
 
 PIECE = 2**24  # bytes of text that one process takes at a time
 
@@ -53,23 +52,6 @@ class TokenFiles:
             mine = file_of == number
             ids[mine] = mapped_array(self._paths[number])[flat[mine] - self._ends[number]]
         return ids.reshape(places.shape)
-
-
-class TextPieceDescription(TypedDict):
-    """Describes one piece of a prepared text: its files, their tokens and what they were made of."""
-
-    name: str
-    documents: int
-    train: int
-    dev: int
-    digest: str
-
-
-class TextDescription(TypedDict):
-    """Describes store.json."""
-
-    end_token: str | None
-    pieces: list[TextPieceDescription]
 
 
 class TextStore:

@@ -5,7 +5,6 @@ The first half imports no torch: the command finds the files before it starts wo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import TypedDict
+
+from ..json_files import read_json
 from .files import CheckpointError, is_named, shorten
 
 if TYPE_CHECKING:
@@ -57,17 +59,23 @@ def weight_files(path: Path) -> list[Path]:
     return found
 
 
+class WeightIndex(TypedDict):
+    """Describes an index as the transformers library writes it: which file holds each tensor."""
+
+    weight_map: dict[str, str]
+
+
 def _index(name: str) -> str:
     return f"{name}.index.json"
 
 
 def _of_index(path: Path) -> list[str]:
     try:
-        names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError("its files must lie beside it")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is no index of weights ({error})") from error
+        names = sorted(set(read_json(path, WeightIndex)["weight_map"].values()))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not names or any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{path} is no index of weights: its files must lie beside it")
     return names
 
 

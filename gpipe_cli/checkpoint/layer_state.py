@@ -24,11 +24,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from ..disk import whole_file
+from ..json_files import parse_json
 from ..layers import AGAIN, Owner, own_name
 from . import files
 from .files import CheckpointError, CheckpointInfo, LayerFile
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
+PlainValues = dict[str, dict[str, bool | int | float | str | None]]  # of an optimizer, by parameter and key
 SYSTEM_ERROR = re.compile(r"\b(?:code:|os error) (\d+)")  # errno in a message of safetensors
 
 
@@ -237,10 +239,10 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
         )
     files.require_whole(info, name)
     tensors: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
-    optimizer: dict[str, dict[str, OptimizerValue]] = {}
     try:
         with safe_open(info.layer_path(name), framework="pt", device="cpu") as file:
-            optimizer.update(json.loads((file.metadata() or {}).get("optimizer", "{}")))
+            kept = parse_json((file.metadata() or {}).get("optimizer", "{}"), PlainValues, finite=False)
+            optimizer = {parameter: {**values} for parameter, values in kept.items()}
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 kind, _, rest = key.partition(":")
                 tensor = file.get_tensor(key).clone()  # own memory, not a view of a file that pruning may delete

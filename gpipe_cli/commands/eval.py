@@ -22,7 +22,6 @@ task.generation.beam, task.generation.per_language_at_end, precision=bf16. More:
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.json_files import Numbers, read_json
 from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import read_words, run_command, show
 from gpipe_cli.terminal.document import Document, Grid, Picture
@@ -39,6 +42,17 @@ from gpipe_cli.terminal.text import text_table
 OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 REPORT = "evaluation.json"  # written by inference/evaluate.py
+
+
+class Report(TypedDict):
+    """Describes evaluation.json, as far as comparisons read it; the others are settings that must be alike."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    name: str
+    parameters: int
+    numbers: Numbers
+    sizes: dict[str, int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -191,7 +205,7 @@ def read_report(path: Path) -> dict[str, Any]:
     found = [path / REPORT] if (path / REPORT).is_file() else reports
     if not found:
         raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
-    report: dict[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+    report = read_json(found[-1], Report)
     if not any(name.startswith("bleu/") for name in report["numbers"]):
         raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
     return {**report, "folder": str(found[-1].parent)}

@@ -10,6 +10,7 @@ import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from torch.optim import Optimizer
 
 from ..config import Settings
 from ..cpu import free_memory
-from ..data.cache import cache_folder, made_json, writing_cache
+from ..data.cache import cache_folder, writing_cache
+from ..disk import write_whole
 from ..errors import ConfigurationError, place_in_users_code
+from ..json_files import DamagedJson, read_json
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..models.traced.layers import LayerMaker, TracedLayer
@@ -95,7 +98,7 @@ def compare_at_start(
     Raises:
         ConfigurationError: they differ.
     """
-    known = settings is not None and _file(builders, given, settings).exists()
+    known = settings is not None and _kept(_file(builders, given, settings)) is not None
     if not known and seconds_of(builders, given) > max(LONGEST, maker_of(builders[0]).seconds):
         verify = f"gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
         warn(
@@ -136,15 +139,14 @@ def compare_with_module(builders: Sequence[LayerBuilder], given: Given, settings
         DiskError: the cache cannot be written.
     """
     file = _file(builders, given, settings)
-    if not file.exists():
-        report = _compared(builders, given)
-        if not report.agrees:
-            return report
+    if (kept := _kept(file)) is not None:
+        return kept
+    report = _compared(builders, given)
+    if report.agrees:
         with writing_cache(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
-            made_json(file, lambda: asdict(report))
-        return report
-    return ModuleReport(**json.loads(file.read_text(encoding="utf-8")))
+            write_whole(file, json.dumps(asdict(report)))
+    return report
 
 
 def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
@@ -204,6 +206,13 @@ def _file(builders: Sequence[LayerBuilder], given: Given, settings: Settings) ->
     for file in sorted({*_code()}):
         digest.update(file.read_bytes())
     return cache_folder(None) / "compared" / f"{digest.hexdigest()[:32]}.json"
+
+
+def _kept(file: Path) -> ModuleReport | None:
+    """Returns the report in a file; None without one that is whole."""
+    with suppress(FileNotFoundError, DamagedJson):
+        return read_json(file, ModuleReport)
+    return None
 
 
 def _code() -> Iterator[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -10,12 +9,15 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import unescape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from gpipe_cli.disk import open_regular
 from gpipe_cli.jobs.trust import PATHS
-from gpipe_cli.json_files import json_lines
+from gpipe_cli.json_files import DamagedJson, json_lines, read_json
 from gpipe_cli.parent import child_command
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
@@ -31,6 +33,46 @@ WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
 Row = Mapping[str, Any]
+
+
+class DevicePlan(TypedDict):
+    """Describes a device of a plan: the bytes that it needs."""
+
+    total: float
+
+
+class OwnPlan(TypedDict):
+    """Describes the plan of a run as it was."""
+
+    bubble: float
+    step_seconds: float
+    devices: list[DevicePlan]
+
+
+class RivalPlan(TypedDict):
+    """Describes one of the next best plans."""
+
+    step_seconds: float
+    memory: float
+    why: str
+    keys: dict[str, Any]
+
+
+class BestPlan(TypedDict):
+    """Describes the fastest plan that a search has found."""
+
+    step_seconds: float
+    memory: float
+    tried: int
+    found: dict[str, Any]
+    rivals: list[RivalPlan]
+
+
+class PlanFile(TypedDict):
+    """Describes plan.json."""
+
+    own: OwnPlan
+    best: NotRequired[BestPlan]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
@@ -58,19 +100,25 @@ def run_page(folder: Path, running: bool = False) -> Document:
     """
     rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
     run, planned = read_run(folder, running), folder / PLAN
-    plan: Row = json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else {}
-    blocks: list[Block] = [
-        Lines(["Did it work"], "## "),
-        *_did_it_work(run, rows),
-        *_evaluated(rows, evaluations),
-        Lines(["Where did the time go"], "## "),
-        *_where_time_went(run, rows, plan.get("own") or {}),
-        Lines(["What would make it faster"], "## "),
-        *_what_would_be_faster(run, plan),
-        Lines(["What it was"], "## "),
-        *_what_it_was(run),
-    ]
+    plan: Row = {}
+    with suppress(OSError, DamagedJson):  # the page then names the command that makes it anew
+        plan = read_json(planned, PlanFile)
+    parts = {
+        "Did it work": chain(_did_it_work(run, rows), _evaluated(rows, evaluations)),
+        "Where did the time go": _where_time_went(run, rows, plan.get("own") or {}),
+        "What would make it faster": _what_would_be_faster(run, plan),
+        "What it was": _what_it_was(run),
+    }
+    blocks = [block for title, part in parts.items() for block in (Lines([title], "## "), *_as_far_as_known(part))]
     return Document(f"{folder.absolute().name}: {run.outcome}", blocks)
+
+
+def _as_far_as_known(part: Iterator[Block]) -> Iterator[Block]:
+    """Yields the blocks of a part; says so where values in the run's files are none that a run writes."""
+    try:
+        yield from part
+    except Exception as error:
+        yield Lines([f"The rest of this part cannot be made of the run's files ({type(error).__name__}: {error})."])
 
 
 def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:

@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any
 
 from gpipe_cli import disk
 from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.json_files import DamagedJson, read_json
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
@@ -223,7 +225,8 @@ def take_failure(directory: Path) -> Failure | None:
     """
     found = []
     for path in directory.glob("error_*.json"):
-        found.append(Failure(**json.loads(path.read_text())))
+        with suppress(OSError, DamagedJson):
+            found.append(read_json(path, Failure))
         path.unlink()
     causes = [failure for failure in found if not failure.from_outside]
     return root_cause(causes) if causes else None

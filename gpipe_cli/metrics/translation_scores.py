@@ -13,9 +13,10 @@ from ..data.source import split_evenly
 LEVELS = ("high", "middle", "low")  # of resource: thirds of the languages by training pairs
 
 
-def languages_of(scores: Mapping[str, float]) -> dict[str, float]:
+def languages_of(scores: Mapping[str, float | None]) -> dict[str, float]:
     """Returns the score of each language, from the names `bleu/<language>`."""
-    return {name.removeprefix("bleu/"): value for name, value in scores.items() if name.startswith("bleu/")}
+    found = {name.removeprefix("bleu/"): value for name, value in scores.items() if name.startswith("bleu/")}
+    return {language: value for language, value in found.items() if value is not None}
 
 
 def resource_levels(sizes: Mapping[str, int]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +12,14 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
-from gpipe_cli.json_files import read_rows, skipped
+from gpipe_cli.json_files import DamagedJson, Numbers, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
 from gpipe_cli.terminal.text import percent
-from gpipe_cli.typed_section import flat
+from gpipe_cli.typed_section import Count, flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
@@ -33,6 +34,42 @@ NOTES = (
     "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
     "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
 )
+
+
+class CellRow(TypedDict):
+    """Describes a cell in summary.json; `seconds`: of a step, by what they were for."""
+
+    cell: int
+    worker: int
+    layers: int
+    first: str
+    last: str
+    parameters: int
+    seconds: dict[str, float] | None
+
+
+class Summary(TypedDict, total=False):
+    """Describes what is read of summary.json; other entry points than the trainer's write a part of it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    K: Count
+    M: Count
+    workers: Count
+    steps: int
+    loss: float | None
+    stopped_by: str
+    skipped_updates: int
+    restarts: list[dict[str, Any]]
+    evaluation: Numbers | None
+    wall_seconds: float | None
+    examples_per_second: float | None
+    bubble: float | None
+    bubble_predicted: float | None
+    breakdown: dict[str, float] | None
+    cells: list[CellRow]
+    device: str
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -108,9 +145,15 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         running: its figures are not read: what summary.json says is of the run that this one continues.
     """
     broken: list[str] = []
-    settings = flat(_read(folder / ".hydra" / "config.yaml", yaml.safe_load, dict, broken) or {})
-    words = _read(folder / ".hydra" / "overrides.yaml", yaml.safe_load, list, broken) or []
-    summary = {} if running else _read(folder / "summary.json", json.loads, dict, broken)
+    settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken) or {})
+    words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken) or []
+    summary: dict[str, Any] | None = {} if running else None
+    try:
+        summary = {**read_json(folder / "summary.json", Summary)} if summary is None else summary
+    except FileNotFoundError:
+        pass
+    except (OSError, DamagedJson) as damage:
+        broken.append(str(damage))
     rows, damaged = read_rows(folder / "metrics.jsonl") if summary is None else ([], [])
     if damaged:
         broken.append(skipped(Path("metrics.jsonl"), damaged))
@@ -120,7 +163,8 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    planned = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
+    of_pipeline = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
+    planned = {name: value for name, value in of_pipeline.items() if isinstance(value, int) and value > 0}
     outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
@@ -141,14 +185,14 @@ def _status(summary: Any, rows: Sequence[Any]) -> str:
     return "stopped" if summary.get("stopped_by") == "request" else "done"
 
 
-def _read(path: Path, parse: Any, kind: type, broken: list[str]) -> Any:
+def _read_yaml(path: Path, kind: type, broken: list[str]) -> Any:
     if not path.is_file():
         return None
     try:
         text = path.read_text(encoding="utf-8")
-        if parse is yaml.safe_load and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise ValueError("no run writes aliases, which may stand for any number of values")
-        found = parse(text)
+        found = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         found = None
     if not isinstance(found, kind):

@@ -79,7 +79,7 @@ def test_broken_runs_are_named_and_the_others_shown(
     (killed / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "examples_per_second": 60.0}\n{"step": 2, "lo')
     rows = report(tmp_path / "out", sweep, tmp_path / "nowhere")
     status = [row["outcome"] for row in rows]
-    assert "summary.json cannot be read" in status[0]
+    assert "summary.json is damaged: EOF while parsing" in status[0]
     assert status[4] == "failed: ValueError: no"
     assert status[5] == "not finished, 1 steps on record; metrics.jsonl: damaged and skipped: line 2"
     assert rows[5]["examples_per_second"] == 60.0

@@ -126,3 +126,5 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
     one, other = report(tmp_path, "one", 1, scores), report(tmp_path, "other", 1, scores, beam=1)
     assert main([f"compare=[{one},{other}]"]) == 2
     assert "the evaluations differ in beam" in capsys.readouterr().err
+    assert main([f"compare=[{report(tmp_path, 'torn', 1, scores, sizes=[])}]"]) == 2
+    assert "evaluation.json is damaged: sizes: Input should be an object" in capsys.readouterr().err

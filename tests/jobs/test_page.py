@@ -152,6 +152,16 @@ def test_what_comes_from_files_is_only_text(run: Path) -> None:
     assert "script" not in found.tags and "<script>alert(1)</script>" in found.texts
 
 
+def test_damaged_files_cost_the_page_a_part_at_most(run: Path) -> None:
+    (run / PLAN).write_text('{"own": {"bubble": 1}}')
+    (run / "summary.json").write_text('{"breakdown": {"computation": 1.0}, "cells": []}')
+    with (run / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 9, "bleu/de": 1.0, "bleu/fr": "two"}\n')
+    found = Page(run_page(run).html())
+    assert found.sections == ORDER and "To let the planner search, type:" in found.texts
+    assert sum("The rest of this part cannot be made of the run's files" in text for text in found.texts) == 2
+
+
 def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / PAGE).mkdir()
     told: list[str] = []
