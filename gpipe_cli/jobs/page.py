@@ -35,44 +35,23 @@ TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient"
 Row = Mapping[str, Any]
 
 
-class DevicePlan(TypedDict):
-    """Describes a device of a plan: the bytes that it needs."""
+class PlanRow(TypedDict):
+    """Describes a plan in plan.json, as far as the page reads it (`Plan.to_json`)."""
 
-    total: float
-
-
-class OwnPlan(TypedDict):
-    """Describes the plan of a run as it was."""
-
+    step_seconds: float
     bubble: float
-    step_seconds: float
-    devices: list[DevicePlan]
-
-
-class RivalPlan(TypedDict):
-    """Describes one of the next best plans."""
-
-    step_seconds: float
-    memory: float
-    why: str
-    keys: dict[str, Any]
-
-
-class BestPlan(TypedDict):
-    """Describes the fastest plan that a search has found."""
-
-    step_seconds: float
     memory: float
     tried: int
     found: dict[str, Any]
-    rivals: list[RivalPlan]
+    rivals: list[dict[str, Any]]
+    devices: list[dict[str, Any]]
 
 
 class PlanFile(TypedDict):
-    """Describes plan.json."""
+    """Describes plan.json: the plan of the run as it was, and the fastest that a search has found."""
 
-    own: OwnPlan
-    best: NotRequired[BestPlan]
+    own: PlanRow
+    best: NotRequired[PlanRow]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:

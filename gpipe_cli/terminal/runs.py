@@ -36,18 +36,6 @@ NOTES = (
 )
 
 
-class CellRow(TypedDict):
-    """Describes a cell in summary.json; `seconds`: of a step, by what they were for."""
-
-    cell: int
-    worker: int
-    layers: int
-    first: str
-    last: str
-    parameters: int
-    seconds: dict[str, float] | None
-
-
 class Summary(TypedDict, total=False):
     """Describes what is read of summary.json; other entry points than the trainer's write a part of it."""
 
@@ -56,10 +44,8 @@ class Summary(TypedDict, total=False):
     K: Count
     M: Count
     workers: Count
-    steps: int
     loss: float | None
     stopped_by: str
-    skipped_updates: int
     restarts: list[dict[str, Any]]
     evaluation: Numbers | None
     wall_seconds: float | None
@@ -67,7 +53,7 @@ class Summary(TypedDict, total=False):
     bubble: float | None
     bubble_predicted: float | None
     breakdown: dict[str, float] | None
-    cells: list[CellRow]
+    cells: list[dict[str, Any]]
     device: str
     versions: dict[str, str]
 
