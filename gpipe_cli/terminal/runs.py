@@ -46,7 +46,6 @@ class Summary(TypedDict, total=False):
     workers: Count
     loss: float | None
     stopped_by: str
-    restarts: list[dict[str, Any]]
     evaluation: Numbers | None
     wall_seconds: float | None
     examples_per_second: float | None
@@ -54,7 +53,6 @@ class Summary(TypedDict, total=False):
     bubble_predicted: float | None
     breakdown: dict[str, float] | None
     cells: list[dict[str, Any]]
-    device: str
     versions: dict[str, str]
 
 
