@@ -261,7 +261,7 @@ def fault(holder: str, name: str, *differs: str, said: str = "", words: Sequence
     return register
 
 
-@fault("distributed.cells", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
+@fault("distributed.own_cells", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
 def other_weights_in_one_layer(make: Any, builder: Any, index: int, seed: int, device: Any) -> Any:
     """Draws the weights of one layer by another seed."""
     return make(builder, index, seed + (index == 5), device)
@@ -303,10 +303,10 @@ def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
     run(step, i)
 
 
-@fault("distributed.batch_plan:BatchPlanCodec", "write", c.LOSS)
-def padding_counted(write: Any, codec: Any, exchange: Any, micro_batches: Any, weights: Any) -> None:
+@fault("distributed.step_message:PlanMessage", "write_plan", c.LOSS)
+def padding_counted(write: Any, message: Any, micro_batches: Any, weights: Any) -> None:
     """Divides by the number of all tokens, padding among them."""
-    write(codec, exchange, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
+    write(message, micro_batches, [float(targets[0].numel()) for _, targets in micro_batches])
 
 
 @fault(STEP, "_score", c.LOSSES, said="the outputs of all layers agree.*other targets")

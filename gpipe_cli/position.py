@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from mmap import mmap
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 Memory: TypeAlias = "bytearray | memoryview | mmap"
-T = TypeVar("T")
 
-FIELDS = ("step", "cell", "layer", "micro_batch", "instruction")
+NUMBERS = ("step", "cell", "micro_batch")
 
 
-class _Field(Generic[T]):
+class _Field:
     """Keeps a value in the memory of a `Position`, as a text of at most so many bytes; an empty one stands for None."""
 
-    def __init__(self, offset: int, size: int, kind: Callable[[str], T]) -> None:
-        self._place, self._size, self._kind = slice(offset, offset + size), size, kind
+    def __init__(self, offset: int, size: int) -> None:
+        self.place, self._size = slice(offset, offset + size), size
 
-    def __get__(self, position: Position, _: type | None = None) -> T | None:
-        content = bytes(position.memory[self._place]).rstrip(b"\0")
-        return self._kind(content.decode(errors="replace")) if content else None
-
-    def __set__(self, position: Position, value: T | None) -> None:
+    def __set__(self, position: Position, value: int | str | None) -> None:
         content = b"" if value is None else str(value).encode()[: self._size]
-        position.memory[self._place] = content.ljust(self._size, b"\0")
+        position.memory[self.place] = content.ljust(self._size, b"\0")
 
 
 class Position:
-    """Holds the cell, micro-batch and operation of a worker; the engine and the trainer keep it up to date.
+    """Tells the cell, micro-batch and operation of a worker, kept up to date by engine and trainer, to error reports.
 
     What is written is there at once for every process that shares the memory, so the place of a worker that dies
     without a word is known. Longer texts are cut.
@@ -46,24 +41,32 @@ class Position:
 
     SIZE = 364
 
-    step, cell, micro_batch = _Field(0, 20, int), _Field(20, 20, int), _Field(40, 20, int)
-    instruction, layer = _Field(60, 104, str), _Field(164, 200, str)
+    step, cell, layer = _Field(0, 20), _Field(20, 20), _Field(40, 200)
+    micro_batch, instruction = _Field(240, 20), _Field(260, 104)
 
     def __init__(self, memory: Memory | None = None) -> None:
         self.memory = bytearray(self.SIZE) if memory is None else memory
+        self._work: str | None = None  # outside of instructions
 
     def enter(self, cell: int | None, micro_batch: int | None, instruction: str | None) -> None:
         """Sets the instruction that runs, and no layer."""
         self.cell, self.micro_batch, self.instruction, self.layer = cell, micro_batch, instruction, None
 
+    def leave(self) -> None:
+        """Ends an instruction: later errors belong to none."""
+        self.enter(None, None, self._work)
+
     @contextmanager
     def doing(self, work: str) -> Iterator[None]:
         """Names the work of the body, outside of instructions; after an exception the name stays, for the report."""
-        before, self.instruction = self.instruction, work
+        before, self._work = self._work, work
+        self.instruction = work
         yield
-        self.instruction = before
+        self.instruction = self._work = before
 
     def known(self) -> dict[str, int | str]:
         """Returns the fields that are set, by name."""
-        found = {name: getattr(self, name) for name in FIELDS}
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {name: field for name, field in vars(Position).items() if isinstance(field, _Field)}
+        texts = {name: bytes(self.memory[field.place]).rstrip(b"\0") for name, field in fields.items()}
+        found = {name: text.decode(errors="replace") for name, text in texts.items() if text}
+        return {name: int(text) if name in NUMBERS else text for name, text in found.items()}

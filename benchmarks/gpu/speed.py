@@ -24,11 +24,11 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.factory.groups import Groups
-from gpipe_cli.metrics.step_report import peak_memory
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.cell import LayerFailed
+from gpipe_cli.pipeline.meter import peak_memory
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.position import Position
 

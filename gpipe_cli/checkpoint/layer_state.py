@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from ..disk import whole_file
 from ..json_files import parse_json
 from ..layers import AGAIN, Owner, own_name
+from ..pipeline.cell import BuiltLayer
 from . import files
 from .files import CheckpointError, CheckpointInfo, LayerFile
 
@@ -133,6 +134,19 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str,
     persistent = module.state_dict().keys()
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in persistent}
     return dict(module.named_parameters(remove_duplicate=False)), buffers
+
+
+def names_of_parameters(
+    own: Sequence[BuiltLayer], gather: Callable[[Iterable[Any]], list[Any]]
+) -> dict[str, list[str]]:
+    """Returns the names of each layer's parameters in the whole model; a tied one in every layer, under all its names.
+
+    Args:
+        own: layers of this worker.
+        gather: to the values of all workers, which call it at the same time.
+    """
+    everyone = gather((layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in own)
+    return {name: parameters for _, name, parameters in sorted(everyone)}
 
 
 def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, value: object) -> None:

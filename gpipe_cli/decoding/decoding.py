@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..distributed.exchange import Exchange, never, run_unless_stopped
+from ..distributed.exchange import never
 from ..distributed.pipeline import WorkerPipeline
+from ..distributed.step_message import PlanMessage
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Caches
 from .beam import Continuation, Hypothesis
@@ -99,10 +100,9 @@ class Decoder:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
         self._sizes = sizes = form.sizes
-        self._rows_shape = (self._world.replicas, pipeline.codec.M, sizes.group * sizes.width)
+        self._rows_shape = (self._world.replicas, pipeline.M, sizes.group * sizes.width)
         rows = prod(self._rows_shape)
-        fields = {**pipeline.codec.fields(), "parents": rows, "tokens": rows, "stop": 1}
-        self._round = Exchange(fields, self._world.all_ranks)
+        self._round = PlanMessage(pipeline.world, pipeline.shape, pipeline.M, {"parents": rows, "tokens": rows})
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
         """Generates the tokens that follow each source.
@@ -134,7 +134,7 @@ class Decoder:
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
         """Returns batches of M groups of source indices; the sources of a group have similar lengths."""
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        size, M = self._sizes.group, self._pipeline.codec.M
+        size, M = self._sizes.group, self._pipeline.M
         groups = [order[first : first + size] for first in range(0, len(order), size)]
         return [groups[first : first + M] for first in range(0, len(groups), M)]
 
@@ -153,7 +153,7 @@ class Decoder:
             if going.groups:
                 search = self._search(going.groups, searches, beam)
                 self._pipeline.run_forward(going.signatures, going.micro_batches, search, going.caches)
-            run_unless_stopped(self._round, self._stop_requested)
+            self._round.run_unless_stopped(self._stop_requested)
             going = self._next_round(going)
         own = [
             [self._world.replica, group, source, hypothesis.tokens, hypothesis.log_probability, hypothesis.cut]
@@ -166,9 +166,9 @@ class Decoder:
     def _first_round(self, groups: Sequence[Sources]) -> _Round | None:
         micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
-            self._pipeline.codec.write(self._round, micro_batches, [1.0] * len(micro_batches))
-        run_unless_stopped(self._round, self._stop_requested)
-        plan = self._pipeline.codec.read(self._round, "generate")
+            self._round.write_plan(micro_batches, [1.0] * len(micro_batches))
+        self._round.run_unless_stopped(self._stop_requested)
+        plan = self._round.read_plan("generate")
         if plan.total_micro_batches == 0:
             return None
         caches: Caches | None = {} if self._sizes.uses_caches else None

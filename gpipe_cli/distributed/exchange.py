@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -136,21 +136,6 @@ class Exchange:
         self.total = dict(zip(self.own, torch.split(total, self._sizes), strict=True))
         self._vector.zero_()
         self.ended_at = time.perf_counter()
-
-
-def run_unless_stopped(exchange: Exchange, stop_requested: Callable[[], bool]) -> None:
-    """Runs the exchange, in which every worker also reports whether it was asked to stop.
-
-    Args:
-        exchange: with a field ``stop`` of one slot.
-
-    Raises:
-        StopRequested: on every worker, when at least one was asked to stop.
-    """
-    exchange.own["stop"][0] = float(stop_requested())
-    exchange.run()
-    if bool(exchange.total["stop"].any()):
-        raise StopRequested
 
 
 def never() -> bool:

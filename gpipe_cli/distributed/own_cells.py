@@ -49,7 +49,7 @@ def build_own_cells(
     for cell, layers in own.items():
         where.enter(cell, None, "building")
         cells.append(Cell(cell, [build(index) for index in layers], noise, group, config.compile))
-    where.enter(None, None, None)
+    where.leave()
     return cells
 
 

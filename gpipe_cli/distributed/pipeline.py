@@ -18,18 +18,18 @@ from ..config import PipelineConfig
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut
-from ..pipeline.cell import BuiltLayer
-from ..pipeline.engine import Caches, Engine, StepInput, StepRecord
+from ..pipeline.cell import BuiltLayer, Cell
+from ..pipeline.engine import TASK, Caches, Engine, StepInput, StepRecord
 from ..pipeline.messages.transport import Transport, connect_workers
+from ..pipeline.step import StepPlan
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
 from ..schedule.instruction import Instruction, InstructionLists
 from ..schedule.posting import Posts, post_ahead, post_when_sent
-from ..schedule.schedule import forward_only, gradients_complete, kept_graphs, schedule
+from ..schedule.schedule import StepSchedule, forward_only, gradients_complete
 from ..tasks.base import Task
-from .batch_plan import BatchPlan, BatchPlanCodec, BatchShape
-from .exchange import Exchange
 from .own_cells import build_own_cells
+from .step_message import BatchShape, StepMessage
 from .unused import UnusedParameters
 from .world import World
 
@@ -45,7 +45,7 @@ class MiniBatch:
         loss_scale: factor of the gradients.
     """
 
-    plan: BatchPlan
+    plan: StepPlan
     micro_batches: Sequence[MicroBatch] | None
     step: int
     steps: int = 0
@@ -71,8 +71,9 @@ class WorkerPipeline:
         cells: of this worker, in order.
         where: what this worker is doing.
         ties: the tied parameters of the model.
-        training_lists: from a number of micro-batches to one list of instructions for each worker.
-        codec: of batch plans; its M is the most micro-batches in flight.
+        schedule: of a training step.
+        message: by which all workers meet.
+        shape, M: of every micro-batch; the most micro-batches in flight.
         places: of all parameters of the model, in layer order, by full name.
         unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
@@ -99,19 +100,18 @@ class WorkerPipeline:
         self.engine = Engine(
             self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, self.where
         )
-        self.kind, self.placement = config.schedule, cut.placement
-        keep = partial(kept_graphs, config.policy, len(cut.placement))
-        self.training_lists = cache(lambda M: schedule(self.kind, self.placement, M, keep(M)))
-        self._training = cache(lambda M: self._own(self.training_lists(M)))
-        self._forward = cache(lambda M: self._own(forward_only(self.placement, M)))
-        self.codec = BatchPlanCodec(shape, config.M, world.replica, world.replicas)
+        self.shape, self.M = shape, config.M
+        self.schedule = StepSchedule(config.schedule, cut.placement, config.policy)
+        self._training = cache(lambda M: self._own(self.schedule.lists(M)))
+        self._forward = cache(lambda M: self._own(forward_only(cut.placement, M)))
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
-        own = [(cell.number, *named) for cell in self.cells for named in cell.parameters()]
-        numbered = world.gather_from_workers((cell, name) for cell, name, _ in own)
-        in_order = sorted(numbered, key=lambda one: one[0])
-        self.places = {name: place for place, (_, name) in enumerate(in_order)}
-        trained = {name: parameter for _, name, parameter in own}
-        self.unused = UnusedParameters(self.places, trained, world.replicas * self.ties.most_uses)
+        own = {name: parameter for cell in self.cells for name, parameter in cell.parameters()}
+        cells = sorted(world.gather_from_workers(map(_names_and_losses, self.cells)))
+        self.places = {name: place for place, name in enumerate(name for _, names, _ in cells for name in names)}
+        losses = [*(layer for _, _, layers in cells for layer in layers), TASK]
+        self.unused = UnusedParameters(own)
+        K, most_uses = len(cut.placement), self.ties.most_uses
+        self.message = StepMessage(world, shape, config.M, K, losses, self.places, own, most_uses, task)
         self.steps_done = self.forwards = 0
 
     @property
@@ -135,9 +135,9 @@ class WorkerPipeline:
             for part, mode in modes:
                 part.training = mode
 
-    def write_plan(self, exchange: Exchange, micro_batches: Sequence[MicroBatch]) -> None:
-        """Writes the plan of this replica's next mini-batch; none are left after its last."""
-        self.codec.write(exchange, micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
+    def write_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Writes this replica's next mini-batch into the message; no micro-batches are left after its last."""
+        self.message.write_plan(micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
     def train_step(
         self,
@@ -177,6 +177,12 @@ class WorkerPipeline:
         """Returns this worker's list, and when it posts its receives."""
         own = lists[self.world.worker]
         return own, post_when_sent(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
+
+
+def _names_and_losses(cell: Cell) -> tuple[int, list[str], list[int]]:
+    """Returns a cell's number, the names of its parameters and the indices of its layers with an auxiliary loss."""
+    losses = [layer.index for layer in cell.layers if hasattr(layer.module, "auxiliary_loss")]
+    return cell.number, [name for name, _ in cell.parameters()], losses
 
 
 def _replica_link(world: World) -> ReplicaLink:

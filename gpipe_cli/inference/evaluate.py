@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import own_folder, write_whole
-from ..distributed.exchange import Exchange
 from ..launch.context import Context
 from ..metrics.records import Evaluation, Sample
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
-from ..trainer.evaluator import evaluation_fields
 
 REPORT = "evaluation.json"
 
@@ -34,9 +32,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         LayerFailed: an exception in a layer.
     """
     assembly = assemble_from_checkpoint(context, config)
-    fields = evaluation_fields(assembly.world.replicas, assembly.task)
-    exchange = Exchange({**assembly.pipeline.codec.fields(), **fields}, assembly.world.all_ranks)
-    result = assemble_evaluator(assembly, exchange).evaluate(final=True)
+    result = assemble_evaluator(assembly).evaluate(final=True)
     if assembly.world.rank != 0:
         return None
     made = {**config["about"], **report(assembly, result)}

@@ -1,6 +1,6 @@
 """Answers lines with text, in every worker of gpipe-translate and gpipe-generate: from a pipe, in order.
 
-Only rank 0 reads and emits; an exchange passes on to the others whether there are more lines.
+Only rank 0 reads and emits; it tells the others whether there are more lines.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from queue import Empty, Queue
@@ -18,7 +19,6 @@ from ..config import SamplingSettings
 from ..decoding.beam import Hypothesis
 from ..decoding.decoding import Decoder
 from ..decoding.sampling import ContinuationForm, Prompt
-from ..distributed.exchange import Exchange
 from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..trainer.assembly import Assembly, assemble_decoder, assemble_from_checkpoint
@@ -27,7 +27,7 @@ TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
 MOST_TOKENS = 1024  # of a line: attention over more would fill the memory
 MOST_WAITING = 10_000  # lines that are read ahead
-IDLE_SECONDS = 60.0  # without a line; then all workers run an exchange, so that none times out waiting for rank 0
+IDLE_SECONDS = 60.0  # without a line; then all workers meet, so that none times out waiting for rank 0
 
 
 def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
@@ -128,12 +128,9 @@ class Answerer:
         reader = None
         if self.assembly.world.rank == 0:
             reader = PipeReader(pipe, self.context.stop_requested, lambda: self.context.emit({"kind": "idle"}))
-        more = Exchange({"more": 1}, self.assembly.world.all_ranks)
         while True:
             lines = reader.read(at_once) if reader is not None else None
-            more.own["more"][0] = float(lines is not None)
-            more.run()
-            if not more.total["more"][0]:
+            if not self.assembly.world.broadcast(partial(bool, lines is not None)):
                 return
             self.answer(lines or [])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
@@ -17,24 +17,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.files import RunState, choose
-from ..checkpoint.layer_state import layer_state, load_layer, named_tensors, restore_layer
+from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
 from ..checkpoint.writer import CheckpointWriter
 from ..config import PipelineConfig
-from ..distributed.batch_plan import BatchPlan, BatchShape, refuse_unlike_lengths
-from ..distributed.exchange import Exchange
 from ..distributed.pipeline import MiniBatch, WorkerPipeline
+from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
 from ..factory.kept_comparison import compare_at_start, is_traced, mean_loss, refuse_fewer
 from ..factory.module_itself import Given
 from ..layers import LayerBuilder, name_used_twice, own_name
-from ..micro_batch import MicroBatch, Tensors
+from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
 from ..models.traced.module import Call, TracedFrom
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.engine import TASK, SenderFailed, StepRecord
+from ..pipeline.engine import SenderFailed, StepRecord
 from ..pipeline.gradients import clip_factor, scale_gradients, squared_norms
+from ..pipeline.step import StepPlan
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values
@@ -175,8 +175,7 @@ class Pipeline(WorkerPipeline):
         Raises:
             DiskError: it cannot be written.
         """
-        own = [(layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in self.layers]
-        model = {name: names for _, name, names in sorted(self.world.gather_from_workers(own))}
+        model = names_of_parameters(self.layers, self.world.gather_from_workers)
         writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
 
         def write() -> None:
@@ -229,7 +228,7 @@ class Pipeline(WorkerPipeline):
         own = [*self.parameters(), *self.ties.users]
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
-            micro_batches, plan = self._announce(inputs, targets, "train")
+            micro_batches, plan = self._plan(inputs, targets, "train")
             record, failure = StepRecord(), None
             try:
                 record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done), timed=False)
@@ -237,16 +236,13 @@ class Pipeline(WorkerPipeline):
                 failure = error
             self.unused.fill(self.parameters())
             self.unused.owners = self.ties.add_gradients()
-            own_losses = self._exchange.own["losses"].view(-1, self.codec.M)
-            for (layer, micro_batch), loss in record.losses.items():
-                own_losses[layer, micro_batch] = loss.double()  # TASK: the last
-            self.unused.write(self._exchange)
+            # The norm is not asked for here, nor statistics.
+            self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
             self._meet(failure)
-            self.unused.clear(self._exchange)
+            self.unused.clear(self.message.read_used)
         finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)
         self.steps_done, self.forwards = self.steps_done + 1, 0
-        by_layer = self._exchange.total["losses"].view(-1, self.codec.M).tolist()
-        return sum(sum(column) for column in zip(*by_layer, strict=True)) / (plan.total_weight or 1.0)
+        return self.message.read_result(plan.total_weight).loss
 
     def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:
         """Runs a mini-batch forward in evaluation mode, without a graph; arguments as of `step`.
@@ -260,7 +256,7 @@ class Pipeline(WorkerPipeline):
             found[micro_batch] = outputs, targets
 
         with self._together(), self.evaluating():
-            micro_batches, plan = self._announce(inputs, targets, "evaluate")
+            micro_batches, plan = self._plan(inputs, targets, "evaluate")
             failure: BaseException | None = None
             try:
                 self.run_forward(plan.signatures, micro_batches, keep)
@@ -288,18 +284,6 @@ class Pipeline(WorkerPipeline):
             own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
             layer.module.load_state_dict(own)
 
-    @cached_property
-    def _exchange(self) -> Exchange:
-        layers = len(self.cut.ties) - TASK
-        fields = {
-            **self.codec.fields(),
-            **self.unused.fields(),
-            "newly_trained": 1,
-            "failed": 1,
-            "losses": layers * self.codec.M,
-        }
-        return Exchange(fields, self.world.all_ranks)
-
     @contextmanager
     def _together(self, put_back: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Leaves everything as it was before where the context fails, which it does on all workers if on one.
@@ -316,7 +300,7 @@ class Pipeline(WorkerPipeline):
         try:
             yield
         except BaseException:
-            self.unused.clear(self._exchange)
+            self.unused.clear(self.message.read_used)
             put_back()
             self.engine.forget_failure()
             raise
@@ -328,9 +312,9 @@ class Pipeline(WorkerPipeline):
         Args:
             failure: of this worker.
         """
-        self._exchange.own["failed"][0] = failure is not None
-        self._exchange.run()
-        if not self._exchange.total["failed"].any():
+        self.message.write_flag("failed", failure is not None)
+        self.message.run()
+        if "failed" not in self.message.flags:
             return
         order = isinstance(failure, SenderFailed), self.engine.failed_at  # others may fail on zeros, or nothing, later
         facts = None if failure is None else (order, self.world.rank, describe(failure))
@@ -340,23 +324,21 @@ class Pipeline(WorkerPipeline):
             raise failure
         raise failed_there(rank, described) from failure
 
-    def _announce(
-        self, inputs: Side | None, targets: Side | None, kind: str
-    ) -> tuple[list[MicroBatch] | None, BatchPlan]:
+    def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> tuple[list[MicroBatch] | None, StepPlan]:
         """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
         self.ties.spread()  # the owners' values after the optimizer's step
         micro_batches, failure = None, None
         if self.world.reads_data:
             try:
                 micro_batches = self._divided(inputs, targets)
-                self.write_plan(self._exchange, micro_batches)
+                self.write_plan(micro_batches)
             except Exception as error:
                 failure = error
-        self._exchange.own["newly_trained"][0] = len(self.engine.newly_trained)
+        self.message.write_flag("newly trained", bool(self.engine.newly_trained))
         self._meet(failure)
-        if self._exchange.total["newly_trained"].any():
+        if "newly trained" in self.message.flags:
             self.engine.describe_anew()
-        return micro_batches, self.codec.read(self._exchange, kind)
+        return micro_batches, self.message.read_plan(kind)
 
     def _divided(self, inputs: Side | None, targets: Side | None) -> list[MicroBatch]:
         """Returns the micro-batches of a mini-batch.
@@ -366,7 +348,7 @@ class Pipeline(WorkerPipeline):
         """
         sides = [_tensors(side, name) for side, name in ((inputs, "inputs"), (targets, "targets"))]
         refuse_unlike_lengths(*sides)
-        M = min(self.codec.M, len(sides[0][0]))
+        M = min(self.M, len(sides[0][0]))
         pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
         return list(zip(*pieces, strict=True))
 

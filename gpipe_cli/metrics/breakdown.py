@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
+from ..schedule.schedule import StepSchedule
 from ..schedule.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
-    from ..distributed.pipeline import WorkerPipeline
     from .records import TrainedStep
 
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
@@ -43,27 +43,30 @@ class Totals:
             self._recent.clear()
         self._steps += 1
         self._recent.append(step)
-        self._peak_memory = max(self._peak_memory, int(max(step.report.numbers["memory_bytes"])))
+        self._peak_memory = max(self._peak_memory, int(max(step.result.numbers["memory_bytes"])))
 
-    def figures(self, pipeline: WorkerPipeline) -> dict[str, Any]:
+    def figures(self, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
 
         The prediction simulates the schedule with the mean measured times of its instructions.
+
+        Args:
+            table: of the cells, to which their seconds are added.
         """
         found: dict[str, Any] = dict.fromkeys(("examples_per_second", "bubble", "bubble_predicted", "breakdown"))
         steps, cells = self._recent, list[dict[str, float]]()
         if steps:
-            lists = pipeline.training_lists(len(steps[-1].plan.signatures))
-            by_cell = zip(*(step.report.cells for step in steps), strict=True)
+            lists = schedule.lists(len(steps[-1].plan.signatures))
+            by_cell = zip(*(step.result.cells for step in steps), strict=True)
             cells = [{kind: fmean(times[kind] for times in each) for kind in each[0]} for each in by_cell]
             seconds = fmean(step.seconds for step in steps)
-            updates = [fmean(step.report.numbers["update"]) for step in steps]
+            updates = [fmean(step.result.numbers["update"]) for step in steps]
             found["examples_per_second"] = fmean(step.plan.examples for step in steps) / seconds
-            found["bubble"] = fmean(step.report.bubble for step in steps)
-            shares, found["bubble_predicted"] = mean_breakdown(lists, pipeline.placement, cells, updates, seconds)
+            found["bubble"] = fmean(step.result.bubble for step in steps)
+            shares, found["bubble_predicted"] = mean_breakdown(lists, schedule.placement, cells, updates, seconds)
             found["breakdown"] = shares
-        table = [{**row, "seconds": cells[number] if cells else None} for number, row in enumerate(pipeline.cut.table)]
-        return {**found, "cells": table, "peak_memory_bytes": self._peak_memory}
+        rows = [{**row, "seconds": cells[number] if cells else None} for number, row in enumerate(table)]
+        return {**found, "cells": rows, "peak_memory_bytes": self._peak_memory}
 
 
 def mean_breakdown(

@@ -13,14 +13,14 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, own_folder, write_whole, writing
-from ..distributed.pipeline import WorkerPipeline
 from ..json_files import skipped
+from ..pipeline.meter import PHASES
+from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .board import TensorBoard
 from .breakdown import mean_breakdown
 from .metrics_file import MetricsFile, json_safe
 from .records import Evaluation, Progress, TrainedStep
-from .step_report import PHASES
 from .trace import Recording, draw_step, trace
 from .trackers import Tracking
 
@@ -52,7 +52,7 @@ class Notices:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, resumed_step: int, pipeline: WorkerPipeline) -> None: ...
+    def open(self, resumed_step: int, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
@@ -84,17 +84,18 @@ class Journal(Notices):
         self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, resumed_step: int, pipeline: WorkerPipeline) -> None:
+    def open(self, resumed_step: int, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
         """Opens the files; called when nothing can refuse the run any more.
 
         Args:
             resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+            table: of the cells.
 
         Raises:
             DiskError: they cannot be written.
         """
         self._emit({"kind": "begun"})
-        self._pipeline = pipeline
+        self._schedule, self._table = schedule, table
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         for file in (self._metrics, self._evaluations_file):
@@ -128,34 +129,34 @@ class Journal(Notices):
         Args:
             done: share of the run that is done; None if its end is unknown.
         """
-        report, plan, seconds = step.report, step.plan, step.seconds
+        result, plan, seconds = step.result, step.plan, step.seconds
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
-        lists, placement = self._pipeline.training_lists(len(plan.signatures)), self._pipeline.placement
+        lists, placement = self._schedule.lists(len(plan.signatures)), self._schedule.placement
         if (due or not self._shares_of_step) and (began := time.perf_counter()) >= self._simulate_from:
-            found = mean_breakdown(lists, placement, report.cells, report.numbers["update"], seconds)
+            found = mean_breakdown(lists, placement, result.cells, result.numbers["update"], seconds)
             self._shares_of_step, self._predicted_bubble = found
             if (taken := time.perf_counter() - began) > SHORT_SIMULATION:
                 self._simulate_from = began + taken / SIMULATION_SHARE
-        waited, sums = max(report.numbers["waited_for_data"]), report.statistics
+        waited, sums = max(result.numbers["waited_for_data"]), result.statistics
         pairs = zip(self._task.statistics[::2], sums[::2], sums[1::2], strict=True)  # as ("accuracy", "examples")
         row = {
             "step": progress.step,
-            "loss": report.loss,
+            "loss": result.loss,
             "lr": step.lr,
-            "grad_norm": report.gradient_norm,
+            "grad_norm": result.gradient_norm,
             "examples_per_second": plan.examples / seconds,
             f"{self._task.unit}_per_second": plan.total_weight / seconds,
-            "bubble": report.bubble,
+            "bubble": result.bubble,
             "bubble_predicted": self._predicted_bubble,
             "seconds": seconds,
             "waited_for_data": waited,
             "waiting_for_data_share": min(1.0, waited / seconds),
-            "exchange_seconds": min(report.numbers["exchange"]),  # of the last to arrive, which did not wait
-            "update_seconds": max(report.numbers["update"]),
+            "exchange_seconds": min(result.numbers["exchange"]),  # of the last to arrive, which did not wait
+            "update_seconds": max(result.numbers["update"]),
             "skipped_updates": progress.skipped,
             **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
         }
-        times = {"breakdown": self._shares_of_step, "cells": report.cells, "workers": report.workers} if due else {}
+        times = {"breakdown": self._shares_of_step, "cells": result.cells, "workers": result.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}
         self._record(self._metrics, {**row, **there, **times})
@@ -163,9 +164,9 @@ class Journal(Notices):
         if due:
             numbers = {f"train/{name}": value for name, value in row.items() if name != "step"}
             numbers |= {f"breakdown/{name}": share for name, share in self._shares_of_step.items()}
-            for cell, times_of_cell in enumerate(report.cells):
+            for cell, times_of_cell in enumerate(result.cells):
                 numbers |= {f"cell_{cell:02d}/{kind}_seconds": value for kind, value in times_of_cell.items()}
-            for rank, worker in enumerate(report.workers):
+            for rank, worker in enumerate(result.workers):
                 numbers[f"memory/worker_{rank}_bytes"] = worker["memory_bytes"]
                 numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
             self._track("log", progress.step, numbers)
@@ -194,12 +195,11 @@ class Journal(Notices):
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
         """Writes one step of all ranks to trace/, and draws it."""
-        table, placement = self._pipeline.cut.table, self._pipeline.placement
-        layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in table]
+        layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in self._table]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         with self._tried(path):
             own_folder(path.parent)
-            write_whole(path, json.dumps(trace(step, recordings, placement, layers)) + "\n")
+            write_whole(path, json.dumps(trace(step, recordings, self._schedule.placement, layers)) + "\n")
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
         self._draw(f"step_{step:06d}", f"step {step} as measured", recordings)
 
@@ -212,7 +212,7 @@ class Journal(Notices):
         """Draws a step into pictures/, and gives the picture to trackers; a failure is a warning only."""
         path = self._run_dir / "pictures" / f"{name}.svg"
         with self._tried(path.parent):
-            drawing = draw_step(f"{self._pipeline.kind}, {title}", recordings, self._pipeline)
+            drawing = draw_step(f"{self._schedule.kind}, {title}", recordings, self._schedule)
             if drawing is not None:
                 own_folder(path.parent)
                 drawing.save(path)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..distributed.batch_plan import BatchPlan
-from .step_report import StepReport
+from ..pipeline.step import StepPlan, StepResult
 
 
 @dataclass
@@ -51,8 +50,8 @@ class TrainedStep:
         not_finite: where it first had a value that is not finite, in words; None for a finite step.
     """
 
-    report: StepReport
-    plan: BatchPlan
+    result: StepResult
+    plan: StepPlan
     lr: float
     seconds: float
     not_finite: str | None

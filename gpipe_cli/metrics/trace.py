@@ -11,36 +11,28 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..distributed.pipeline import WorkerPipeline
-from ..distributed.world import machine_id
+from ..pipeline.meter import PHASES
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.picture import draw_panels
+from ..schedule.schedule import StepSchedule
 from ..schedule.simulate import Span, Timeline
 from ..svg import Drawing
 from .breakdown import simulate_with
-from .step_report import PHASES
 
 COMPUTATION, MESSAGES, HOST = 0, 1, 2  # threads of a worker; a GPU's host reads data while the GPU computes
 Recording = Sequence[tuple[str, float, float]]  # a worker's step: name of each instruction and phase, begin, end
 _ARROW_MICROSECONDS = 1.0  # an arrow ends so long before its receive, because it must end inside it
 
 
-def record_everyone(pipeline: WorkerPipeline, met_at: float) -> list[Recording]:
-    """Returns the last step of every rank, in rank order, on rank 0, else nothing; every worker calls it together.
+def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:
+    """Returns the recordings on rank 0's clock.
 
     Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
     which ends at about the same moment on all workers, ended at the same time as on rank 0.
 
     Args:
-        met_at: when the last exchange of all workers ended, in seconds of this worker's clock.
+        ranks: of each the machine's id, when the exchange ended, in seconds of its clock, and its recording.
     """
-    meter = pipeline.engine.meter
-    mine = [(str(span.instruction), span.start, span.end) for span in meter.spans]
-    return on_one_clock(pipeline.world.gather((machine_id(), met_at, [*mine, *meter.read_phases()])))
-
-
-def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:
-    """Returns the recordings on rank 0's clock; given per rank: machine id, end of the exchange, recording."""
     shifts = [0.0 if machine == ranks[0][0] else ranks[0][1] - met for machine, met, _ in ranks]
     return [
         [(name, start + shift, end + shift) for name, start, end in recording]
@@ -48,13 +40,13 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     ]
 
 
-def draw_step(title: str, recordings: Sequence[Recording], pipeline: WorkerPipeline) -> Drawing | None:
+def draw_step(title: str, recordings: Sequence[Recording], schedule: StepSchedule) -> Drawing | None:
     """Draws a step of replica 0 above the simulation of its schedule with the mean measured durations.
 
     Returns:
         The picture, in milliseconds from the first computation; None before the first step.
     """
-    placement = pipeline.placement
+    placement = schedule.placement
     spans = [
         [Span(Instruction.parse(name), start, end) for name, start, end in recording if name not in PHASES]
         for recording in recordings[: max(placement) + 1]
@@ -71,7 +63,7 @@ def draw_step(title: str, recordings: Sequence[Recording], pipeline: WorkerPipel
         for worker in spans
     ]
     measured, durations = Timeline(in_step, tuple(placement)), {key: fmean(each) for key, each in taken.items()}
-    simulated = simulate_with(pipeline.training_lists(measured.micro_batches), placement, durations)
+    simulated = simulate_with(schedule.lists(measured.micro_batches), placement, durations)
     return draw_panels({title: measured, "planned with the same durations": simulated}, "ms")
 
 

@@ -129,7 +129,12 @@ class Engine:
         device: of this worker.
         autocast: makes the context in which forward runs.
         where: kept up to date with what runs, for error reports.
+
+    Attributes:
+        running: the instruction whose layers run, for hooks on them.
     """
+
+    running: Instruction
 
     def __init__(
         self,
@@ -234,7 +239,7 @@ class Engine:
     def forget_failure(self) -> None:
         """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""
         self.describe_anew()
-        self.where.enter(None, None, None)
+        self.where.leave()
         for cell in self.cells.values():
             cell.end_step()
             for batchnorm in cell.batchnorms:
@@ -304,12 +309,12 @@ class _Step:
     def run(self, meter: Meter | None, after: Mapping[int, Callable[[], None]]) -> None:
         """Executes the list, with a time for every instruction where there is a meter; ``after`` as in `train_step`."""
         where, handlers = self.engine.where, self.HANDLERS
-        outside, position, op = where.instruction, -1, Op.FORWARD
+        position, op = -1, Op.FORWARD
         try:
             self._begin()
             for position, instruction in enumerate(self.instructions):
                 self._receives.post_due(position)
-                op = instruction.op
+                op, self.engine.running = instruction.op, instruction
                 where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
                 started = None if meter is None else meter.mark()
                 with _named_in_profile(instruction):
@@ -323,7 +328,7 @@ class _Step:
             if self.engine.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):
                 self._send_nothing(position + 1)
             raise
-        where.enter(None, None, outside)  # later errors belong to no instruction
+        where.leave()
         self.engine.drain()
         left_over = self.buffers.left_over() + (["receives"] if self._receives else [])
         if left_over:

@@ -1,7 +1,9 @@
-"""Measures when each instruction of a step begins and ends, by the CPU's clock or by CUDA events."""
+"""Measures when each instruction of a step begins and ends, by the CPU's clock or by CUDA events; the peak memory."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,10 +12,23 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..schedule.instruction import Instruction, Op
+from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.simulate import Span
 
 Mark: TypeAlias = Any  # a moment: seconds of the machine's monotonic clock, or a torch.Event
+
+# The kind of time of each operation of a cell. A cell waits for activations from the cell before it and for gradients
+# from the cell behind it.
+TIME_OF = {
+    **{op: op.name.lower() for op in COMPUTE},
+    Op.RECEIVE_ACTIVATION: "waiting_for_activation",
+    Op.RECEIVE_GRADIENT: "waiting_for_gradient",
+    Op.SEND_ACTIVATION: "sending",
+    Op.SEND_GRADIENT: "sending",
+}
+KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
+PHASES = ("data", "gradients", "exchange", "update")  # between the instructions of two steps, in this order
+WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
 
 
 def event_now(device: torch.device) -> torch.Event:
@@ -85,11 +100,12 @@ class Meter:
         yield
         self._phase_marks.append((name, started, self.mark() if on_device else time.perf_counter()))
 
-    def read_phases(self) -> list[tuple[str, float, float]]:
-        """Returns name, begin and end of each phase since the instructions; on a GPU waits for its work first."""
+    def recording(self) -> list[tuple[str, float, float]]:
+        """Returns name, begin and end of each instruction and each phase since; on a GPU waits for its work first."""
         if self._on_gpu:
             torch.get_device_module(self._device).synchronize(self._device)
-        return [(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
+        phases = [(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
+        return [*((str(span.instruction), span.start, span.end) for span in self.spans), *phases]
 
     def seconds(self) -> dict[tuple[Op, int], float]:
         """Returns the seconds per (kind of instruction, cell) in the last step that was read."""
@@ -100,3 +116,11 @@ class Meter:
 
     def _time(self, mark: Mark) -> float:
         return mark if isinstance(mark, float) else self.began + seconds_between(self._started, mark)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak memory of this worker in bytes: allocated on its GPU, or resident in its process."""
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

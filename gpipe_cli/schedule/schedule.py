@@ -14,7 +14,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from .instruction import BACK, Instruction, Op, ScheduleError
@@ -47,6 +47,22 @@ def kept_graphs(policy: str | int | Sequence[int], K: int, M: int) -> tuple[int,
     if min(keep) < 0:
         raise ScheduleError(f"pipeline.keep={list(keep)}: a cell keeps 0 graphs or more")
     return keep
+
+
+class StepSchedule:
+    """Makes the lists of a training step.
+
+    Args:
+        kind, placement: as of `schedule`.
+        policy: as of `kept_graphs`.
+
+    Attributes:
+        lists: from a number of micro-batches to one list of instructions for each worker.
+    """
+
+    def __init__(self, kind: str, placement: Sequence[int], policy: str | int | Sequence[int]) -> None:
+        self.kind, self.placement = kind, placement
+        self.lists = cache(lambda M: schedule(kind, placement, M, kept_graphs(policy, len(placement), M)))
 
 
 def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -> list[list[Instruction]]:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, open_checkpoint, shorten
-from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, restore_layer
+from ..checkpoint.layer_state import LayerState, load_layer, names_of_parameters, restore_layer
 from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.translation import Generator, SpecialTokens, TranslationForm
-from ..distributed.batch_plan import BatchShape
-from ..distributed.exchange import Exchange, never
+from ..distributed.exchange import never
 from ..distributed.pipeline import WorkerPipeline
+from ..distributed.step_message import BatchShape
 from ..distributed.world import World, join_world
 from ..errors import ConfigurationError
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task, refuse_wrong_values
@@ -37,7 +37,6 @@ from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import COMPILED_BACKWARD, Cell
-from ..pipeline.engine import TASK
 from ..planner.fitting_cut import cut_for_run
 from ..planner.measure.kept_profile import profiled_costs
 from ..planner.measure.this_device import workers_on_a_gpu
@@ -50,23 +49,6 @@ from .evaluator import Evaluator
 
 
 @dataclass(frozen=True)
-class CellLayout:
-    """Describes how the whole model lies in cells; the same on every worker except `own_parameters`.
-
-    Attributes:
-        layers: names of each layer's parameters, by layer; a tied one in every layer, under all its names.
-        parameters: number of all parameters, each once.
-        own_parameters: the places of this worker's parameters among them, in layer order.
-        losses: indices of the layers with an auxiliary loss, and last `TASK`.
-    """
-
-    layers: dict[str, list[str]]
-    parameters: int
-    own_parameters: list[int]
-    losses: list[int]
-
-
-@dataclass(frozen=True)
 class Assembly:
     """Holds one worker's side of a run.
 
@@ -74,6 +56,7 @@ class Assembly:
         source: of the data; on the first worker of each replica, None elsewhere.
         shape: of every micro-batch.
         tokens: the source's special tokens; zeros where it has none.
+        layers: as `names_of_parameters` returns them.
         builders: of all layers.
     """
 
@@ -82,7 +65,7 @@ class Assembly:
     source: Source | None
     shape: BatchShape
     tokens: SpecialTokens
-    layout: CellLayout
+    layers: dict[str, list[str]]
     builders: Sequence[LayerBuilder]
     pipeline: WorkerPipeline
 
@@ -156,7 +139,8 @@ def assemble_model(
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
-    return Assembly(settings, task, source, shape, tokens, lay_out_model(pipeline), builders, pipeline)
+    layers = names_of_parameters(pipeline.layers, world.gather_from_workers)
+    return Assembly(settings, task, source, shape, tokens, layers, builders, pipeline)
 
 
 def _warn_of_single_examples(
@@ -265,19 +249,6 @@ def memory_of_worker(settings: Settings, world: World) -> float | None:
     return inf if typed else None
 
 
-def lay_out_model(pipeline: WorkerPipeline) -> CellLayout:
-    """Gathers the names of all layers and parameters; every worker calls it at the same time."""
-    own = [pipeline.places[name] for cell in pipeline.cells for name, _ in cell.parameters()]
-    own_layers = [
-        (layer.index, layer.name, list(named_tensors(layer.module)[0]), hasattr(layer.module, "auxiliary_loss"))
-        for layer in pipeline.layers
-    ]
-    layers = sorted(pipeline.world.gather_from_workers(own_layers))
-    model = {name: parameters for _, name, parameters, _ in layers}
-    losses = [number for number, _, _, has_loss in layers if has_loss] + [TASK]
-    return CellLayout(model, len(pipeline.places), own, losses)
-
-
 # -- for evaluation and translation ------------------------------------------------------------------------------------
 
 
@@ -312,7 +283,7 @@ def load_same_model(info: CheckpointInfo, assembly: Assembly) -> None:
     Raises:
         CheckpointError: the model is another one, or a file is damaged.
     """
-    if differing := info.layers.keys() ^ assembly.layout.layers.keys():
+    if differing := info.layers.keys() ^ assembly.layers.keys():
         raise CheckpointError(
             f"{info.path} was made with another model, with other layers: {shorten(sorted(differing))}: give the model "
             "settings (model.*) it was made with"
@@ -325,11 +296,10 @@ def load_same_model(info: CheckpointInfo, assembly: Assembly) -> None:
         restore_layer(layer.name, layer.module, None, state)
 
 
-def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: Callable[[], bool] = never) -> Evaluator:
+def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = never) -> Evaluator:
     """Makes the evaluator, with generation where the task generates.
 
     Args:
-        exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop; evaluations then end early.
     """
     source, task = assembly.source, assembly.task
@@ -338,7 +308,7 @@ def assemble_evaluator(assembly: Assembly, exchange: Exchange, stop_requested: C
         decoder = assemble_decoder(assembly, generation, stop_requested)
         samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
         generator = Generator(decoder, source, task, generation, samples, reports)
-    return Evaluator(assembly.pipeline, source, exchange, stop_requested, generator)
+    return Evaluator(assembly.pipeline, source, stop_requested, generator)
 
 
 def assemble_decoder(

@@ -15,14 +15,13 @@ import torch
 
 from ..config import Settings, TrainerConfig
 from ..data.source import Batch, Report, Source, name_of, no_report
-from ..distributed.batch_plan import BatchPlan, refuse_unlike_lengths
 from ..distributed.exchange import Exchange
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
 from ..factory.build import build_source
 from ..metrics.journal import Notices
-from ..micro_batch import MicroBatch, Tensors
+from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 
 PREPARATION_TIMEOUT = timedelta(days=365)
 
@@ -207,7 +206,7 @@ class Uploader:
 
 
 class BatchReader:
-    """Reads one stream of mini-batches and announces each in the exchange.
+    """Reads one stream of mini-batches and writes the plan of each into the pipeline's message.
 
     Attributes:
         micro_batches: of the current mini-batch; none when the data has ended.
@@ -224,7 +223,7 @@ class BatchReader:
         self.position: Any = None
         self.seconds_waited = 0.0
 
-    def advance(self, exchange: Exchange) -> None:
+    def advance(self) -> None:
         """Reads the next mini-batch and writes its plan."""
         began = time.perf_counter()
         batch = next(self._batches, None)
@@ -232,7 +231,7 @@ class BatchReader:
         self.micro_batches = [] if batch is None else list(batch.micro_batches)
         if batch is not None:
             self.position = batch.position
-        self._pipeline.write_plan(exchange, self.micro_batches)
+        self._pipeline.write_plan(self.micro_batches)
         if self._uploader is not None:
             self.micro_batches = self._uploader.begin(self.micro_batches)
 
@@ -245,12 +244,10 @@ class BatchReader:
 
 # -- on every worker ---------------------------------------------------------------------------------------------------
 
-STOP_REASONS = ("", "time limit", "epochs")  # rank 0 sends the index; a worker that was asked to stop adds their number
-
 
 @dataclass
 class TrainingBatches:
-    """Announces each training batch one step ahead, and the end of the run; every worker has one.
+    """Offers each training batch one step ahead, and the end of the run; every worker has one.
 
     Attributes:
         source: on the first worker of each replica, None elsewhere.
@@ -274,31 +271,33 @@ class TrainingBatches:
     def open(self) -> None:
         """Begins to read behind `position`."""
         if self.source is not None:
-            world, M = self.pipeline.world, self.pipeline.codec.M
+            world, M = self.pipeline.world, self.pipeline.M
             batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
             self._reader = BatchReader(batches, self.pipeline, Uploader(world.device))
 
     def take(self) -> list[MicroBatch] | None:
-        """Returns the announced mini-batch, to be trained on now; None on workers that do not read data."""
+        """Returns the mini-batch offered before, to be trained on now; None on workers that do not read data."""
         if self._reader is None:
             return None
         self._taken = True
         self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
         return self._reader.take()
 
-    def announce(self, exchange: Exchange) -> None:
+    def offer(self) -> None:
         """Writes the plan of the next mini-batch, and whether the run ends before it."""
         if self._reader is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 try:
-                    self._reader.advance(exchange)
+                    self._reader.advance()
                 except Exception as error:
                     if not self._taken:
                         raise
                     self.failure = error  # raised when the step that has ended is recorded and saved
-                    self.pipeline.write_plan(exchange, [])
-        own = STOP_REASONS.index(self._limit_reached()) if self.pipeline.world.rank == 0 else 0
-        exchange.own["stop"][0] = own + len(STOP_REASONS) * self.stop_requested()
+                    self.pipeline.write_plan([])
+        message, limit = self.pipeline.message, self._limit_reached() if self.pipeline.world.rank == 0 else ""
+        if limit:
+            message.write_flag(limit, True)
+        message.write_flag("request", self.stop_requested())
 
     def raise_failure(self) -> None:
         """Raises `failure`."""
@@ -311,13 +310,6 @@ class TrainingBatches:
         if limit is not None and time.monotonic() - self._began >= limit:
             return "time limit"
         return "epochs" if (self._share_of_epochs() or 0.0) >= 1 else ""
-
-    def read_plan(self, exchange: Exchange) -> tuple[BatchPlan, str]:
-        """Returns the plan of the next mini-batch, and why the run ends before it; "" where it does not."""
-        plan, stop = self.pipeline.codec.read(exchange, "train"), int(exchange.total["stop"].item())
-        if stop >= len(STOP_REASONS):
-            return plan, "request"
-        return plan, STOP_REASONS[stop] or ("end of data" if plan.ended else "")
 
     def share_done(self, step: int) -> float | None:
         """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ..data.source import Source
 from ..decoding.translation import Generator
-from ..distributed.exchange import Exchange, run_unless_stopped
 from ..distributed.pipeline import WorkerPipeline
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
-from ..tasks.base import Task
 from .batches import BatchReader, evaluation_batches
 
 MISTAKES = 10  # most frequent ones of a classification, by name
@@ -28,14 +26,12 @@ class Evaluator:
 
     Attributes:
         source: on the first worker of each replica, None elsewhere.
-        exchange: with the fields of the pipeline's codec and of `evaluation_fields`.
         stop_requested: whether this worker was asked to stop.
         generator: for tasks that generate; None otherwise.
     """
 
     pipeline: WorkerPipeline
     source: Source | None
-    exchange: Exchange
     stop_requested: Callable[[], bool]
     generator: Generator | None
 
@@ -70,11 +66,10 @@ class Evaluator:
 
     def _score(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Returns the task's numbers over the evaluation set, nothing where it is empty, and `_mistakes`."""
-        pipeline, world, codec = self.pipeline, self.pipeline.world, self.pipeline.codec
-        exchange, task = self.exchange, self.pipeline.task
+        pipeline, world, message, task = self.pipeline, self.pipeline.world, self.pipeline.message, self.pipeline.task
         reader = None
         if self.source is not None:
-            reader = BatchReader(evaluation_batches(self.source, codec.M, world.replica, world.replicas), pipeline)
+            reader = BatchReader(evaluation_batches(self.source, pipeline.M, world.replica, world.replicas), pipeline)
         sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
         pairs, weight = list[Tensor](), 0.0
 
@@ -85,18 +80,18 @@ class Evaluator:
 
         while True:
             if reader is not None:
-                reader.advance(exchange)
-            run_unless_stopped(exchange, self.stop_requested)
-            plan = codec.read(exchange, "evaluate")
+                reader.advance()
+            message.run_unless_stopped(self.stop_requested)
+            plan = message.read_plan("evaluate")
             if plan.total_micro_batches == 0:
                 break
             weight += plan.total_weight
             if plan.signatures:
                 pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
-        exchange.own["metrics"].view(world.replicas, -1)[world.replica] += sums.cpu()
-        exchange.run()
-        totals = exchange.total["metrics"].view(world.replicas, -1).sum(0).tolist()
-        numbers = task.summarize(dict(zip(task.metrics, totals, strict=True)), weight) if weight else {}
+        message.write_metrics(sums.cpu())
+        message.run()
+        totals = dict(zip(task.metrics, message.read_metrics(), strict=True))
+        numbers = task.summarize(totals, weight) if weight else {}
         return numbers, self._mistakes(pairs) if task.predicts_classes else []
 
     def _mistakes(self, pairs: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -117,8 +112,3 @@ class Evaluator:
             {"class": names.get(a, str(a)), "taken for": names.get(b, str(b)), "times": count, "of": examples[a]}
             for (a, b), count in wrong.most_common(MISTAKES)
         ]
-
-
-def evaluation_fields(replicas: int, task: Task) -> dict[str, int]:
-    """Returns the exchange's fields of an evaluation, beside those of the batch plan."""
-    return {"metrics": replicas * len(task.metrics), "stop": 1}

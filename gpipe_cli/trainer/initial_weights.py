@@ -32,7 +32,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
         saved = open_run(info, config.init_average)
     model = dict(world.gather_from_workers(named_shapes(layers).items()))
     tied: dict[str, list[str]] = {}
-    for layer, ties in zip(assembly.layout.layers, assembly.pipeline.cut.ties, strict=True):
+    for layer, ties in zip(assembly.layers, assembly.pipeline.cut.ties, strict=True):
         for name, owner in ties.items():
             tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
     aliases = [*tied.values(), *world.gather_from_workers(shared_names(layers))]

@@ -1,7 +1,7 @@
 """Defines the training loop of one worker: steps, evaluations and checkpoints, in step with all other workers.
 
 Every worker runs the same loop and takes the same branches, because everything a decision depends on comes through the
-exchange: the report of the step that ends together with the plan of the step that begins.
+step message: the result of the step that ends together with the plan of the step that begins.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 
-from ..distributed.batch_plan import BatchPlan
-from ..distributed.exchange import Exchange, StopRequested
+from ..distributed.exchange import StopRequested
 from ..distributed.pipeline import MiniBatch
+from ..distributed.world import machine_id
 from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
 from ..metrics.records import Progress, TrainedStep
-from ..metrics.step_report import StepReport, StepReporter
-from ..metrics.trace import record_everyone
+from ..metrics.trace import Recording, on_one_clock
+from ..pipeline.engine import StepRecord
+from ..pipeline.step import StepPlan, StepResult
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
@@ -33,27 +34,25 @@ class Trainer:
 
     Attributes:
         progress: where the run begins or continues, kept up to date.
-        around_update: called with the report of each step; returns a context in which the weights are updated.
+        around_update: called with the result of each step; returns a context in which the weights are updated.
         last_evaluation: the numbers of the last evaluation.
     """
 
     assembly: Assembly
-    exchange: Exchange
     batches: TrainingBatches
     updater: Updater
     evaluator: Evaluator
     saver: Saver
-    reporter: StepReporter
     journal: Notices
     progress: Progress
-    around_update: Callable[[StepReport], AbstractContextManager[None]] = lambda report: nullcontext()
+    around_update: Callable[[StepResult], AbstractContextManager[None]] = lambda result: nullcontext()
     totals: Totals = field(default_factory=Totals)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     _evaluated: tuple[int, dict[str, int | None]] | None = None  # step and effort of the last evaluation
 
     def __post_init__(self) -> None:
         self.settings, self.pipeline = self.assembly.settings, self.assembly.pipeline
-        self.where = self.pipeline.where
+        self.where, self.message = self.pipeline.where, self.pipeline.message
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""
@@ -78,70 +77,69 @@ class Trainer:
     def steps(self) -> Iterator[None]:
         """Takes training steps and yields between them, until the run should end."""
         self.batches.open()
-        self._announce()
-        self.exchange.run()
+        self._offer()
+        self.message.run()
         plan = self._read_plan(self.progress.step)
         while plan is not None:
             plan = self._step(plan)
             if plan is not None:
                 yield
 
-    def _step(self, plan: BatchPlan) -> BatchPlan | None:
+    def _step(self, plan: StepPlan) -> StepPlan | None:
         """Trains on one mini-batch; returns the plan of the next, or None when this was the last."""
-        began, step = time.perf_counter(), self.progress.step
-        meter, where, layout = self.pipeline.engine.meter, self.where, self.assembly.layout
+        began, step, scale = time.perf_counter(), self.progress.step, self.progress.loss_scale or 1.0
+        meter, where = self.pipeline.engine.meter, self.where
         where.step = step + 1  # as the console counts
         meter.begin_step()
-        steps, scale = self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
-        mini_batch = MiniBatch(plan, self.batches.take(), step, steps, scale)
+        mini_batch = MiniBatch(plan, self.batches.take(), step, self.settings.trainer.steps or 0, scale)
         record = self.pipeline.train_step(mini_batch, on_complete=self.updater.on_cell_complete)
-        with meter.phase("data"):  # a GPU computes meanwhile
-            self._announce()
-        with meter.phase("gradients", on_device=True), where.doing("adding up the gradients"):
-            self.updater.reduce_gradients(scale)
-            norms, reached = self.updater.squared_norms(), meter.mark()
-            self.reporter.write_results(self.exchange, record, layout.own_parameters, norms)  # waits for the GPU
-            self.pipeline.unused.write(self.exchange)
-        self.reporter.write_times(self.exchange, *meter.read_step(reached), self.batches.seconds_waited)
-        with meter.phase("exchange"), where.doing("exchanging the results of the step"):
-            self.exchange.run()
-            self.pipeline.unused.clear(self.exchange)
-        report = self.reporter.read(self.exchange, plan.total_weight)
-        next_plan = self._read_plan(step + 1)
+        result, next_plan = self._meet(record, mini_batch)
         lr = self.updater.learning_rate
-        with meter.phase("update", on_device=True), self.around_update(report), where.doing("updating the weights"):
-            overflowed = self._update(report)
+        with meter.phase("update", on_device=True), self.around_update(result), where.doing("updating the weights"):
+            overflowed = self._update(result)
         seconds, cause = time.perf_counter() - began, None
-        if not report.finite and not overflowed:
-            cause = find_cause(report, self.pipeline, mini_batch)
+        if not result.finite and not overflowed:
+            cause = find_cause(result, self.pipeline, mini_batch)
             self.updater.forget_step()
-        self._report(TrainedStep(report, plan, lr, seconds, cause))
+        self._write_down(TrainedStep(result, plan, lr, seconds, cause))
         if cause is not None:
             self._warn_of_non_finite(cause)
         return next_plan
 
-    def _announce(self) -> None:
-        self.batches.announce(self.exchange)
-        self.saver.report(self.exchange)
+    def _meet(self, record: StepRecord, mini_batch: MiniBatch) -> tuple[StepResult, StepPlan | None]:
+        """Meets the other workers: returns the step's result, and the plan of the next step or None."""
+        meter, message, unused = self.pipeline.engine.meter, self.message, self.pipeline.unused
+        with meter.phase("data"):  # a GPU computes meanwhile
+            self._offer()
+        with meter.phase("gradients", on_device=True), self.where.doing("adding up the gradients"):
+            self.updater.reduce_gradients(mini_batch.loss_scale)
+            squares, reached = self.updater.squared_norms(), meter.mark()
+            message.write_result(record, squares, unused.used())  # waits for the GPU
+        message.write_times(meter, *meter.read_step(reached), self.batches.seconds_waited)
+        with meter.phase("exchange"), self.where.doing("exchanging the results of the step"):
+            message.run()
+            unused.clear(message.read_used)
+        return message.read_result(mini_batch.plan.total_weight), self._read_plan(mini_batch.step + 1)
 
-    def _read_plan(self, done: int) -> BatchPlan | None:
+    def _offer(self) -> None:
+        self.batches.offer()
+        self.saver.tell()
+
+    def _read_plan(self, done: int) -> StepPlan | None:
         """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
-        progress = self.progress
-        plan, reason = self.batches.read_plan(self.exchange)
-        self.saver.read(self.exchange)
-        if self.settings.trainer.steps is not None and done >= self.settings.trainer.steps:
-            reason = "steps"
-        if reason:
-            progress.stopped_by = reason
-        return None if progress.stopped_by else plan
+        plan = self.message.read_plan("train")
+        self.saver.complete()
+        all_done = self.settings.trainer.steps is not None and done >= self.settings.trainer.steps
+        self.progress.stopped_by = ("steps" if all_done else plan.stop) or self.progress.stopped_by
+        return None if self.progress.stopped_by else plan
 
-    def _update(self, report: StepReport) -> bool:
+    def _update(self, result: StepResult) -> bool:
         """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
         progress = self.progress
-        overflowed = adjust_scale(progress, report)
-        self.updater.update(report, progress.step - progress.skipped)
-        if report.finite:
-            progress.loss, progress.skipped_in_a_row = report.loss, 0
+        overflowed = adjust_scale(progress, result)
+        self.updater.update(result, progress.step - progress.skipped)
+        if result.finite:
+            progress.loss, progress.skipped_in_a_row = result.loss, 0
         else:
             progress.skipped += 1
             progress.skipped_in_a_row += not overflowed
@@ -154,14 +152,14 @@ class Trainer:
             )
         return overflowed
 
-    def _report(self, step: TrainedStep) -> None:
-        """Reports a finished step to console, files and TensorBoard."""
+    def _write_down(self, step: TrainedStep) -> None:
+        """Tells console, files and TensorBoard of a finished step."""
         progress = self.progress
-        if self.pipeline.world.rank == 0:  # which alone reports them
+        if self.pipeline.world.rank == 0:  # which alone tells of them
             self.totals.add(step)
         self.journal.step(progress, step, self.batches.share_done(progress.step))
         if progress.step in self.settings.trainer.traced_steps:
-            self.journal.trace(progress.step, record_everyone(self.pipeline, self.exchange.ended_at))
+            self.journal.trace(progress.step, self._recordings())
 
     def _warn_of_non_finite(self, why: str) -> None:
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit
@@ -206,7 +204,7 @@ class Trainer:
             counts: for `trainer.patience`.
         """
         progress = self.progress
-        self.saver.finish(self.exchange)
+        self.saver.finish()
         try:
             with self.updater.averaged_weights(), self.where.doing("evaluating"):
                 result = self.evaluator.evaluate(final)
@@ -230,7 +228,7 @@ class Trainer:
 
     def _save(self) -> None:
         with self.where.doing("saving a checkpoint"):
-            self.saver.begin(self.exchange, asdict(self.progress), self.batches.position)
+            self.saver.begin(asdict(self.progress), self.batches.position)
 
     def _finish(self) -> None:
         progress = self.progress
@@ -239,15 +237,20 @@ class Trainer:
             was_due, progress.evaluation_due = progress.evaluation_due, True
             self._save()
             if progress.stopped_by == "end of data" and self.batches.failure is not None:
-                self.saver.finish(self.exchange)
+                self.saver.finish()
                 self.batches.raise_failure()
             self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
         self._save()
-        self.saver.finish(self.exchange)
+        self.saver.finish()
 
     def draw(self) -> None:
         """Draws the last step; every worker calls it, after each evaluation and after everything else."""
-        self.journal.picture(record_everyone(self.pipeline, self.exchange.ended_at))
+        self.journal.picture(self._recordings())
+
+    def _recordings(self) -> list[Recording]:
+        """Returns the last step of every rank, in rank order, on rank 0, else nothing; every worker calls it."""
+        own = machine_id(), self.message.ended_at, self.pipeline.engine.meter.recording()
+        return on_one_clock(self.pipeline.world.gather(own))
 
 
 def _is_time(every: int | None, step: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from ..distributed.pipeline import MiniBatch, WorkerPipeline
 from ..errors import PlainError
 from ..metrics.records import Progress
-from ..metrics.step_report import StepReport
 from ..pipeline.messages.grouping import as_tensors
+from ..pipeline.step import StepResult
 
 LARGEST = 2.0**24
 GROWS_AFTER = 2000  # steps without overflow, as in torch's GradScaler
@@ -35,47 +36,47 @@ def begin_scale(progress: Progress, configured: float | None) -> None:
         progress.loss_scale, progress.steps_since_overflow = float(configured), 0
 
 
-def adjust_scale(progress: Progress, report: StepReport) -> bool:
+def adjust_scale(progress: Progress, result: StepResult) -> bool:
     """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps.
 
     Returns:
         Whether it was an overflow: the loss is finite, its scaled gradients are not, and a smaller scale may help.
     """
     scale = progress.loss_scale or 1.0
-    overflowed = scale > 1 and math.isfinite(report.loss) and not math.isfinite(report.gradient_norm)
+    overflowed = scale > 1 and math.isfinite(result.loss) and not math.isfinite(result.gradient_norm)
     if overflowed:
         progress.loss_scale, progress.steps_since_overflow = scale / 2, 0
-    elif progress.loss_scale is not None and report.finite:
+    elif progress.loss_scale is not None and result.finite:
         progress.steps_since_overflow += 1
         if progress.steps_since_overflow == GROWS_AFTER:
             progress.loss_scale, progress.steps_since_overflow = min(LARGEST, progress.loss_scale * 2), 0
     return overflowed
 
 
-def find_cause(report: StepReport, pipeline: WorkerPipeline, mini_batch: MiniBatch) -> str:
+def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBatch) -> str:
     """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
 
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
     added up: the caller throws them away.
     """
-    found: list[tuple[int | None, int, int | None, str | None]] = []
-    where, world = pipeline.where, pipeline.world
+    found: list[tuple[int, int, int, str]] = []
+    engine, world = pipeline.engine, pipeline.world
 
-    def look(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def look(layer: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if not all(map(_is_finite, as_tensors(outputs))):
-            found.append((where.micro_batch, world.replica, where.cell, where.layer))
+            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer))
 
     with ExitStack() as hooks:
         for layer in pipeline.layers:
-            hooks.callback(layer.module.register_forward_hook(look).remove)
+            hooks.callback(layer.module.register_forward_hook(partial(look, layer.name)).remove)
         pipeline.train_step(mini_batch, timed=False)
     everyone = [tuple(place) for places in world.all_gather(found) for place in places]
-    symptom = f"the loss is {report.loss:.4g}, the norm of its gradient {report.gradient_norm:.4g}"
+    symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
     if everyone:
         micro_batch, replica, cell, layer = min(everyone, key=lambda place: place[:3])
         of_replica = f" of replica {replica}" if world.replicas > 1 else ""
         return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}"
-    losses = [(number, loss) for row in report.losses for number, loss in enumerate(row)]
+    losses = [(number, loss) for row in result.losses for number, loss in enumerate(row)]
     bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
     if bad is not None:
         return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}"

@@ -70,7 +70,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(assembly.pipeline)
-    journal.open(trainer.progress.step, assembly.pipeline)
+    journal.open(trainer.progress.step, assembly.pipeline.schedule, assembly.pipeline.cut.table)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     trainer.draw()
@@ -110,7 +110,7 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "evaluation": trainer.last_evaluation,
         "wall_seconds": now - started,
         "first_step_seconds": totals.first_step_at - started if totals.first_step_at else None,
-        **totals.figures(assembly.pipeline),
+        **totals.figures(assembly.pipeline.schedule, cut.table),
         "K": pipeline.K,
         "M": pipeline.M,
         "workers": world.workers,

@@ -9,8 +9,7 @@ from typing import Any
 
 from ..checkpoint.files import RunState
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.exchange import Exchange
-from ..distributed.world import World
+from ..distributed.step_message import StepMessage
 from ..metrics.metrics_file import json_safe
 from .update import Updater
 
@@ -21,6 +20,7 @@ class Saver:
 
     Attributes:
         run_dir: shared by all workers.
+        message: by which they meet.
         writer: of this worker; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers and learning rate schedule.
         state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
@@ -28,7 +28,7 @@ class Saver:
     """
 
     run_dir: Path
-    world: World
+    message: StepMessage
     writer: CheckpointWriter | None
     updater: Updater
     state: RunState
@@ -41,16 +41,12 @@ class Saver:
         """Returns the last complete checkpoint of this run, for messages."""
         return str(self._saved) if self._saved is not None else f"the newest in {self.run_dir / 'checkpoints'}, if any"
 
-    def fields(self) -> dict[str, int]:
-        """Returns the exchange's fields: the last step that each worker has written, plus one."""
-        return {"written": self.world.workers}
-
-    def begin(self, exchange: Exchange, progress: Mapping[str, Any], data_position: Any) -> None:
+    def begin(self, progress: Mapping[str, Any], data_position: Any) -> None:
         """Copies the worker's layers and writes them in the background, after the save before has ended.
 
         Where the layers of this step are saved already only the progress is replaced.
         """
-        self.finish(exchange)
+        self.finish()
         step = int(progress["step"])
         state = replace(
             self.state,
@@ -60,7 +56,7 @@ class Saver:
             scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
         )
         if step == self.saved_step:
-            if self.world.rank == 0 and self.writer is not None:
+            if self.message.world.rank == 0 and self.writer is not None:
                 self.writer.amend(step, state)
             return
         self.saved_step, self._pending = step, (step, state)
@@ -68,27 +64,27 @@ class Saver:
         if self.writer is not None:
             self.writer.begin(step, layers)
 
-    def report(self, exchange: Exchange) -> None:
-        """Writes into the exchange the last step that this worker has written."""
+    def tell(self) -> None:
+        """Tells the others, when they meet next, the last step that this worker has written."""
         if self.writer is not None:
-            exchange.own["written"][self.world.worker] = self.writer.finished_step + 1
+            self.message.write_saved(self.writer.finished_step)
 
-    def read(self, exchange: Exchange) -> None:
-        """Completes the checkpoint, on rank 0, once all workers have written."""
-        if self._pending is None or not bool((exchange.total["written"] == self._pending[0] + 1).all()):
+    def complete(self) -> None:
+        """Completes the checkpoint, on rank 0, once all workers have told that they have written it."""
+        if self._pending is None or not self.message.is_saved(self._pending[0]):
             return
-        step, state = self._pending
+        (step, state), world = self._pending, self.message.world
         self._pending = None
-        if self.world.rank == 0 and self.writer is not None:
-            self._saved = self.writer.commit(step, state, self.world.workers).path
+        if world.rank == 0 and self.writer is not None:
+            self._saved = self.writer.commit(step, state, world.workers).path
 
-    def finish(self, exchange: Exchange) -> None:
+    def finish(self) -> None:
         """Waits until the checkpoint that was begun is complete; every worker calls it at the same place."""
         if self._pending is not None:
             if self.writer is not None:
                 self.writer.wait()
-            self.report(exchange)
-            exchange.run()
-            self.read(exchange)
+            self.tell()
+            self.message.run()
+            self.complete()
         if self.writer is not None:
             self.writer.wait()

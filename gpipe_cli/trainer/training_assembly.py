@@ -14,7 +14,6 @@ from torch import nn
 from ..checkpoint.compatibility import require_compatible, vocabularies
 from ..checkpoint.files import CheckpointInfo, DamagedFile, RunState, advice, shorten
 from ..checkpoint.writer import CheckpointWriter, prepare_directory
-from ..distributed.exchange import Exchange
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
 from ..errors import ConfigurationError
@@ -24,11 +23,9 @@ from ..launch.context import Context
 from ..layers import own_name
 from ..metrics.journal import Notices
 from ..metrics.records import Progress
-from ..metrics.step_report import StepReporter
 from ..optim.average import WeightAverage
 from .assembly import Assembly, assemble_evaluator
 from .batches import TrainingBatches
-from .evaluator import evaluation_fields
 from .initial_weights import begin_with_weights
 from .loop import Trainer
 from .nonfinite import begin_scale
@@ -51,7 +48,7 @@ def assemble_training(
     Raises:
         ConfigurationError: something in the configuration that shows only now.
     """
-    settings, world, task = assembly.settings, assembly.world, assembly.task
+    settings = assembly.settings
     _check_steps(config, assembly, resumed)
     if resumed is None and settings.checkpoint.init_from is not None:
         begin_with_weights(assembly, journal)
@@ -60,12 +57,7 @@ def assemble_training(
         with context.where.doing("reading the checkpoint"):
             restore(config, assembly, updater, journal, resumed)
     saver = make_saver(context, config, assembly, updater, journal, resumed)
-    pipeline, layout = assembly.pipeline, assembly.layout
-    reporter = StepReporter(pipeline, layout.losses, layout.parameters, len(task.statistics))
-    fields = {**pipeline.codec.fields(), **reporter.fields(), **pipeline.unused.fields(), **saver.fields()}
-    fields |= evaluation_fields(world.replicas, task)
-    exchange = Exchange(fields, world.all_ranks)
-    if world.rank == 0:
+    if assembly.world.rank == 0:
         prepare_directory(context.run_dir, resumed)
     progress, position = Progress(), None
     if resumed is not None:
@@ -75,16 +67,14 @@ def assemble_training(
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
     for cell in assembly.cells:
         cell.guard_buffers()
-    pipeline.ties.spread()
+    assembly.pipeline.ties.spread()
     begin_scale(progress, settings.precision.loss_scale)
     return Trainer(
         assembly=assembly,
-        exchange=exchange,
-        batches=TrainingBatches(settings.trainer, pipeline, assembly.source, position, context.stop_requested),
+        batches=TrainingBatches(settings.trainer, assembly.pipeline, assembly.source, position, context.stop_requested),
         updater=updater,
-        evaluator=assemble_evaluator(assembly, exchange, context.stop_requested),
+        evaluator=assemble_evaluator(assembly, context.stop_requested),
         saver=saver,
-        reporter=reporter,
         journal=journal,
         progress=progress,
     )
@@ -168,7 +158,7 @@ def make_saver(
 ) -> Saver:
     """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
-    layers, run_dir, device = assembly.layout.layers, context.run_dir, world.device.type
+    layers, run_dir, device = assembly.layers, context.run_dir, world.device.type
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     state = RunState(
         configuration=config["settings"],
@@ -176,7 +166,7 @@ def make_saver(
         vocabularies=vocabularies(assembly.source) if world.rank == 0 else {},
     )
     saved_step = resumed.step if resumed is not None and resumed.run_dir.samefile(run_dir) else -1
-    return Saver(run_dir, world, writer, updater, state, saved_step)
+    return Saver(run_dir, assembly.pipeline.message, writer, updater, state, saved_step)
 
 
 def require_equal_replicas(pipeline: WorkerPipeline) -> None:

@@ -19,7 +19,6 @@ from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restor
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
 from ..launch.messenger import LOCAL
-from ..metrics.step_report import StepReport
 from ..optim.average import WeightAverage
 from ..optim.noise import SeededUpdates
 from ..pipeline.batchnorm import finish_batchnorm
@@ -30,6 +29,7 @@ from ..pipeline.gradients import (
     scale_gradients,
     squared_norms,
 )
+from ..pipeline.step import StepResult
 
 
 class Updater:
@@ -107,14 +107,14 @@ class Updater:
         """Returns the squared norm of each parameter's gradient."""
         return squared_norms(self._parameters)
 
-    def update(self, report: StepReport, updates_before: int) -> None:
+    def update(self, result: StepResult, updates_before: int) -> None:
         """Applies the gradients and clears them; only the learning rate moves on where something is not finite.
 
         Args:
             updates_before: number of updates so far, skipped ones not counted.
         """
-        if report.finite:
-            scale_gradients(self._parameters, clip_factor(report.gradient_norm, self._clip))
+        if result.finite:
+            scale_gradients(self._parameters, clip_factor(result.gradient_norm, self._clip))
             self._updates.step(updates_before)
             if self._shards is not None:
                 self._shards.spread()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,9 +26,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..difference import Gap
-from ..metrics.step_report import StepReport
 from ..pipeline.messages.grouping import as_tensors
-from ..position import Position
+from ..pipeline.step import StepResult
+from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 
@@ -206,7 +206,6 @@ class RunWatch:
 
     Args:
         assembly: of the worker.
-        where: the micro-batch that runs and its instruction, kept up to date by the engine.
         spill: where tensors of the model's size are written; replica 0 writes them.
 
     Attributes:
@@ -214,8 +213,8 @@ class RunWatch:
         record: of the last step, as long as it was active.
     """
 
-    def __init__(self, assembly: Assembly, where: Position, spill: Spill) -> None:
-        self._replica, self._where, self._spill = assembly.world.replica, where, spill
+    def __init__(self, assembly: Assembly, spill: Spill) -> None:
+        self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
         self._seen: Seen = defaultdict(dict)
         self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
@@ -257,8 +256,8 @@ class RunWatch:
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
     def _call(self, layer: int) -> tuple[Call, str]:
-        again = AGAIN if self._where.instruction == "recompute" else ""
-        return (self._replica, cast(int, self._where.micro_batch), layer), again
+        running = self._engine.running
+        return (self._replica, running.micro_batch, layer), AGAIN if running.op is Op.RECOMPUTE else ""
 
     def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
         def hook(module: nn.Module, inputs: Any) -> None:
@@ -301,7 +300,7 @@ class RunWatch:
                     self._seen[USED][layer[0], name] = float(used)
 
     @contextmanager
-    def _around_update(self, report: StepReport) -> Iterator[None]:
+    def _around_update(self, result: StepResult) -> Iterator[None]:
         """Writes the gradients before the update, whole and not yet clipped, and what is held after it."""
         assert self._trainer is not None
         number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
@@ -313,8 +312,8 @@ class RunWatch:
             self._spill.put(f"gradients {number}", layer[0], own)
         yield
         self.hold(f"held {number}")
-        losses = {(r, m): loss for r, row in enumerate(report.losses) for m, loss in enumerate(row)}
-        self.record = RecordedStep(report.loss, losses, report.gradient_norm, scale, self.take())
+        losses = {(r, m): loss for r, row in enumerate(result.losses) for m, loss in enumerate(row)}
+        self.record = RecordedStep(result.loss, losses, result.gradient_norm, scale, self.take())
 
 
 def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:

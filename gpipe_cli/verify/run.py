@@ -32,9 +32,9 @@ from ..factory.example import asks_for_example, with_example
 from ..factory.kept_comparison import ModuleReport, compare_with_module, given_by, is_traced
 from ..launch.context import Context
 from ..metrics.journal import Notices
-from ..metrics.step_report import peak_memory
 from ..micro_batch import MicroBatch
 from ..pipeline.engine import Engine
+from ..pipeline.meter import peak_memory
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import evaluation_batches, training_batches, wait_for_all
@@ -136,7 +136,7 @@ class Verification:
         self._spill = Spill(context.run_dir / "verify")
         task, notices = build_task(settings.task, settings.seed), Notices(context.emit, world.rank == 0)
         self._assembly = assemble_model(context, self._settings, world, task, notices)
-        self._watch = RunWatch(self._assembly, context.where, self._spill)
+        self._watch = RunWatch(self._assembly, self._spill)
         self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: dict[int, dict[str, Quantity]] = {}
         self._loss = math.nan  # of the last step
@@ -193,8 +193,8 @@ class Verification:
     def _resume(self, trainer: Trainer) -> Trainer:
         """Saves a checkpoint, makes every weight wrong, and continues from the checkpoint as a resumed run does."""
         position = trainer.batches.position
-        trainer.saver.begin(trainer.exchange, dataclasses.asdict(trainer.progress), position)
-        trainer.saver.finish(trainer.exchange)
+        trainer.saver.begin(dataclasses.asdict(trainer.progress), position)
+        trainer.saver.finish()
         self._watch.forget()
         wait_for_all(self._world)
         return self._trainer(latest(self._context.run_dir)[0])
@@ -290,7 +290,7 @@ class Verification:
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
-    settings, cut, names = assembly.settings, assembly.pipeline.cut, list(assembly.layout.layers)
+    settings, cut, names = assembly.settings, assembly.pipeline.cut, list(assembly.layers)
     owners = {
         (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
         for index, tied in enumerate(cut.ties)
@@ -315,6 +315,6 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 def _backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
     last = len(assembly.pipeline.cut.placement) - 1
-    instructions = assembly.pipeline.training_lists(micro_batches)[assembly.pipeline.cut.placement[last]]
+    instructions = assembly.pipeline.schedule.lists(micro_batches)[assembly.pipeline.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_cli.config import SamplingSettings
 from gpipe_cli.decoding.beam import Hypothesis
 from gpipe_cli.decoding.sampling import ContinuationForm, Prompt, Sampling
-from gpipe_cli.distributed.batch_plan import BatchShape
+from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.cell import BuiltLayer, build_layer
 

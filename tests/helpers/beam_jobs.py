@@ -12,8 +12,8 @@ from torch import Tensor
 from gpipe_cli.decoding.beam import Hypothesis
 from gpipe_cli.decoding.decoding import Decoder, DecodingForm
 from gpipe_cli.decoding.translation import SpecialTokens, TranslationForm
-from gpipe_cli.distributed.batch_plan import BatchShape
 from gpipe_cli.distributed.pipeline import WorkerPipeline
+from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder

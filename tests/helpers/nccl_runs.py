@@ -25,13 +25,14 @@ from nccl_rules import Call
 from torch import Tensor, nn
 
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.distributed.batch_plan import BatchPlan, BatchShape
 from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.pipeline import MiniBatch, WorkerPipeline
+from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.cut import Cut
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
+from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import COMPUTE, Op
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
@@ -187,7 +188,7 @@ class Run:
         updater = Updater(pipeline, optimizer, schedule, None, None)
         exchange = Exchange({"report": 1}, pipeline.world.all_ranks)
         report: Any = SimpleNamespace(finite=True, gradient_norm=1.0)
-        plan = BatchPlan(((),) * self.M, 1.0, self.M, False, self.M)
+        plan = StepPlan(((),) * self.M, 1.0, self.M, self.M)
         micro_batches = [((torch.ones(1, 2),), (torch.ones(1, 2),))] * self.M if pipeline.world.reads_data else None
         pipeline.ties.spread()
         exchange.run()

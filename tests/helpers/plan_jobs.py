@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_cli.config import Settings
-from gpipe_cli.distributed.batch_plan import BatchShape
 from gpipe_cli.distributed.pipeline import WorkerPipeline
+from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World, join_world
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch, with_example
@@ -54,7 +54,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     whole = WorkerPipeline(builders, cut, pipeline, task, shape, world, settings.seed, autocast, between)
     cells, ties, engine = whole.cells, whole.ties, whole.engine
     ties.spread()
-    instructions = whole.training_lists(pipeline.M)[world.worker]
+    instructions = whole.schedule.lists(pipeline.M)[world.worker]
     plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
     engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)

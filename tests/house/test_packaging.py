@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "partition": {"pipeline", "schedule"},
     "checkpoint": {"data", "pipeline"},
     "optim": {"checkpoint", "pipeline"},
-    "metrics": {"data", "distributed", "pipeline", "schedule", "tasks"},
+    "metrics": {"data", "pipeline", "schedule", "tasks"},
     "decoding": {"data", "distributed", "metrics", "pipeline", "schedule", "tasks"},
     "factory": {"data", "distributed", "models", "partition", "pipeline", "schedule", "tasks"},
     "trainer": {

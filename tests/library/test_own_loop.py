@@ -16,8 +16,8 @@ from run_files import losses as losses_of
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.distributed.batch_plan import BatchPlanCodec, BatchShape
-from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.step_message import BatchShape, PlanMessage
+from gpipe_cli.distributed.world import World
 from gpipe_cli.pipeline.cell import LayerFailed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -112,8 +112,8 @@ def test_what_a_message_could_not_follow_is_refused_by_name_at_every_k(K: int, c
 
 def test_targets_of_another_type_are_a_form_of_their_own() -> None:
     hard, soft = torch.tensor([0, 1]), torch.tensor([0.4, 0.6])
-    codec = BatchPlanCodec(BatchShape((2,), (1,)), 2, 0, 1)
-    exchange = Exchange(codec.fields(), None)
-    codec.write(exchange, [((torch.ones(2, 2),), (targets,)) for targets in (hard, soft)], [2, 2])
-    exchange.run()
-    assert len(set(codec.read(exchange, "train").signatures)) == 2
+    cpu = torch.device("cpu")
+    message = PlanMessage(World(0, 1, 1, cpu, cpu, None, None, None), BatchShape((2,), (1,)), 2)
+    message.write_plan([((torch.ones(2, 2),), (targets,)) for targets in (hard, soft)], [2, 2])
+    message.run()
+    assert len(set(message.read_plan("train").signatures)) == 2

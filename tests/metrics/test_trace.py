@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,15 +16,16 @@ from inline_run import train_inline
 from run_files import rows
 from schedule_rules import scheduled
 
-from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.step_message import BatchShape, StepMessage
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
-from gpipe_cli.metrics.step_report import StepReport, StepReporter
 from gpipe_cli.metrics.trace import on_one_clock
 from gpipe_cli.pipeline.meter import Meter
+from gpipe_cli.pipeline.step import StepResult
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.simulate import Span
+from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 CPU = torch.device("cpu")
 PRELOAD = ("torch", "torch.distributed")
@@ -136,38 +136,29 @@ def spans(*texts: str) -> list[Span]:
     return [Span(Instruction.parse(name), float(start), float(end)) for name, start, end in words]
 
 
-def report_of(workers: list[tuple[float, float, list[Span]]]) -> StepReport:
-    """Returns the report of workers with one cell each, given as (begin, end, spans) of the step.
+def result_of(workers: list[tuple[float, float, list[Span]]]) -> StepResult:
+    """Returns the result of workers with one cell each, given as (begin, end, spans) of the step.
 
     The exchange before the step ended at 0.
     """
-    exchange = None
-    for rank, (began, ended, recorded) in enumerate(workers):
+    worlds = [World(rank, len(workers), 1, CPU, CPU, None, None, None) for rank in range(len(workers))]
+    message = StepMessage(worlds[0], BatchShape((), ()), 1, len(workers), [-1], {}, [], 1, LossFunctionTask(len))
+    message.ended_at = 0.0
+    for message.world, (began, ended, recorded) in zip(worlds, workers, strict=True):
         meter = Meter(CPU)
         meter.began, meter.spans = began, recorded
-        pipeline: Any = SimpleNamespace(
-            world=World(rank, len(workers), 1, CPU, CPU, None, None, None),
-            engine=SimpleNamespace(meter=meter),
-            codec=SimpleNamespace(M=1),
-            placement=range(len(workers)),
-        )
-        reporter = StepReporter(pipeline, [-1], 0, 0)
-        if exchange is None:
-            exchange = Exchange(reporter.fields(), None)
-            exchange.ended_at = 0.0
-        reporter.write_times(exchange, {}, ended - began, 0.0)
-    assert exchange is not None
-    exchange.run()
-    return reporter.read(exchange, 1.0)
+        message.write_times(meter, {}, ended - began, 0.0)
+    message.run()
+    return message.read_result(1.0)
 
 
 def test_waiting_is_told_by_neighbour() -> None:
     middle = spans("ra1.0 0 2", "F1.0 2 3", "sa1.0 3 3.5", "rg1.0 3.5 6", "B1.0 6 8", "sg1.0 8 8.25")
-    report = report_of([(0.0, 10.0, spans("F0.0 0 2", "B0.0 8 10")), (0.0, 8.25, middle)])
-    cell = report.cells[1]
+    result = result_of([(0.0, 10.0, spans("F0.0 0 2", "B0.0 8 10")), (0.0, 8.25, middle)])
+    cell = result.cells[1]
     assert (cell["waiting_for_activation"], cell["waiting_for_gradient"], cell["waiting"]) == (2.0, 2.5, 4.5)
     assert (cell["forward"], cell["backward"], cell["sending"]) == (1.0, 2.0, 0.75)
-    assert report.bubble == pytest.approx(1 - (4 + 3) / (2 * 10))
+    assert result.bubble == pytest.approx(1 - (4 + 3) / (2 * 10))
 
 
 def test_a_gpu_behind_its_host_tells_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +189,8 @@ class GpuMoment:
 def test_what_rank_0_does_between_steps_is_no_bubble() -> None:
     """Worker 1 is ready at once and waits, while rank 0 draws pictures until 5; the step itself takes 10."""
     first, second = spans("F0.0 5 8", "B0.0 12 15"), spans("ra1.0 0 8", "F1.0 8 10", "B1.0 10 12")
-    report = report_of([(5.0, 15.0, first), (0.0, 12.0, second)])
-    assert report.bubble == pytest.approx(1 - (6 + 4) / (2 * 10))
+    result = result_of([(5.0, 15.0, first), (0.0, 12.0, second)])
+    assert result.bubble == pytest.approx(1 - (6 + 4) / (2 * 10))
 
 
 # -- clocks --------------------------------------------------------------------------------------------------------

@@ -13,8 +13,11 @@ from processes import command, succeeded
 
 from benchmarks.planted_faults import verified
 from gpipe_cli import Pipeline
-from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.step_message import BatchShape, StepMessage
 from gpipe_cli.distributed.unused import UnusedParameters
+from gpipe_cli.distributed.world import World
+from gpipe_cli.pipeline.engine import StepRecord
+from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
 WORDS = (*own_model.WORDS, DECAY, "trainer.steps=4", "seed=0")
@@ -63,11 +66,12 @@ def test_a_digit_for_each_parameter_counts_its_users_to_the_last() -> None:
     own = {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
     for number, parameter in enumerate(own.values()):
         parameter.grad = torch.ones(1) if number % 3 else None
-    unused = UnusedParameters({name: place for place, name in enumerate(names)}, own, most=3)
-    exchange = Exchange(unused.fields(), None)
+    unused, cpu = UnusedParameters(own), torch.device("cpu")
+    places, world = {name: place for place, name in enumerate(names)}, World(0, 1, 1, cpu, cpu, None, None, None)
+    message = StepMessage(world, BatchShape((), ()), 1, 1, [-1], places, names, 3, LossFunctionTask(len))
     unused.fill(own.values())
     unused.owners = ["p0", "p0", "p0"]
-    unused.write(exchange)
-    exchange.run()
-    unused.clear(exchange)
+    message.write_result(StepRecord(), torch.zeros(200, dtype=torch.float64), unused.used())
+    message.run()
+    unused.clear(message.read_used)
     assert [p.grad is None for p in own.values()] == [number > 0 and number % 3 == 0 for number in range(200)]

@@ -16,7 +16,6 @@ from run_files import losses, rows
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
@@ -107,16 +106,16 @@ def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_path: Path) -> None:
     words = ("pipeline.M=8", "trainer.gradient_clip=0.5", "pipeline.schedule=1f1b", f"optimizer={optimizer}")
-    announce, queued = TrainingBatches.announce, list[bool]()
+    offer, queued = TrainingBatches.offer, list[bool]()
 
-    def noting(batches: TrainingBatches, exchange: Exchange) -> None:
+    def noting(batches: TrainingBatches) -> None:
         queued.append(any(stream.queue for stream in QUEUES.streams))
-        announce(batches, exchange)
+        offer(batches)
 
-    with patch.object(TrainingBatches, "announce", noting):
+    with patch.object(TrainingBatches, "offer", noting):
         three, two = (waits_of_steps(tmp_path, steps, *words) for steps in (3, 2))
     # One step more: losses, the task's statistics and the gradients' norms, in one copy.
-    assert three - two == {"aten::_to_copy in metrics/step_report.py:write_results": 1}
+    assert three - two == {"aten::_to_copy in distributed/step_message.py:write_result": 1}
     assert {wait: n for wait, n in two.items() if "evaluator" in wait} == {
         "aten::_to_copy in trainer/evaluator.py:_score": 1,
         "tolist in trainer/evaluator.py:_mistakes": 1,

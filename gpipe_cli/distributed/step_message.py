@@ -1,0 +1,256 @@
+"""Lays out the vector that all workers add up (`Exchange`): the plan of the step that begins, the result of the last.
+
+Each worker writes what it alone knows, all meet, and every worker reads the whole. Nobody else knows a field of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..micro_batch import MicroBatch
+from ..pipeline.engine import StepRecord
+from ..pipeline.meter import KINDS_OF_TIME, PHASES, TIME_OF, WORKER_NUMBERS, Meter, peak_memory
+from ..pipeline.step import StepPlan, StepResult
+from ..schedule.instruction import COMPUTE
+from ..tasks.base import Task
+from .exchange import Exchange, StopRequested
+from .world import World
+
+STOPS = ("request", "time limit", "epochs")
+FLAGS = (*STOPS, "failed", "newly trained")
+_BITS = 52  # of a float64 that add up exactly
+_TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Holds the number of dimensions of each input and each target of a micro-batch."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch) -> BatchShape:
+        inputs, targets = micro_batch
+        return cls(tuple(t.dim() for t in inputs), tuple(t.dim() for t in targets))
+
+    @property
+    def sizes(self) -> int:
+        """Returns how many integers the shapes and types of one micro-batch have together."""
+        return sum(dimensions + 1 for side in (self.inputs, self.targets) for dimensions in side)
+
+
+class PlanMessage(Exchange):
+    """Tells all workers what mini-batch comes next, and flags: why to stop, whether a worker has failed.
+
+    Args:
+        world: the workers.
+        shape: of every micro-batch of the run.
+        M: the most micro-batches that a mini-batch has in one replica.
+        more: sizes of further fields, by name.
+    """
+
+    def __init__(self, world: World, shape: BatchShape, M: int, more: Mapping[str, int] = MappingProxyType({})) -> None:
+        self.world, self._shape, self._M = world, shape, M
+        plan = {"micro_batches": 1, "weights": M, "shapes": M * shape.sizes}
+        fields = {name: world.replicas * size for name, size in plan.items()}
+        super().__init__({**fields, "flags": len(FLAGS), **more}, world.all_ranks)
+
+    def _mine(self, field: str, *shape: int) -> Tensor:
+        """Returns this replica's slots of a field."""
+        return self.own[field].view(self.world.replicas, *shape)[self.world.replica]
+
+    def write_plan(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> None:
+        """Writes this replica's next mini-batch; no micro-batches after its last.
+
+        Raises:
+            ValueError: a tensor has another number of dimensions than in the first mini-batch.
+        """
+        self._mine("micro_batches", 1)[0] = len(micro_batches)
+        if not micro_batches:
+            return
+        shapes = [tuple(tuple(map(_shape_and_type, side)) for side in micro_batch) for micro_batch in micro_batches]
+        sizes = {one: [size for side in one for shape in side for size in shape] for one in set(shapes)}
+        for one in sizes:
+            if (found := BatchShape(*(tuple(len(row) - 1 for row in side) for side in one))) != self._shape:
+                raise ValueError(
+                    f"the data changed its form: {found} after {self._shape}; all micro-batches "
+                    "must have as many tensors, of as many dimensions, as the first"
+                )
+        rows = torch.tensor([sizes[one] for one in shapes], dtype=torch.float64)
+        self._mine("weights", self._M)[: len(rows)] = torch.tensor(weights, dtype=torch.float64)
+        self._mine("shapes", self._M, self._shape.sizes)[: len(rows)] = rows
+
+    def read_plan(self, kind: str) -> StepPlan:
+        """Returns the plan that all know now; ``kind`` (train, evaluate, …) becomes part of the signatures."""
+        counts = [int(n) for n in self.total["micro_batches"].tolist()]
+        shapes = self.total["shapes"].long().view(self.world.replicas, self._M, -1)  # zeros where nothing is used
+        weights: list[float] = self.total["weights"].tolist()
+        replica, raised = self.world.replica, self.flags
+        own = shapes[replica, : counts[replica]].tolist()
+        return StepPlan(
+            signatures=tuple((kind, *row) for row in own),
+            total_weight=sum(weights),
+            total_micro_batches=sum(counts),
+            examples=int(shapes[..., 0].sum()),
+            empty=frozenset(number for number in range(len(own)) if not weights[replica * self._M + number]),
+            stop=next((stop for stop in STOPS if stop in raised), "" if all(counts) else "end of data"),
+        )
+
+    def write_flag(self, flag: str, raised: bool) -> None:
+        """Writes whether this worker raises one of `FLAGS`."""
+        self.own["flags"][FLAGS.index(flag)] = raised
+
+    @property
+    def flags(self) -> set[str]:
+        """Returns those that a worker has raised."""
+        return {flag for flag, workers in zip(FLAGS, self.total["flags"].tolist(), strict=True) if workers}
+
+    def run_unless_stopped(self, stop_requested: Callable[[], bool]) -> None:
+        """Meets the others, unless one was asked to stop.
+
+        Raises:
+            StopRequested: on every worker, when at least one was.
+        """
+        self.write_flag("request", stop_requested())
+        self.run()
+        if "request" in self.flags:
+            raise StopRequested
+
+
+class StepMessage(PlanMessage):
+    """Tells all workers the results of a training step, too, and those of evaluations.
+
+    Args:
+        world, shape, M: as of `PlanMessage`.
+        K: cells.
+        losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
+        places: of all parameters of the model, by full name.
+        own: the names of this worker's parameters.
+        most_uses: of a parameter by layers.
+        task: has statistics and metrics.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        shape: BatchShape,
+        M: int,
+        K: int,
+        losses: Sequence[int],
+        places: Mapping[str, int],
+        own: Iterable[str],
+        most_uses: int,
+        task: Task,
+    ) -> None:
+        self._losses, self._places = losses, places
+        self._own_places = torch.tensor([places[name] for name in own], dtype=torch.int64)
+        # A parameter has a digit that counts its users; a number has as many digits as add up exactly.
+        self._base = world.replicas * most_uses + 1
+        digits = int(_BITS / math.log2(self._base))
+        self._powers = torch.tensor([self._base**digit for digit in range(digits)])
+        self._of_losses, self._of_cells = (len(losses), M), (K, len(KINDS_OF_TIME))
+        of_replica = {
+            "losses": math.prod(self._of_losses),
+            "statistics": len(task.statistics),
+            "metrics": len(task.metrics),
+            "cell_seconds": math.prod(self._of_cells),
+        }
+        more = {name: world.replicas * size for name, size in of_replica.items()}
+        more |= {"squared_norms": len(places), "used": -(-len(places) // digits)}
+        more |= {"worker_numbers": world.size * len(WORKER_NUMBERS), "written": world.workers}
+        super().__init__(world, shape, M, more)
+
+    def write_result(self, record: StepRecord, squares: Tensor, used: Iterable[str]) -> None:
+        """Writes losses, statistics and squared gradient norms, which come from the device in one copy.
+
+        Args:
+            record: each (layer, micro-batch) is on one worker of the replica.
+            squares: of the norms of this worker's gradients, in their order; none where nobody asks for the norm.
+            used: names of the parameters that this worker has used, one for each use.
+        """
+        losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
+        statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
+        together = [losses, statistics, squares]
+        numbers = torch.split(torch.cat(together).cpu(), [len(part) for part in together])
+        places = [self._losses.index(layer) * self._M + micro_batch for layer, micro_batch in record.losses]
+        self._mine("losses", -1)[places] = numbers[0]
+        if record.statistics is not None:
+            self._mine("statistics", -1)[:] = numbers[1]
+        if self.world.replica == 0 and len(squares):  # the gradients of the others are the same
+            self.own["squared_norms"][self._own_places] = numbers[2]
+        counts = [0] * (self.own["used"].numel() * len(self._powers))
+        for name in used:
+            counts[self._places[name]] += 1
+        self.own["used"][:] = (torch.tensor(counts).view(-1, len(self._powers)) * self._powers).sum(1)
+
+    def write_times(self, meter: Meter, phases: Mapping[str, float], span: float, waited_for_data: float) -> None:
+        """Writes this worker's times and its peak memory.
+
+        Args:
+            phases, span: result of `Meter.read_step`.
+        """
+        cells, busy = [[0.0] * len(KINDS_OF_TIME) for _ in range(self._of_cells[0])], 0.0
+        for (op, cell), spent in meter.seconds().items():
+            busy += spent if op in COMPUTE else 0.0
+            cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
+        self._mine("cell_seconds", *self._of_cells)[:] = torch.tensor(cells, dtype=torch.float64)
+        between = {**dict.fromkeys(PHASES, 0.0), **phases}
+        late, memory = meter.began - self.ended_at, peak_memory(self.world.device)
+        row = [late, span, busy, waited_for_data, memory, *between.values()]
+        self.own["worker_numbers"].view(self.world.size, -1)[self.world.rank] = torch.tensor(row, dtype=torch.float64)
+
+    def read_result(self, total_weight: float) -> StepResult:
+        """Returns the step's result; sums in the same order for every K."""
+        replicas, K = self.world.replicas, self._of_cells[0]
+        first, *others = self.total["losses"].view(replicas, *self._of_losses).unbind(1)
+        losses = sum(others, first).tolist()
+        workers = self.total["worker_numbers"].view(self.world.size, -1).T
+        late, span_of_each, busy, *_ = workers
+        began = float(late[:: self.world.workers].max())  # those who read the data
+        span = (float((late + span_of_each).max()) - began) * self.world.size
+        seconds = self.total["cell_seconds"].view(replicas, K, -1).mean(0).tolist()
+        cells = [dict(zip(KINDS_OF_TIME, cell, strict=True)) for cell in seconds]
+        for cell in cells:
+            cell["waiting"] = cell["waiting_for_activation"] + cell["waiting_for_gradient"]
+        return StepResult(
+            loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
+            losses=losses,
+            gradient_norm=math.sqrt(sum(self.total["squared_norms"].tolist())),
+            statistics=self.total["statistics"].view(replicas, -1).sum(0).tolist(),
+            bubble=max(0.0, 1 - float(busy.sum()) / span) if span else 0.0,
+            cells=cells,
+            numbers=dict(zip(WORKER_NUMBERS, workers.tolist(), strict=True)),
+        )
+
+    def read_used(self) -> set[str]:
+        """Returns the names of the parameters that a worker has used in the step."""
+        digits = (self.total["used"].long()[:, None] // self._powers % self._base).flatten().tolist()
+        return {name for name, place in self._places.items() if digits[place]}
+
+    def write_saved(self, step: int) -> None:
+        """Writes the last step whose files of this worker are on disk, −1 for none."""
+        self.own["written"][self.world.worker] = step + 1
+
+    def is_saved(self, step: int) -> bool:
+        """Returns whether all workers have written this step."""
+        return bool((self.total["written"] == step + 1).all())
+
+    def write_metrics(self, sums: Tensor) -> None:
+        """Writes this worker's sums of the task's metrics; only the last cell's has some."""
+        self._mine("metrics", -1)[:] = sums
+
+    def read_metrics(self) -> list[float]:
+        """Returns the sums over all replicas."""
+        sums: list[float] = self.total["metrics"].view(self.world.replicas, -1).sum(0).tolist()
+        return sums
+
+
+def _shape_and_type(tensor: Tensor) -> tuple[int, ...]:
+    return (*tensor.shape, _TYPES.index(tensor.dtype))
