@@ -74,7 +74,6 @@ class WorkerPipeline:
         schedule: of a training step.
         message: by which all workers meet.
         shape, M: of every micro-batch; the most micro-batches in flight.
-        places: of all parameters of the model, in layer order, by full name.
         unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
         forwards: run since the last step, or since an evaluation began; noise in evaluation depends on it.
@@ -107,11 +106,11 @@ class WorkerPipeline:
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
         own = {name: parameter for cell in self.cells for name, parameter in cell.parameters()}
         cells = sorted(world.gather_from_workers(map(_names_and_losses, self.cells)))
-        self.places = {name: place for place, name in enumerate(name for _, names, _ in cells for name in names)}
+        places = {name: place for place, name in enumerate(name for _, names, _ in cells for name in names)}
         losses = [*(layer for _, _, layers in cells for layer in layers), TASK]
         self.unused = UnusedParameters(own)
         K, most_uses = len(cut.placement), self.ties.most_uses
-        self.message = StepMessage(world, shape, config.M, K, losses, self.places, own, most_uses, task)
+        self.message = StepMessage(world, shape, config.M, K, losses, places, own, most_uses, task)
         self.steps_done = self.forwards = 0
 
     @property

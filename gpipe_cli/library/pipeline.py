@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
 
@@ -157,10 +156,9 @@ class Pipeline(WorkerPipeline):
 
         The norm has the same bits for every K.
         """
-        names = [name for cell in self.cells for name, _ in cell.parameters()]
-        squares = zip(names, squared_norms(self.parameters()).tolist(), strict=True)
-        everyone = {name: square for own in self.world.all_gather([*squares]) for name, square in own}
-        norm = sqrt(sum(everyone[name] for name in sorted(everyone, key=self.places.__getitem__)))
+        self.message.write_result(StepRecord(), squared_norms(self.parameters()), ())
+        self.message.run()
+        norm = self.message.read_result(total_weight=0.0).gradient_norm
         scale_gradients(self.parameters(), clip_factor(norm, max_norm))
         return norm
 
