@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from gpipe_cli.factory.build import build_task
 from gpipe_cli.json_files import read_rows
 from gpipe_cli.metrics.journal import Journal
 from gpipe_cli.metrics.metrics_file import MetricsFile
+from gpipe_cli.schedule.schedule import StepSchedule
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
@@ -40,8 +40,8 @@ def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, p
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
     events: list[dict[str, Any]] = []
     settings = checked("logging.tensorboard=false").settings
-    pipeline: Any = SimpleNamespace(cut=SimpleNamespace(table=[]))
-    Journal(tmp_path, events.append, settings, build_task(settings.task)).open(2, pipeline)
+    journal = Journal(tmp_path, events.append, settings, build_task(settings.task))
+    journal.open(2, StepSchedule("gpipe", [0], "never"), [])
     warnings = [event["text"] for event in events if event["kind"] == "warning"]
     assert warnings == [f"{tmp_path}/metrics.jsonl: damaged and skipped: line {place + 1}"]
     kept, _ = read_rows(tmp_path / "metrics.jsonl")
