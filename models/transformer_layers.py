@@ -122,16 +122,20 @@ class SelfAttention(Attention):
     ) -> None:
         super().__init__(d_model, A, dropout, attention_dropout)
         self.query_key_value = Projection(d_model, 3 * HEAD_WIDTH * A, matrices=3)
-        turns = frequencies_of(HEAD_WIDTH) if positions == "rotary" else None
-        self.register_buffer("frequencies", turns, persistent=False)
+        waves = frequencies_of(HEAD_WIDTH)
+        signed = torch.cat((-waves, waves)) if positions == "rotary" else None
+        self.register_buffer("frequencies", signed, persistent=False)
 
     def project(self, x: Tensor, first_position: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values [b, A, t, 64] of x [b, t, d], which stands at `first_position` and after."""
-        query, key, value = self.split_heads(self.query_key_value(self.norm(x)), 3)
-        if self.frequencies is not None:
-            angles = phases(self.frequencies, first_position, x.shape[1])
-            cosines, sines = torch.cat((angles, angles), 1).cos(), torch.cat((-angles, angles), 1).sin()
-            query, key = (turned(each, cosines, sines) for each in (query, key))
+        projected = self.query_key_value(self.norm(x))
+        if self.frequencies is None:
+            query, key, value = self.split_heads(projected, 3)
+            return query, key, value
+        batch, length, _ = x.shape
+        heads = projected.view(batch, length, 3, self.heads, HEAD_WIDTH).permute(2, 0, 3, 1, 4)
+        both, (value,) = heads.split((2, 1))
+        query, key = turned(both, phases(self.frequencies, first_position, length))
         return query, key, value
 
 
@@ -261,12 +265,13 @@ def phases(frequencies: Tensor, first_position: int, length: int) -> Tensor:
     return torch.outer(places, frequencies)
 
 
-def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Returns x [b, A, t, 64], each pair (x[i], x[i + 32]) turned by its angle; the left half of the sines is negative.
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Returns x [..., t, w] with each pair (x[i], x[i + w/2]) turned by an angle, in the type of x.
 
-    Computed in the angles' type, float32, and returned in that of x.
+    Args:
+        angles: [t, w], of float32; the left half has the signs of the right half reversed.
     """
-    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines).to(x.dtype)
+    return torch.addcmul(x * angles.cos(), x.roll(x.shape[-1] // 2, -1), angles.sin()).to(x.dtype)
 
 
 def depth_scale(layers: int, exponent: float) -> float:

@@ -22,6 +22,7 @@ STEPS = 12
 # debug=tiny makes them small; what is drawn at random (dropout, drop path) is on in all of them.
 MODELS = {
     "transformer": [
+        "model.positions=sinusoids",
         "model.dropout=0.1",
         "model.input_dropout=0.1",
         "model.attention_dropout=0.1",

@@ -19,17 +19,9 @@ from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.optim.muon import Muon, orthogonal
 
 JOB = (
-    *(
-        "debug=tiny",
-        "model.tie_embeddings=true",
-        "model.dropout=0.1",
-        "model.positions=rotary",
-        "optimizer=muon",
-        "task.generation=null",
-        "lr_schedule=constant",
-    ),
-    *("optimizer.groups=[{match: '*.bias', lr_factor: 2}, {match: encoder.0.*, frozen: true}]", "pipeline.workers=1"),
-    "pipeline.schedule=1f1b",
+    *["debug=tiny", "model.tie_embeddings=true", "model.dropout=0.1", "model.positions=rotary", "optimizer=muon"],
+    "optimizer.groups=[{match: '*.bias', lr_factor: 2}, {match: encoder.0.*, frozen: true}]",
+    *["task.generation=null", "lr_schedule=constant", "pipeline.workers=1", "pipeline.schedule=1f1b"],
 )
 
 

@@ -127,7 +127,7 @@ def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_p
 @pytest.mark.parametrize(
     ("model", "most"),
     [
-        ("model=transformer optimizer=adam pipeline.K=13 task.generation=null", 2_050),
+        ("model=transformer optimizer=adam pipeline.K=13 task.generation=null", 2_450),
         ("model=amoebanet pipeline.K=4", 11_300),
     ],
 )
