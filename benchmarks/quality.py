@@ -32,7 +32,7 @@ from gpipe_cli.svg import Curve, plot, running_means
 
 JOBS = {
     "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),
-    "transformer_lm_small": ("model=transformer_lm_small",),
+    "transformer_lm_small": ("model=transformer_lm_small", "pipeline.workers=1"),
     "amoebanet": ("model=amoebanet",),
 }
 RATES = {"transformer": 4e-3, "transformer_lm_small": 4e-3, "amoebanet": 3e-3}  # of AdamW in the plain loop
