@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ PRECISIONS = Path(next(iter(gpipe_cli.conf.__path__))) / "precision"
 TO_PLAN = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "model.H=4096", "model.A=16")
 REAL_ATTENTION = (*TO_PLAN, "model.L=4", "data.sequence_length=512", "data.batch_size=16")
 REAL_CONVOLUTIONS = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
+REAL_CONVOLUTIONS += ("data.image_size=224", "data.batch_size=64")
 AT_ONCE = 4  # commands that share a GPU where only results matter
 
 
@@ -50,6 +52,10 @@ class Site(NamedTuple):
     @property
     def gpus(self) -> int:
         return torch.cuda.device_count() if self.device == "cuda" else 0
+
+    def workers(self, most: int) -> int:
+        """Returns how many workers a job has that runs on all GPUs, if its model has no more than ``most`` cells."""
+        return min(most, max(2, self.gpus))
 
     def run(self, command: str, words: Sequence[str], codes: Sequence[int] = (0,)) -> str:
         """Runs a command on this site's device, in its folder, and returns its output; see `run_command`."""
@@ -102,7 +108,7 @@ def exact(site: Site) -> Iterator[Row]:
         ("model=transformer", "pipeline.K=2", "pipeline.workers=2", "pipeline.replicas=2"),
     ]
     if site.gpus > 1:  # each worker its own GPU: NCCL; above, several may share one
-        cases += [("model=transformer", f"pipeline.K={site.gpus}", "pipeline.backend=nccl")]
+        cases += [("model=transformer", f"pipeline.K={site.workers(8)}", "pipeline.backend=nccl")]
 
     def verified(words: Sequence[str]) -> Row:
         more = ("verify.steps=1", "verify.later=3", "verify.format=json")
@@ -146,7 +152,7 @@ def _same_bits(site: Site, *words: str) -> Iterator[Row]:
 
 def commands(site: Site) -> Iterator[Row]:
     """Trains as a user types it, then evaluates and translates: over NCCL with a worker for each of several GPUs."""
-    first, workers = site.folder / "first", max(2, site.gpus)
+    first, workers = site.folder / "first", site.workers(8)
     small = f"gpipe_cli.commands.train {' '.join(SMALL)} model=transformer trainer.steps=4 pipeline.K={workers}"
     cases = [
         "gpipe_cli.commands.train model=transformer trainer.steps=20 trainer.evaluate_every=null",
@@ -154,22 +160,27 @@ def commands(site: Site) -> Iterator[Row]:
         f"{small} hydra.run.dir={first}",
         *(f"{small} {more}" for more in ("precision=bf16", "precision=fp16", "model.tie_embeddings=true")),
         f"{small} pipeline.K={max(1, workers // 2)} pipeline.replicas=2 pipeline.shard_optimizer=true",
-        *(f"gpipe_cli.commands.{command} {first}" for command in ("eval", "translate")),
     ]
-    for case in cases[1:2] if site.tiny else cases:
-        began, line = time.monotonic(), [sys.executable, "-m", *case.split(), f"pipeline.device={site.device}"]
+    answers = [f"gpipe_cli.commands.{command} {first}" for command in ("eval", "translate")]
+
+    def run(case: Sequence[str]) -> Row:
+        began, line = time.monotonic(), [sys.executable, "-m", *case, f"pipeline.device={site.device}"]
+        own = mkdtemp(dir=site.folder)  # names of run directories are seconds
         done = subprocess.run(
-            line, input="3 km\n", cwd=site.folder, env=environment(), capture_output=True, text=True, check=False
+            line, input="3 km\n", cwd=own, env=environment(), capture_output=True, text=True, check=False
         )
         why = cause_of(done.stdout + done.stderr) if done.returncode else ""
-        yield {"what": case, "ok": not done.returncode, "seconds": time.monotonic() - began, "why": why}
+        return {"what": " ".join(case), "ok": not done.returncode, "seconds": time.monotonic() - began, "why": why}
+
+    for each in [cases[1:2]] if site.tiny else [cases, answers]:
+        yield from site.side_by_side(run, [case.split() for case in each])
 
 
 def ends(site: Site) -> Iterator[Row]:
     """Kills a worker of a run that starts again by itself, and asks a run to stop; yields the seconds to the end."""
     for number, steps, code in ((signal.SIGKILL, 12, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
         folder = site.folder / number.name
-        with train(folder, max(2, site.gpus), steps, restarts=1) as run:
+        with train(folder, site.workers(7), steps, restarts=1) as run:
             while run.poll() is None and not step_directories(folder):
                 time.sleep(POLL_SECONDS)
             began = time.monotonic()

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..gpus import GPU, count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
+from ..launch.join import local_rank
 from ..launch.messenger import LOCAL
 from .exchange import all_gather_json, broadcast_json, gather_json
 
 NCCL2 = "ProcessGroupNCCL2"
 CPU = "cpu"  # the identity of a device that is not a GPU
-RANK_VARIABLES = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # of torchrun, and what holds without it
+GROUP_TIMEOUT = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -142,7 +143,9 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
     Args:
         group: of the processes, where the program has made one.
     """
-    rank, workers, place = (int(os.environ.get(name, default)) for name, default in RANK_VARIABLES.items())
+    rank, workers = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # A program that has chosen a GPU keeps it.
+    place = (torch.cuda.is_initialized() and torch.cuda.current_device()) or local_rank()
 
     def open_store() -> dist.Store:
         return cast(dist.Store, next(iter(dist.rendezvous("env://")))[0])
@@ -160,7 +163,8 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
         raise ConfigurationError("Pipeline.of(group=...): this process is none of the group; only its members call it")
     members = tuple(dist.get_process_group_ranks(group))
     # Groups of its own: messages of other pipelines, and the program's, are not taken for this one's.
-    new_group: Any = partial(dist.new_group, list(members), use_local_synchronization=workers < dist.get_world_size())
+    here = {"use_local_synchronization": workers < dist.get_world_size()}
+    new_group: Any = partial(dist.new_group, list(members), GROUP_TIMEOUT, **here)
     control: dist.ProcessGroup = new_group(backend="gloo")
     joined = _Joined(rank, workers, place, Path.cwd(), open_store, warn, lambda: False, control=control)
     chosen = choose_device(joined, device)
@@ -185,8 +189,7 @@ class _Joined(Context):
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:
-    patience = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=patience, backend=backend))
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend=backend))
 
 
 def nccl_kind() -> str:

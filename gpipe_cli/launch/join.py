@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import re
 import select
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 STORE_TIMEOUT_SECONDS = 300
 POLL_SECONDS = 2.0
 SETTLE_SECONDS = 5.0  # in which this rank may fail by itself and name a better cause
+SILENT_ROUNDS = 60  # of POLL_SECONDS, after which a rank or store on another machine counts as gone
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
 _FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
@@ -170,7 +172,8 @@ class PeerWatch:
 
     A rank that waits for a dead one inside a GPU's call runs none of Python's signal handlers: its launcher would kill
     it, but only when the time for an ordered end is over. The kernel reports the end of the two neighbours that run on
-    this machine; a key in the store tells all ranks.
+    this machine; those on another, which may vanish whole, count rounds in the store, as this rank does for them. A key
+    in the store tells all ranks. Silence is measured in rounds of this process, which may have been suspended too.
 
     Args:
         store: of this job alone.
@@ -180,16 +183,20 @@ class PeerWatch:
         self._store, self._rank = store, rank
         self._neighbours = {(rank + step) % world_size for step in (-1, 1)} - {rank}
         self._over = threading.Event()
+        self._silence = (
+            -math.inf
+        )  # rounds since the store has answered; none while it may let a late rank be waited for
 
     def __enter__(self) -> None:
         if self._neighbours and hasattr(os, "pidfd_open"):  # Linux
             self._store.set(f"process {self._rank}", f"{os.getpid()} {_process_space()}")
             threading.Thread(target=self._run, args=(self._store.clone(),), daemon=True).start()
+            threading.Thread(target=self._watch_store, daemon=True).start()
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._over.set()
         with suppress(RuntimeError):  # the store has ended
             self._store.set("gone" if kind else f"over {self._rank}", str(self._rank))
+        self._over.set()
 
     def _run(self, store: Store) -> None:
         """Waits for a death and ends this process; the store's own end is the death of the rank that served it."""
@@ -197,6 +204,17 @@ class PeerWatch:
             gone = self._wait_for_death(store)
         except RuntimeError:
             gone = "with the store"
+        self._end(gone)
+
+    def _watch_store(self) -> None:
+        """Ends this process when the store does not answer: its machine may have vanished."""
+        while self._silence <= SILENT_ROUNDS:
+            if self._over.wait(POLL_SECONDS):
+                return
+            self._silence += 1
+        self._end("with the store")
+
+    def _end(self, gone: str | None) -> None:
         if gone is not None and not self._over.wait(SETTLE_SECONDS):
             text = f"worker {gone} has ended, so worker {self._rank} ends too: it waits in a call that does not return"
             print(text, file=sys.stderr)
@@ -205,19 +223,29 @@ class PeerWatch:
     def _wait_for_death(self, store: Store) -> str | None:
         """Returns the rank that has died; None once this rank's job is over."""
         store.set_timeout(timedelta(seconds=GROUP_TIMEOUT_SECONDS))
-        ranks, ends = {}, select.poll()
+        ranks, ends, far = {}, select.poll(), dict[int, tuple[int, int]]()
         for rank in self._neighbours:
             process, space = store.get(f"process {rank}").decode().split(" ", 1)
             if space == _process_space():
                 with suppress(ProcessLookupError):  # died already: others will see it in the store, or in a message
                     ranks[descriptor := os.pidfd_open(int(process))] = rank
                     ends.register(descriptor, select.POLLIN)
+            else:
+                far[rank] = 0, 0  # its rounds, and those of this rank since the last
         while not self._over.is_set():
             for descriptor, _ in ends.poll(1000 * POLL_SECONDS):
                 ends.unregister(descriptor)
                 os.close(descriptor)
                 if not store.check([f"over {ranks[descriptor]}"]):
                     store.set("gone", str(ranks[descriptor]))
+            if far:
+                store.add(f"rounds {self._rank}", 1)
+            for rank, (before, silence) in far.items():
+                rounds = store.add(f"rounds {rank}", 0)
+                far[rank] = rounds, silence + 1 if rounds == before > 0 else 0
+                if silence == SILENT_ROUNDS and not store.check([f"over {rank}"]):
+                    store.set("gone", str(rank))
+            self._silence = 0
             if store.check(["gone"]):
                 return store.get("gone").decode()
         return None

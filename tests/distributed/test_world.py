@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,6 +108,16 @@ def test_ranks_of_a_machine_take_its_gpus_in_turn(ranks: Ranks, monkeypatch: pyt
     assert [choose_device(context, "auto").index for context in contexts] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("chosen", [0, 3])
+def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, installed=4, usable=4)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert world.join_torchrun("auto", "auto").device.index == (chosen or 1)
+
+
 def test_cuda_without_a_gpu_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, installed=0, usable=0)
     context = ranks.context(0, 1, HashStore())
@@ -146,6 +157,8 @@ def test_nccl_is_told_its_gpu_where_it_would_guess_it(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", str(int(newer)))
     monkeypatch.setattr(dist.Backend, "_plugins", {})  # torch registers "nccl" when it is first asked for
+    if not newer:  # nor has torch's wheel for CPUs, or an earlier release, the newer class
+        monkeypatch.delattr(dist.distributed_c10d, "ProcessGroupNCCL2", raising=False)
 
     def told(context: Context) -> list[Any]:
         """Returns the backend and the GPU with which a rank would make its process group."""
@@ -175,5 +188,8 @@ def test_every_group_waits_as_long_as_the_first_and_those_of_the_cpu_are_made_be
         monkeypatch.setattr(dist, "new_group", partial(dist.new_group, device_id=torch.device("cuda", 0)))
         group: Any = world._new_group(None, LOCAL)
         assert group._seconds == GROUP_TIMEOUT_SECONDS
+        with patch.object(dist, "new_group", wraps=dist.new_group) as made:  # those of a program's own group
+            world.join_torchrun("cpu", "auto", dist.group.WORLD)
+        assert [call.args[1].total_seconds() for call in made.call_args_list] == [GROUP_TIMEOUT_SECONDS]
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -397,6 +398,38 @@ def test_a_rank_that_dies_ends_those_that_wait_for_it_inside_a_device(command: A
     ended = [one.end() for one in [command("kill_beside_device", prefix=prefix) for prefix in prefixes]]
     assert ended[0][0] == 1
     assert "worker 1 has ended, so worker 0 ends too" in ended[0][1]
+
+
+BESIDE_ANOTHER_MACHINE = """
+import os, signal, sys, time
+from torch.distributed import TCPStore
+from gpipe_cli.launch import join
+rank, stopped, port = map(int, sys.argv[1:])
+join.POLL_SECONDS, join.SETTLE_SECONDS, join._process_space = 0.02, 0.0, lambda: f"machine {rank}"
+store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+with join.PeerWatch(store, rank, 2):
+    while min(store.add(f"rounds {each}", 0) for each in (0, 1)) < 3:
+        time.sleep(0.02)
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("stopped", "named"), [(1, "1"), (0, "with the store")])
+def test_a_machine_that_vanishes_ends_the_ranks_of_others(stopped: int, named: str) -> None:
+    """A stopped process is as silent: the kernel closes none of its connections."""
+    port = str(free_port())
+    words = [[sys.executable, "-c", BESIDE_ANOTHER_MACHINE, str(rank), str(stopped), port] for rank in (0, 1)]
+    both = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in words]
+    try:
+        said = both[1 - stopped].communicate(timeout=60)[1]
+    finally:
+        for each in both:
+            each.kill()
+            each.communicate()
+    assert both[1 - stopped].returncode == 1
+    assert f"worker {named} has ended, so worker {1 - stopped} ends too" in said
 
 
 @pytest.mark.slow

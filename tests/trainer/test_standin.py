@@ -29,10 +29,10 @@ def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a command where nvidia-smi lists so many of the devices, with more environment variables."""
     found = build(tmp_path_factory.mktemp("standin"))
 
-    def run(name: str, *words: str, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *words: str, code: int = 0, given: str = "", **more: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", f"gpipe_cli.commands.{name}", *words]
         environment = {**os.environ, **found, **{key: str(value) for key, value in more.items()}}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=environment, input=given, capture_output=True, text=True, check=False)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
@@ -73,7 +73,19 @@ def test_a_run_on_gpus_is_verified_resumed_and_evaluated(on_standin: Run, one: P
     again = tmp_path / "again"
     on_standin("train", *TINY, "trainer.steps=4", f"checkpoint.resume={one}", f"hydra.run.dir={again}", STANDIN_GPUS=2)
     assert [row["step"] for row in rows(again / "metrics.jsonl")] == [4]
-    on_standin("eval", str(one))
+    on_standin("eval", str(one), STANDIN_GPUS=2)
+
+
+def test_runs_answer_on_several_gpus_as_on_a_cpu(on_standin: Run, one: Path, tmp_path: Path) -> None:
+    model = str(tmp_path / "run")
+    on_standin("train", *TINY, "model=transformer_lm_small", f"hydra.run.dir={model}", STANDIN_GPUS=2)
+    for words in (("translate", str(one)), ("generate", model, "prompt=The", "length=5", "top_p=0.8")):
+        there, here = (
+            on_standin(*words, f"pipeline.device={device}", given="3 km\n", STANDIN_GPUS=2)
+            for device in ("auto", "cpu")
+        )
+        assert there.stdout == here.stdout != ""
+        assert "(2 GPUs)" in there.stdout + there.stderr
 
 
 def test_a_full_gpu_says_what_needs_less(on_standin: Run, tmp_path: Path) -> None:
