@@ -421,15 +421,14 @@ def test_a_machine_that_vanishes_ends_the_ranks_of_others(stopped: int, named: s
     """A stopped process is as silent: the kernel closes none of its connections."""
     port = str(free_port())
     words = [[sys.executable, "-c", BESIDE_ANOTHER_MACHINE, str(rank), str(stopped), port] for rank in (0, 1)]
-    both = [subprocess.Popen(each, stderr=subprocess.PIPE, text=True) for each in words]
+    silent = subprocess.Popen(words[stopped])
     try:
-        said = both[1 - stopped].communicate(timeout=60)[1]
+        ended = subprocess.run(words[1 - stopped], capture_output=True, text=True, timeout=60, check=False)
     finally:
-        for each in both:
-            each.kill()
-            each.communicate()
-    assert both[1 - stopped].returncode == 1
-    assert f"worker {named} has ended, so worker {1 - stopped} ends too" in said
+        silent.kill()
+        silent.wait()
+    assert ended.returncode == 1
+    assert f"worker {named} has ended, so worker {1 - stopped} ends too" in ended.stderr
 
 
 @pytest.mark.slow

@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from gpipe_cli.bench.workers import run_workers
-from gpipe_cli.pipeline.messages.boundary import (
-    ALIGNMENT,
-    BoundarySpec,
-    canonical,
-    canonical_gradient,
-    is_channels_last,
-    pack,
-    unpack,
-)
+from gpipe_cli.pipeline.messages import boundary
 
 
 @pytest.mark.parametrize("wire", ["shared memory", "gloo"])
@@ -29,11 +21,11 @@ def test_a_part_of_a_larger_tensor_is_aligned_alike_whether_it_is_sent_or_passed
     layout: torch.memory_format,
 ) -> None:
     """Matrix products on GPUs take other kernels for addresses that are no multiples of 256 bytes."""
-    assert ALIGNMENT % 256 == 0
+    assert boundary.ALIGNMENT % 256 == 0
     part = torch.randn(2, 3, 4, 5).contiguous(memory_format=layout)[1:]
     last = layout is torch.channels_last
-    spec = BoundarySpec.of((part, part))
-    sent = unpack(pack((part, part), spec, part.device), spec)
-    for tensor in (canonical(part), canonical_gradient(part, last), *sent):
-        assert torch.equal(tensor, part) and is_channels_last(tensor) == last
-        assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0
+    spec = boundary.BoundarySpec.of((part, part))
+    sent = boundary.unpack(boundary.pack((part, part), spec, part.device), spec)
+    for tensor in (boundary.canonical(part), boundary.canonical_gradient(part, last), *sent):
+        assert torch.equal(tensor, part) and boundary.is_channels_last(tensor) == last
+        assert tensor.storage_offset() * tensor.itemsize % boundary.ALIGNMENT == 0
