@@ -389,6 +389,8 @@ def compile_layer(module: nn.Module) -> bool:
     # same reason too many variants are an error: torch would go on without compiling.
     config.recompile_limit = config.accumulated_recompile_limit = MOST_VARIANTS
     config.fail_on_recompile_limit_hit = True
+    # Else Inductor times whether padding makes a product of matrices faster, and takes what was faster this time.
+    torch._inductor.config.deterministic |= torch.are_deterministic_algorithms_enabled()
     # The attribute, not the module: its hooks run around it, and the names of its parameters stay.
     layer: Any = module
     layer.forward = torch.compile(module.forward, dynamic=False)

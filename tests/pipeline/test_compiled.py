@@ -49,6 +49,16 @@ def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
     assert_same_bits(CASES)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_kernel_is_chosen_by_its_time_where_bits_are_promised(
+    deterministic: bool, traced: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with torch._inductor.config.patch(deterministic=False):  # type: ignore[attr-defined]  # made at its import
+        compile_layer(nn.Linear(3, 3))
+        assert torch._inductor.config.deterministic == deterministic
+
+
 def test_a_layer_runs_compiled_under_its_old_names(traced: None) -> None:
     seen: list[str] = []
 
