@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from statistics import median
 
@@ -27,7 +28,6 @@ from gpipe_cli.factory.groups import Groups
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.cut import cut_model
-from gpipe_cli.pipeline.cell import LayerFailed
 from gpipe_cli.pipeline.meter import peak_memory
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.position import Position
@@ -169,15 +169,10 @@ def measure(site: Site) -> Iterator[Row]:
     memory: dict[str, int] = {}
     update = 0.0
     for name, step in subject.steps.items():
-        try:
+        with suppress(torch.OutOfMemoryError):  # a layer's, too
             subject.timed(step)
             update = subject.timed(subject.update)  # the first one makes the optimizer's state
             memory[name] = subject.peak_of(step)
-        except (torch.OutOfMemoryError, LayerFailed) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
-                error.__cause__, torch.OutOfMemoryError
-            ):
-                raise
         if name not in memory:
             yield {"run": name, "why not": "does not fit"}
         if site.gpus:

@@ -118,21 +118,18 @@ def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pyte
     assert world.join_torchrun("auto", "auto").device.index == (chosen or 1)
 
 
-def test_cuda_without_a_gpu_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, installed=0, usable=0)
+@pytest.mark.parametrize("installed", [0, 8])
+def test_gpus_that_torch_cannot_use_are_not_passed_over(
+    installed: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(monkeypatch, installed=installed, usable=0)
     context = ranks.context(0, 1, HashStore())
-    assert choose_device(context, "auto") == torch.device("cpu")
-    with pytest.raises(ConfigurationError, match=r"=cuda: .* none of the 0 GPUs .*use pipeline\.device=cpu"):
-        choose_device(context, "cuda")
-
-
-def test_gpus_that_torch_cannot_use_are_not_passed_over(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, installed=8, usable=0)
-    context = ranks.context(0, 1, HashStore())
-    for device in ("auto", "cuda"):
-        with pytest.raises(ConfigurationError, match=f"pipeline.device={device}: .* the 8 GPUs .*NVIDIA driver"):
+    for device in ("cpu",) if installed else ("cpu", "auto"):
+        assert choose_device(context, device) == torch.device("cpu")
+    for device in ("auto", "cuda") if installed else ("cuda",):
+        said = rf"={device}: .* none of the {installed} GPUs .*NVIDIA driver .*use pipeline\.device=cpu"
+        with pytest.raises(ConfigurationError, match=said):
             choose_device(context, device)
-    assert choose_device(context, "cpu") == torch.device("cpu")
 
 
 def test_a_gpu_without_kernels_in_this_torch_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

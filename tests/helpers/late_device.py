@@ -22,20 +22,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-from inline_run import train_inline
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-from gpipe_cli.launch.context import Context
-from gpipe_cli.launch.supervisor import Job, launch
-from gpipe_cli.trainer.run import main
 
 NAME = "late"
 _setup_privateuseone_for_python_backend(NAME)
@@ -408,29 +402,3 @@ def runs_on(device: torch.device, identity: str, seed: int = 0) -> Iterator[None
     pinned = patch.object(Tensor, "pin_memory", pin_memory if device.type == NAME else Tensor.pin_memory)
     with chosen[0], chosen[1], pinned:
         yield
-
-
-# -- runs -----------------------------------------------------------------------------------------------------------
-
-
-def work(context: Context, config: dict[str, Any]) -> Any:
-    """Entry point of a worker on the device; each draws the order of its streams from a seed of its own."""
-    with runs_on(LATE, NAME, seed=context.rank):
-        return main(context, config)
-
-
-def train_late(run_dir: Path, workers: int, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Trains with so many workers on the device; returns the summary and all events."""
-    if workers == 1:
-        with runs_on(LATE, NAME):
-            return train_inline(run_dir, *words)
-    events: list[dict[str, Any]] = []
-    found: list[Any] = []
-
-    def as_processes(job: Job, on_event: Any) -> Any:
-        found.append(launch(Job(run_dir, workers, f"{__name__}:work", job.config), events.append))
-        return found[0]
-
-    with patch("inline_run.launch_inline", as_processes):
-        summary, _ = train_inline(run_dir, *words, f"pipeline.workers={workers}", "launch.inline=false")
-    return summary, events

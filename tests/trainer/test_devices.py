@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on, train_late
+from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on
 from own_model import WORDS
 from run_files import losses, rows
 from torch import Tensor
@@ -62,23 +62,14 @@ TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.ev
 def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
     small = (*SMALL, "trainer.steps=2")
     for K in (1, 2, 4):
-        train_late(tmp_path / str(K), 1, *small, *words, f"pipeline.K={K}")
+        with device_of_runs(NAME):
+            train_inline(tmp_path / str(K), *small, *words, f"pipeline.K={K}")
     assert losses(tmp_path / "1") == losses(tmp_path / "2") == losses(tmp_path / "4")
     train_inline(tmp_path / "cpu", *small, *words)
     assert losses(tmp_path / "1") == losses(tmp_path / "cpu")
     if words == TIED:
         here, there = (rows(tmp_path / run / "evaluations.jsonl") for run in ("4", "cpu"))
         assert [row["nll"] for row in here] == [row["nll"] for row in there]
-
-
-@pytest.mark.slow
-def test_workers_on_the_device_have_the_bits_of_one(tmp_path: Path) -> None:
-    K = 4
-    words = (*SMALL, f"pipeline.K={K}", "pipeline.schedule=1f1b", "checkpoint.every=null")
-    train_late(tmp_path / "one", 1, *words)
-    summary, _ = train_late(tmp_path / "processes", K, *words)
-    assert losses(tmp_path / "processes") == losses(tmp_path / "one")
-    assert [cell["worker"] for cell in summary["cells"]] == list(range(K))
 
 
 @pytest.mark.slow

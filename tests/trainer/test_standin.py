@@ -50,6 +50,8 @@ def one(on_standin: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_gpu_computes_what_a_cpu_does(on_standin: Run, one: Path, tmp_path: Path) -> None:
     on_standin("train", *TINY, "pipeline.device=cpu", f"hydra.run.dir={tmp_path / 'cpu'}")
     assert losses(one) == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    on_standin("train", *TINY, "pipeline.K=4", "pipeline.workers=2", f"hydra.run.dir={tmp_path / 'shared'}")
+    assert losses(one) == losses(tmp_path / "shared")
 
 
 @pytest.mark.parametrize("newer", [0, 1], ids=["ProcessGroupNCCL", "ProcessGroupNCCL2"])
