@@ -29,8 +29,8 @@ SMALL = ("debug=tiny", "logging.tensorboard=false", "trainer.samples=0")
 PRECISIONS = Path(next(iter(gpipe_cli.conf.__path__))) / "precision"
 TO_PLAN = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "model.H=4096", "model.A=16")
 REAL_ATTENTION = (*TO_PLAN, "model.L=4", "data.sequence_length=512", "data.batch_size=16")
-REAL_CONVOLUTIONS = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
-REAL_CONVOLUTIONS += ("data.image_size=224", "data.batch_size=64")
+RESNET = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
+REAL_CONVOLUTIONS = (*RESNET, "data.image_size=224", "data.batch_size=64")
 AT_ONCE = 4  # commands that share a GPU where only results matter
 
 

@@ -163,8 +163,8 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
         raise ConfigurationError("Pipeline.of(group=...): this process is none of the group; only its members call it")
     members = tuple(dist.get_process_group_ranks(group))
     # Groups of its own: messages of other pipelines, and the program's, are not taken for this one's.
-    here = {"use_local_synchronization": workers < dist.get_world_size()}
-    new_group: Any = partial(dist.new_group, list(members), GROUP_TIMEOUT, **here)
+    here = workers < dist.get_world_size()
+    new_group: Any = partial(dist.new_group, list(members), GROUP_TIMEOUT, use_local_synchronization=here)
     control: dist.ProcessGroup = new_group(backend="gloo")
     joined = _Joined(rank, workers, place, Path.cwd(), open_store, warn, lambda: False, control=control)
     chosen = choose_device(joined, device)
