@@ -145,7 +145,7 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
     """
     rank, workers = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # A program that has chosen a GPU keeps it.
-    place = (torch.cuda.is_initialized() and torch.cuda.current_device()) or local_rank()
+    place = (torch.cuda.is_initialized() and torch.cuda.current_device()) or local_rank()  # type: ignore[no-untyped-call]
 
     def open_store() -> dist.Store:
         return cast(dist.Store, next(iter(dist.rendezvous("env://")))[0])
