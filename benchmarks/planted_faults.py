@@ -261,7 +261,7 @@ def fault(holder: str, name: str, *differs: str, said: str = "", words: Sequence
     return register
 
 
-@fault("distributed.own_cells", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
+@fault("distributed.pipeline", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
 def other_weights_in_one_layer(make: Any, builder: Any, index: int, seed: int, device: Any) -> Any:
     """Draws the weights of one layer by another seed."""
     return make(builder, index, seed + (index == 5), device)

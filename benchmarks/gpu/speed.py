@@ -20,7 +20,7 @@ from gpipe_cli.bench.steps import EngineStep, Step, engine_step, plain_step
 from gpipe_cli.bench.timing import take_turns
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
-from gpipe_cli.distributed.own_cells import build_own_cells
+from gpipe_cli.distributed.pipeline import build_cells
 from gpipe_cli.distributed.world import World
 from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_model, build_optimizer, build_task
 from gpipe_cli.factory.example import example_micro_batch
@@ -73,7 +73,7 @@ class Subject:
         cut = cut_model(builders, settings.pipeline, 1, batch[0])
         world = World(0, 1, 1, device, device, None, None, None)
         boundary = boundary_type_of(precision)
-        cells = build_own_cells(builders, cut, world, settings.pipeline, settings.seed, boundary, Position())
+        cells = build_cells(builders, cut, world, settings.pipeline, settings.seed, boundary, Position())
         for cell in cells:
             cell.train(True)
         self.parameters = [parameter for cell in cells for _, parameter in cell.parameters()]

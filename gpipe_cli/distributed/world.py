@@ -169,13 +169,11 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
     joined = _Joined(rank, workers, place, Path.cwd(), open_store, warn, lambda: False, control=control)
     chosen = choose_device(joined, device)
     name = choose_backend(joined, device_identity(chosen), backend)
-    if workers == 1:
-        return World(0, 1, 1, chosen, chosen if name == "nccl" else torch.device("cpu"), None, None, None)
-    if name == "nccl":
-        return World(
-            rank, workers, 1, chosen, chosen, control, tuple(new_group(backend=name) for _ in range(4)), None, members
-        )
-    return World(rank, workers, 1, chosen, torch.device("cpu"), control, (control, control), None, members)
+    messages: tuple[dist.ProcessGroup, ...] = (control, control)
+    if name == "nccl" and workers > 1:
+        messages = tuple(new_group(backend=name) for _ in range(4))
+    wire = chosen if name == "nccl" else torch.device("cpu")
+    return World(rank, workers, 1, chosen, wire, control, messages, None, members)
 
 
 @dataclass

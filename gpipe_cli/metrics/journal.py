@@ -17,12 +17,11 @@ from ..json_files import skipped
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
-from .board import TensorBoard
 from .breakdown import mean_breakdown
 from .metrics_file import MetricsFile, json_safe
 from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, draw_step, trace
-from .trackers import Tracking
+from .trackers import TensorBoard, Tracking
 
 SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
 SIMULATION_SHARE = 0.001  # of the run's time, for longer ones

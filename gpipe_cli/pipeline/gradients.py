@@ -8,7 +8,7 @@ float64: the same bits for every K.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,46 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         elif parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
     return filled
+
+
+class UnusedParameters:
+    """Knows which parameters this worker has used in a step, and those whose gradient of zero stands in for none.
+
+    What nothing used has no gradient, and the optimizer leaves it alone. A gradient of zero is another thing: weight
+    decay and momentum would change the parameter. Sums over replicas and over the uses of tied parameters need a
+    gradient everywhere, so zeros stand in until the workers have met.
+
+    Args:
+        own: this worker's parameters, by full name.
+
+    Attributes:
+        owners: names of the tied parameters that this worker's layers have used in the step, once for each use.
+    """
+
+    def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
+        self._own, self._filled = own, set[int]()
+        self.owners: Sequence[str] = ()
+
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives trained parameters without a gradient one of zero until `clear`."""
+        self._filled.update(map(id, fill_gradients(parameters)))
+
+    def used(self) -> list[str]:
+        """Returns the names of the parameters that this worker has used, one for each use."""
+        return [*(n for n, p in self._own.items() if p.grad is not None and id(p) not in self._filled), *self.owners]
+
+    def clear(self, everywhere: Callable[[], Container[str]]) -> None:
+        """Takes the gradient of zero from the parameters that no worker has used.
+
+        Args:
+            everywhere: returns the names of those that some worker has used.
+        """
+        if self._filled:
+            used = everywhere()
+            for name, parameter in self._own.items():
+                if id(parameter) in self._filled and name not in used:
+                    parameter.grad = None
+        self._filled, self.owners = set(), ()
 
 
 def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@ import torch
 from composed import checked
 from torch import nn
 
-from gpipe_cli.distributed.own_cells import build_own_cells
+from gpipe_cli.distributed.pipeline import build_cells
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition.cut import Cut
@@ -20,7 +20,7 @@ def built(*modules: nn.Module) -> list[nn.Module]:
     builders = [LayerBuilder(f"layer_{n}", lambda module=module: module) for n, module in enumerate(modules)]
     cut = Cut([len(modules)], (0,), [], 0, [{} for _ in modules])
     world = World(0, 1, 1, CPU, CPU, None, None, None)
-    (cell,) = build_own_cells(builders, cut, world, checked().settings.pipeline, 0, None, Position())
+    (cell,) = build_cells(builders, cut, world, checked().settings.pipeline, 0, None, Position())
     return [layer.module for layer in cell.layers]
 
 

@@ -14,9 +14,9 @@ from processes import command, succeeded
 from benchmarks.planted_faults import verified
 from gpipe_cli import Pipeline
 from gpipe_cli.distributed.step_message import BatchShape, StepMessage
-from gpipe_cli.distributed.unused import UnusedParameters
 from gpipe_cli.distributed.world import World
 from gpipe_cli.pipeline.engine import StepRecord
+from gpipe_cli.pipeline.gradients import UnusedParameters
 from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
