@@ -299,12 +299,6 @@ class TrainingBatches:
             message.write_flag(limit, True)
         message.write_flag("request", self.stop_requested())
 
-    def raise_failure(self) -> None:
-        """Raises `failure`."""
-        if self.failure is not None:
-            with self.pipeline.where.doing("reading the next mini-batch"):
-                raise self.failure
-
     def _limit_reached(self) -> str:
         limit = self.settings.seconds
         if limit is not None and time.monotonic() - self._began >= limit:

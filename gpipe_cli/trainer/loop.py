@@ -238,7 +238,8 @@ class Trainer:
             self._save()
             if progress.stopped_by == "end of data" and self.batches.failure is not None:
                 self.saver.finish()
-                self.batches.raise_failure()
+                with self.where.doing("reading the next mini-batch"):
+                    raise self.batches.failure
             self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
         self._save()
         self.saver.finish()
