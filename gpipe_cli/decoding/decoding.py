@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -100,8 +99,7 @@ class Decoder:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
         self._sizes = sizes = form.sizes
-        self._rows_shape = (self._world.replicas, pipeline.M, sizes.group * sizes.width)
-        rows = prod(self._rows_shape)
+        rows = pipeline.M, sizes.group * sizes.width
         self._round = PlanMessage(pipeline.world, pipeline.shape, pipeline.M, {"parents": rows, "tokens": rows})
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
@@ -178,22 +176,22 @@ class Decoder:
         self, groups: Sequence[int], searches: dict[int, GroupSearch], beam: int
     ) -> Callable[[int, Tensors, Tensors], None]:
         """Returns the function that moves a group's search on by one step, by the outputs of the last cell."""
-        parents, tokens = (self._round.own[name].view(self._rows_shape) for name in ("parents", "tokens"))
+        parents, tokens = self._round.mine("parents"), self._round.mine("tokens")
 
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             group = groups[micro_batch]
             if group not in searches:
                 searches[group] = self._form.search(targets, beam)
             continuation = searches[group].advance(self._form.log_probabilities(outputs, targets))
-            place = (self._world.replica, group, slice(0, len(continuation.parents)))
-            parents[place] = (continuation.parents + 1).double()  # 0: this row does not go on
-            tokens[place] = continuation.tokens.double()
+            rows = len(continuation.parents)
+            parents[group, :rows] = (continuation.parents + 1).double()  # 0: this row does not go on
+            tokens[group, :rows] = continuation.tokens.double()
 
         return advance
 
     def _next_round(self, going: _Round) -> _Round | None:
         """Returns the round that the exchange describes; None where no replica has rows left."""
-        parents, tokens = (self._round.total[name].view(self._rows_shape).long() for name in ("parents", "tokens"))
+        parents, tokens = (self._round.everyones(name).long() for name in ("parents", "tokens"))
         if not bool(parents.any()):
             return None
         replica = self._world.replica

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -24,6 +25,7 @@ from .world import World
 
 STOPS = ("request", "time limit", "epochs")
 FLAGS = (*STOPS, "failed", "newly trained")
+Slots = tuple[int, ...]  # the shape of a field
 _BITS = 52  # of a float64 that add up exactly
 _TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
@@ -53,18 +55,30 @@ class PlanMessage(Exchange):
         world: the workers.
         shape: of every micro-batch of the run.
         M: the most micro-batches that a mini-batch has in one replica.
-        more: sizes of further fields, by name.
+        of_replica: shapes of further fields that each replica fills, by name.
+        more: sizes of other fields.
     """
 
-    def __init__(self, world: World, shape: BatchShape, M: int, more: Mapping[str, int] = MappingProxyType({})) -> None:
-        self.world, self._shape, self._M = world, shape, M
-        plan = {"micro_batches": 1, "weights": M, "shapes": M * shape.sizes}
-        fields = {name: world.replicas * size for name, size in plan.items()}
+    def __init__(
+        self,
+        world: World,
+        shape: BatchShape,
+        M: int,
+        of_replica: Mapping[str, Slots] = MappingProxyType({}),
+        more: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.world, self._shape = world, shape
+        self._shapes = {"micro_batches": (), "weights": (M,), "shapes": (M, shape.sizes), **of_replica}
+        fields = {name: world.replicas * math.prod(form) for name, form in self._shapes.items()}
         super().__init__({**fields, "flags": len(FLAGS), **more}, world.all_ranks)
 
-    def _mine(self, field: str, *shape: int) -> Tensor:
-        """Returns this replica's slots of a field."""
-        return self.own[field].view(self.world.replicas, *shape)[self.world.replica]
+    def mine(self, field: str) -> Tensor:
+        """Returns this replica's slots of a field, to be written."""
+        return self.own[field].view(self.world.replicas, *self._shapes[field])[self.world.replica]
+
+    def everyones(self, field: str) -> Tensor:
+        """Returns the slots of a field that the replicas have written, [replicas, …]."""
+        return self.total[field].view(self.world.replicas, *self._shapes[field])
 
     def write_plan(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> None:
         """Writes this replica's next mini-batch; no micro-batches after its last.
@@ -72,7 +86,7 @@ class PlanMessage(Exchange):
         Raises:
             ValueError: a tensor has another number of dimensions than in the first mini-batch.
         """
-        self._mine("micro_batches", 1)[0] = len(micro_batches)
+        self.mine("micro_batches").fill_(len(micro_batches))
         if not micro_batches:
             return
         shapes = [tuple(tuple(map(_shape_and_type, side)) for side in micro_batch) for micro_batch in micro_batches]
@@ -84,22 +98,22 @@ class PlanMessage(Exchange):
                     "must have as many tensors, of as many dimensions, as the first"
                 )
         rows = torch.tensor([sizes[one] for one in shapes], dtype=torch.float64)
-        self._mine("weights", self._M)[: len(rows)] = torch.tensor(weights, dtype=torch.float64)
-        self._mine("shapes", self._M, self._shape.sizes)[: len(rows)] = rows
+        self.mine("weights")[: len(rows)] = torch.tensor(weights, dtype=torch.float64)
+        self.mine("shapes")[: len(rows)] = rows
 
     def read_plan(self, kind: str) -> StepPlan:
         """Returns the plan that all know now; ``kind`` (train, evaluate, …) becomes part of the signatures."""
-        counts = [int(n) for n in self.total["micro_batches"].tolist()]
-        shapes = self.total["shapes"].long().view(self.world.replicas, self._M, -1)  # zeros where nothing is used
-        weights: list[float] = self.total["weights"].tolist()
+        counts: list[int] = self.everyones("micro_batches").long().tolist()
+        shapes = self.everyones("shapes").long()  # zeros where nothing is used
+        weights: list[list[float]] = self.everyones("weights").tolist()
         replica, raised = self.world.replica, self.flags
         own = shapes[replica, : counts[replica]].tolist()
         return StepPlan(
             signatures=tuple((kind, *row) for row in own),
-            total_weight=sum(weights),
+            total_weight=sum(chain(*weights)),
             total_micro_batches=sum(counts),
             examples=int(shapes[..., 0].sum()),
-            empty=frozenset(number for number in range(len(own)) if not weights[replica * self._M + number]),
+            empty=frozenset(number for number in range(len(own)) if not weights[replica][number]),
             stop=next((stop for stop in STOPS if stop in raised), "" if all(counts) else "end of data"),
         )
 
@@ -155,17 +169,15 @@ class StepMessage(PlanMessage):
         self._base = world.replicas * most_uses + 1
         digits = int(_BITS / math.log2(self._base))
         self._powers = torch.tensor([self._base**digit for digit in range(digits)])
-        self._of_losses, self._of_cells = (len(losses), M), (K, len(KINDS_OF_TIME))
-        of_replica = {
-            "losses": math.prod(self._of_losses),
-            "statistics": len(task.statistics),
-            "metrics": len(task.metrics),
-            "cell_seconds": math.prod(self._of_cells),
+        of_replica: dict[str, Slots] = {
+            "losses": (len(losses), M),
+            "statistics": (len(task.statistics),),
+            "metrics": (len(task.metrics),),
+            "cell_seconds": (K, len(KINDS_OF_TIME)),
+            "worker_numbers": (world.workers, len(WORKER_NUMBERS)),
         }
-        more = {name: world.replicas * size for name, size in of_replica.items()}
-        more |= {"squared_norms": len(places), "used": -(-len(places) // digits)}
-        more |= {"worker_numbers": world.size * len(WORKER_NUMBERS), "written": world.workers}
-        super().__init__(world, shape, M, more)
+        more = {"squared_norms": len(places), "used": -(-len(places) // digits), "written": world.workers}
+        super().__init__(world, shape, M, of_replica, more)
 
     def write_result(self, record: StepRecord, squares: Tensor, used: Iterable[str]) -> None:
         """Writes losses, statistics and squared gradient norms, which come from the device in one copy.
@@ -179,10 +191,10 @@ class StepMessage(PlanMessage):
         statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
         together = [losses, statistics, squares]
         numbers = torch.split(torch.cat(together).cpu(), [len(part) for part in together])
-        places = [self._losses.index(layer) * self._M + micro_batch for layer, micro_batch in record.losses]
-        self._mine("losses", -1)[places] = numbers[0]
+        layers, micro_batches = [self._losses.index(layer) for layer, _ in record.losses], [m for _, m in record.losses]
+        self.mine("losses")[layers, micro_batches] = numbers[0]
         if record.statistics is not None:
-            self._mine("statistics", -1)[:] = numbers[1]
+            self.mine("statistics")[:] = numbers[1]
         if self.world.replica == 0 and len(squares):  # the gradients of the others are the same
             self.own["squared_norms"][self._own_places] = numbers[2]
         counts = [0] * (self.own["used"].numel() * len(self._powers))
@@ -196,26 +208,25 @@ class StepMessage(PlanMessage):
         Args:
             phases, span: result of `Meter.read_step`.
         """
-        cells, busy = [[0.0] * len(KINDS_OF_TIME) for _ in range(self._of_cells[0])], 0.0
+        cells, busy = self.mine("cell_seconds").tolist(), 0.0  # zeros
         for (op, cell), spent in meter.seconds().items():
             busy += spent if op in COMPUTE else 0.0
             cells[cell][KINDS_OF_TIME.index(TIME_OF[op])] += spent
-        self._mine("cell_seconds", *self._of_cells)[:] = torch.tensor(cells, dtype=torch.float64)
+        self.mine("cell_seconds")[:] = torch.tensor(cells, dtype=torch.float64)
         between = {**dict.fromkeys(PHASES, 0.0), **phases}
         late, memory = meter.began - self.ended_at, peak_memory(self.world.device)
         row = [late, span, busy, waited_for_data, memory, *between.values()]
-        self.own["worker_numbers"].view(self.world.size, -1)[self.world.rank] = torch.tensor(row, dtype=torch.float64)
+        self.mine("worker_numbers")[self.world.worker] = torch.tensor(row, dtype=torch.float64)
 
     def read_result(self, total_weight: float) -> StepResult:
         """Returns the step's result; sums in the same order for every K."""
-        replicas, K = self.world.replicas, self._of_cells[0]
-        first, *others = self.total["losses"].view(replicas, *self._of_losses).unbind(1)
+        first, *others = self.everyones("losses").unbind(1)
         losses = sum(others, first).tolist()
-        workers = self.total["worker_numbers"].view(self.world.size, -1).T
+        workers = self.everyones("worker_numbers").flatten(0, 1).T
         late, span_of_each, busy, *_ = workers
         began = float(late[:: self.world.workers].max())  # those who read the data
         span = (float((late + span_of_each).max()) - began) * self.world.size
-        seconds = self.total["cell_seconds"].view(replicas, K, -1).mean(0).tolist()
+        seconds = self.everyones("cell_seconds").mean(0).tolist()
         cells = [dict(zip(KINDS_OF_TIME, cell, strict=True)) for cell in seconds]
         for cell in cells:
             cell["waiting"] = cell["waiting_for_activation"] + cell["waiting_for_gradient"]
@@ -223,7 +234,7 @@ class StepMessage(PlanMessage):
             loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
             losses=losses,
             gradient_norm=math.sqrt(sum(self.total["squared_norms"].tolist())),
-            statistics=self.total["statistics"].view(replicas, -1).sum(0).tolist(),
+            statistics=self.everyones("statistics").sum(0).tolist(),
             bubble=max(0.0, 1 - float(busy.sum()) / span) if span else 0.0,
             cells=cells,
             numbers=dict(zip(WORKER_NUMBERS, workers.tolist(), strict=True)),
@@ -244,12 +255,11 @@ class StepMessage(PlanMessage):
 
     def write_metrics(self, sums: Tensor) -> None:
         """Writes this worker's sums of the task's metrics; only the last cell's has some."""
-        self._mine("metrics", -1)[:] = sums
+        self.mine("metrics")[:] = sums
 
     def read_metrics(self) -> list[float]:
         """Returns the sums over all replicas."""
-        sums: list[float] = self.total["metrics"].view(self.world.replicas, -1).sum(0).tolist()
-        return sums
+        return list(self.everyones("metrics").sum(0).tolist())
 
 
 def _shape_and_type(tensor: Tensor) -> tuple[int, ...]:
