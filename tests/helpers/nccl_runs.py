@@ -25,7 +25,6 @@ from nccl_rules import Call
 from torch import Tensor, nn
 
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.distributed.exchange import Exchange
 from gpipe_cli.distributed.pipeline import MiniBatch, WorkerPipeline
 from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
@@ -186,20 +185,19 @@ class Run:
         optimizer = torch.optim.SGD(pipeline.parameters(), 0.1)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         updater = Updater(pipeline, optimizer, schedule, None, None)
-        exchange = Exchange({"report": 1}, pipeline.world.all_ranks)
-        report: Any = SimpleNamespace(finite=True, gradient_norm=1.0)
+        result: Any = SimpleNamespace(finite=True, gradient_norm=1.0)
         plan = StepPlan(((),) * self.M, 1.0, self.M, self.M)
         micro_batches = [((torch.ones(1, 2),), (torch.ones(1, 2),))] * self.M if pipeline.world.reads_data else None
         pipeline.ties.spread()
-        exchange.run()
+        pipeline.message.run()
         for step in range(2):
             pipeline.train_step(MiniBatch(plan, micro_batches, step), on_complete=updater.on_cell_complete)
             updater.reduce_gradients()
             updater.squared_norms()
             calls += [Call("compute", "norms"), Call("read", "norms")]
-            exchange.run()
+            pipeline.message.run()
             calls.append(Call("compute", "update"))
-            updater.update(report, step)
+            updater.update(result, step)
 
     def _world(self, rank: int) -> World:
         W, D = max(self.placement) + 1, self.replicas
