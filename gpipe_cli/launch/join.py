@@ -182,6 +182,7 @@ class PeerWatch:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank = store, rank
         self._neighbours = {(rank + step) % world_size for step in (-1, 1)} - {rank}
+        self._on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
         self._over = threading.Event()
         self._silence = (
             -math.inf
@@ -191,7 +192,8 @@ class PeerWatch:
         if self._neighbours and hasattr(os, "pidfd_open"):  # Linux
             self._store.set(f"process {self._rank}", f"{os.getpid()} {_process_space()}")
             threading.Thread(target=self._run, args=(self._store.clone(),), daemon=True).start()
-            threading.Thread(target=self._watch_store, daemon=True).start()
+            if not self._on_one_machine:  # else torchrun serves the store, and may be paused from its terminal
+                threading.Thread(target=self._watch_store, daemon=True).start()
 
     def __exit__(self, kind: object, *_: object) -> None:
         with suppress(RuntimeError):  # the store has ended

@@ -423,7 +423,7 @@ def test_a_machine_that_vanishes_ends_the_ranks_of_others(stopped: int, named: s
     words = [[sys.executable, "-c", BESIDE_ANOTHER_MACHINE, str(rank), str(stopped), port] for rank in (0, 1)]
     silent = subprocess.Popen(words[stopped])
     try:
-        ended = subprocess.run(words[1 - stopped], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(words[1 - stopped], capture_output=True, text=True, timeout=300, check=False)
     finally:
         silent.kill()
         silent.wait()
