@@ -135,8 +135,10 @@ class Subject:
 def varying(step: Step) -> None:
     """Runs a step as with precision.deterministic=false."""
     torch.use_deterministic_algorithms(False)
-    step()
-    torch.use_deterministic_algorithms(True)
+    try:
+        step()  # it may not fit
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def host(site: Site) -> Iterator[Row]:
