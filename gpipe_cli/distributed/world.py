@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -137,13 +136,16 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
     return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group)
 
 
-def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = None) -> World:
-    """Joins the processes that torchrun has started, as workers of one replica; without torchrun there is one.
+def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessGroup | None = None) -> World:
+    """Joins the processes that torchrun has started, as workers of replicas; without torchrun there is one.
 
     Args:
         group: of the processes, where the program has made one.
+
+    Raises:
+        ConfigurationError: the processes are not as many in each replica; else as `join_world`.
     """
-    rank, workers = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # A program that has chosen a GPU keeps it.
     place = (torch.cuda.is_initialized() and torch.cuda.current_device()) or local_rank()  # type: ignore[no-untyped-call]
 
@@ -156,24 +158,45 @@ def join_torchrun(device: str, backend: str, group: dist.ProcessGroup | None = N
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
-        context = Context(rank, workers, place, Path.cwd(), open_store, warn, lambda: False)
-        return join_world(context, workers, 1, device, backend)
-    rank, workers = dist.get_rank(group), dist.get_world_size(group)
+        context = Context(rank, size, place, Path.cwd(), open_store, warn, lambda: False)
+        return join_world(context, _divided(size, replicas), replicas, device, backend)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ConfigurationError("Pipeline.of(group=...): this process is none of the group; only its members call it")
-    members = tuple(dist.get_process_group_ranks(group))
-    # Groups of its own: messages of other pipelines, and the program's, are not taken for this one's.
-    here = workers < dist.get_world_size()
-    new_group: Any = partial(dist.new_group, list(members), GROUP_TIMEOUT, use_local_synchronization=here)
-    control: dist.ProcessGroup = new_group(backend="gloo")
-    joined = _Joined(rank, workers, place, Path.cwd(), open_store, warn, lambda: False, control=control)
+    members, workers = tuple(dist.get_process_group_ranks(group)), _divided(size, replicas)
+    is_part = size < dist.get_world_size()
+
+    def new_group(ranks: range, backend: str) -> dist.ProcessGroup:
+        """Makes a group of its own: messages of other pipelines, and the program's, are not taken for this one's."""
+        of_all = [members[rank] for rank in ranks]
+        made = dist.new_group(of_all, GROUP_TIMEOUT, backend, use_local_synchronization=is_part)
+        return cast(dist.ProcessGroup, made)
+
+    control = new_group(range(size), "gloo")
+    joined = _Joined(rank, size, place, Path.cwd(), open_store, warn, lambda: False, control=control)
     chosen = choose_device(joined, device)
     name = choose_backend(joined, device_identity(chosen), backend)
-    messages: tuple[dist.ProcessGroup, ...] = (control, control)
-    if name == "nccl" and workers > 1:
-        messages = tuple(new_group(backend=name) for _ in range(4))
     wire = chosen if name == "nccl" else torch.device("cpu")
-    return World(rank, workers, 1, chosen, wire, control, messages, None, members)
+    messages: tuple[dist.ProcessGroup, ...] = (control, control)
+    if name == "nccl" and size > 1:
+        messages = tuple(new_group(range(size), name) for _ in range(4))
+    replica_group = None
+    for worker in range(workers if replicas > 1 else 0):
+        if not is_part or rank % workers == worker:  # of a part only the members of each group make it
+            made = new_group(range(worker, size, workers), name)
+            replica_group = made if rank % workers == worker else replica_group
+    return World(rank, workers, replicas, chosen, wire, control, messages, replica_group, members)
+
+
+def _divided(size: int, replicas: int) -> int:
+    """Returns the workers of each replica.
+
+    Raises:
+        ConfigurationError: the processes cannot be divided so.
+    """
+    if size % replicas:
+        raise ConfigurationError(f"replicas={replicas} does not divide {size} processes: start a multiple of it")
+    return size // replicas
 
 
 @dataclass

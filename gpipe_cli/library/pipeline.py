@@ -32,7 +32,7 @@ from ..models.traced.module import Call, TracedFrom
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import SenderFailed, StepRecord
-from ..pipeline.gradients import clip_factor, scale_gradients, squared_norms
+from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepPlan
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -43,7 +43,6 @@ Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
 _NOT_OFFERED: dict[str, Any] = {
     "devices": None,
     "memory": None,
-    "replicas": 1,
     "auto": [],
     "sync_batchnorm": False,
     "compile": False,
@@ -59,6 +58,7 @@ class Pipeline(WorkerPipeline):
     """
 
     _is_lost = False
+    _steps = 0  # that the program will take, for `begin_step`
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != 8:
@@ -83,6 +83,8 @@ class Pipeline(WorkerPipeline):
         device: Any = "auto",
         backend: Any = "auto",
         autocast: torch.dtype | None = None,
+        replicas: int = 1,
+        steps: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> Pipeline:
         """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
@@ -91,19 +93,20 @@ class Pipeline(WorkerPipeline):
             layers: or a module, which is traced and keeps its weights (docs/your-own-model.md).
             loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
             example: inputs and targets of a micro-batch; only its shapes matter.
-            K, M, schedule, remat, keep, partition, cost, device, backend: as keys of `pipeline` (README).
+            K, M, schedule, remat, keep, partition, cost, device, backend, replicas: as keys of `pipeline` (README).
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
+            steps: that the program will take, for layers with `begin_step`.
             group: the processes that run it; None: all.
 
         Raises:
             ConfigurationError: the layers cannot be cut or run so.
         """
         values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
-        values |= {"cost": cost, "device": device, "backend": backend}
+        values |= {"cost": cost, "device": device, "backend": backend, "replicas": replicas}
         checked = _checked({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()})
         micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
         builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
-        world = join_torchrun(device, backend, group)
+        world = join_torchrun(replicas, device, backend, group)
         config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
@@ -117,6 +120,7 @@ class Pipeline(WorkerPipeline):
         for cell in made.cells:
             cell.guard_buffers()
         refuse_fewer(made.layers, fewest)
+        made._steps = steps
         made.engine.stays_in_step = True
         return made
 
@@ -127,7 +131,8 @@ class Pipeline(WorkerPipeline):
         """
         self._is_lost = True
         world = self.world
-        for group in {world.all_ranks, *(world.message_groups or ())} if world.members else ():
+        groups = {world.all_ranks, world.replica_group, *(world.message_groups or ())} - {None}
+        for group in groups if world.members else ():
             dist.destroy_process_group(group)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -178,12 +183,14 @@ class Pipeline(WorkerPipeline):
 
         def write() -> None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            writer.begin(self.steps_done, {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers})
-            writer.wait()
+            if self.world.replica == 0:
+                layers = {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers}
+                writer.begin(self.steps_done, layers)
+                writer.wait()
 
         def complete() -> None:
             if self.world.rank == 0:
-                writer.commit(self.steps_done, RunState(), self.world.size)
+                writer.commit(self.steps_done, RunState(), self.world.workers)
                 writer.wait()
 
         self._all_do(write)
@@ -218,7 +225,8 @@ class Pipeline(WorkerPipeline):
         """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
 
         Args:
-            inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used.
+            inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used, with replicas
+                those of each one's first worker: its own part of the mini-batch.
 
         Returns:
             the mean loss of the mini-batch, the same bits on every worker and for every K.
@@ -227,9 +235,12 @@ class Pipeline(WorkerPipeline):
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
             micro_batches, plan = self._plan(inputs, targets, "train")
-            record, failure = StepRecord(), None
+            record, failure, replicas = StepRecord(), None, self.world.replica_group
+            if replicas is not None:  # whose sum has the gradients of this step alone
+                _put_back(own, [None] * len(own))
             try:
-                record = self.train_step(MiniBatch(plan, micro_batches, self.steps_done), timed=False)
+                mini_batch = MiniBatch(plan, micro_batches, self.steps_done, self._steps)
+                record = self.train_step(mini_batch, timed=False)
             except BaseException as error:
                 failure = error
             self.unused.fill(self.parameters())
@@ -237,8 +248,12 @@ class Pipeline(WorkerPipeline):
             # The norm is not asked for here, nor statistics.
             self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
             self._meet(failure)
+            if replicas is not None:
+                reduce_over_replicas(self.parameters(), replicas)
             self.unused.clear(self.message.read_used)
-        finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], None)
+            if replicas is not None:
+                _add(own, gradients)
+        finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], replicas)
         self.steps_done, self.forwards = self.steps_done + 1, 0
         return self.message.read_result(plan.total_weight).loss
 
@@ -423,6 +438,13 @@ def _tensors(value: Side | None, name: str) -> Tensors:
         found = "None: rank 0 gives them" if value is None else f"a {type(value).__name__}"
         raise ConfigurationError(f"{name} are a tensor, or a tuple of tensors, but are {found}")
     return tuple(value)
+
+
+def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    """Adds the gradients of earlier steps."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
