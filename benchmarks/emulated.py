@@ -65,8 +65,8 @@ def rows(arguments: Namespace) -> Iterator[Row]:
         settings = [setting(K, M, remat, arguments) for M, remat in cases]
         repetitions = 1 if arguments.quick else arguments.repetitions
         answers = measure(settings, K, repetitions, arguments.realtime)
-        for (M, remat), measured, found in zip(cases, settings, answers, strict=True):
-            seconds, place = found["seconds"], {"K": K, "M": M, "remat": remat}
+        for (M, remat), measured, seconds in zip(cases, settings, answers, strict=True):
+            place = {"K": K, "M": M, "remat": remat}
             for kind in kinds_on(K):
                 least, step, peer = limit(kind, K, remat, measured), seconds[kind], seconds.get(f"torch {kind}")
                 row: Row = {**place, "schedule": kind, "limit, s": least, "step, s": step, "of limit": least / step}

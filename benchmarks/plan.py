@@ -29,8 +29,8 @@ MODELS = {
 CUT = ("pipeline.K=2", "pipeline.M=4")
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
 KINDS = {  # by remat: the kinds of computation of a cell, each with its field of a plan
-    "never": {"forward": "forward_seconds", "backward": "backward_seconds"},
-    "always": {"forward": "inference_seconds", "recompute": "recompute_seconds", "backward": "backward_seconds"},
+    "never": {"forward": "forward", "backward": "backward"},
+    "always": {"forward": "inference", "recompute": "recompute", "backward": "backward"},
 }
 WARM_UP = 4  # steps that do not count
 COLUMNS = {"model": "", "remat": "", "cell": "", "what": ""}
@@ -63,7 +63,7 @@ def compare(plans: Sequence[Row], steps: Sequence[Row]) -> Iterator[Row]:
     for cell in range(len(plans[0]["cells"])):
         taken = [{kind: step["cells"][cell].get(kind, 0.0) / M for kind in kinds} for step in steps]
         pairs = {
-            kind: (mean(plan["cells"][cell][field] for plan in plans), median(one[kind] for one in taken))
+            kind: (mean(plan["cells"][cell]["seconds"][field] for plan in plans), median(one[kind] for one in taken))
             for kind, field in kinds.items()
         }
         pairs["all of it"] = sum(one for one, _ in pairs.values()), median(sum(one.values()) for one in taken)

@@ -273,7 +273,7 @@ def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
     return load(info, "mix_2" if name == "mix_3" else name)
 
 
-@fault(UPDATER, "restore_lr", c.RATES, said="step 5", words=("lr_schedule.warmup_steps=20",))
+@fault(UPDATER, "restore_lr", c.UPDATED, said="step 5", words=("lr_schedule.warmup_steps=20",))
 def resumed_with_the_first_rate(restore: Any, updater: Any, info: Any, settings: Any) -> None:
     """Begins the learning rate schedule anew in a resumed run."""
 
@@ -349,7 +349,7 @@ def norm_of_one_cell(norms: Any, updater: Any) -> Tensor:
     return squares
 
 
-@fault("trainer.update", "scale_gradients", c.CLIPPED, said=r"layer norm \(cell 1\)")
+@fault("trainer.update", "scale_gradients", c.STATE, said=r"layer norm \(cell 1\)")
 def clipping_forgotten_in_a_cell(scale: Any, every: Any, factor: float) -> None:
     """Clips all cells but cell 1."""
     scale([*every[:3], *every[7:]], factor)  # without norm.weight, norm.bias and the judge's
@@ -400,7 +400,7 @@ def loss_scale_not_divided_out(reduce: Any, updater: Any, scale: float) -> None:
     reduce(updater)
 
 
-@fault("pipeline.weight_casts:WeightCasts", "forget", c.USED, said="layer mix_0", words=BF16)
+@fault("pipeline.weight_casts:WeightCasts", "forget", c.OUTPUTS, said="layer mix_0", words=BF16)
 def stale_weight_casts(forget: Any, casts: Any) -> None:
     """Keeps the casts of weights from one step to the next."""
 

@@ -59,7 +59,7 @@ def amoebanet(
     D: Annotated[int, Field(ge=16)],
     classes: Count,
     image_size: Annotated[int, Field(ge=3, le=65_536)],
-    genotype: Literal["A", "B", "C", "D"] = "D",
+    genotype: Literal["B", "D"] = "D",
     in_channels: Count = 3,
     dropout: ShareOrZero = 0.5,
     drop_path_keep: PartAboveZero = 0.7,
@@ -79,7 +79,7 @@ def amoebanet(
         D: width of the first stack; the first stem cell's bottlenecks are a 16th of it.
         classes: number of logits.
         image_size: pixels a side of the training images; only the auxiliary head depends on it.
-        genotype: A, B, C or D.
+        genotype: B or D.
         in_channels: of the images.
         dropout: probability before the classifier.
         drop_path_keep: share of paths kept at the end of the run; it falls linearly from 1. 1: no drop path.

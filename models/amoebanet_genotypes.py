@@ -1,4 +1,4 @@
-"""Defines the evolved cells of AmoebaNet-A, -B, -C and -D as data (Real et al., arXiv 1802.01548).
+"""Defines the evolved cells of AmoebaNet-B and -D, the paper's, as data (Real et al., arXiv 1802.01548).
 
 A cell starts with two states: h0, made of the output of the layer before, and h1, of the one before that. Each node is
 the next state, h2 to h6: the sum of two operations on earlier states. The output concatenates some states; the genotype
@@ -10,8 +10,8 @@ lists them, because they cannot be derived: in B and D, h0 is read by nodes and 
 | `none` | identity; `1x1` where the stride or the width has to change |
 | `conv3` | bottleneck of a quarter of the width around a 3×3 convolution |
 | `1x7_7x1` | the same around a 1×7 and a 7×1 convolution |
-| `sep3`, `sep5`, `sep7` | twice: ReLU, k×k depthwise and 1×1 convolution, norm |
-| `dil2_sep5` | `sep5`, with dilation 2 on request (`model.dilate`) |
+| `sep3` | twice: ReLU, 3×3 depthwise and 1×1 convolution, norm |
+| `dil2_sep5` | the same with 5×5, with dilation 2 on request (`model.dilate`) |
 | `max2`, `max3`, `avg3` | pooling, then a 1×1 convolution where the width has to change |
 """
 
@@ -51,16 +51,6 @@ def _cell(nodes: str, concatenated: tuple[int, ...]) -> CellGenotype:
 
 
 GENOTYPES = {
-    "A": Genotype(
-        normal=_cell(
-            "avg3(0) + max3(0), sep3(1) + none(1), none(0) + avg3(1), sep3(0) + sep5(2), avg3(5) + sep3(0)",
-            concatenated=(1, 3, 4, 6),
-        ),
-        reduction=_cell(
-            "sep3(1) + avg3(0), max3(0) + sep7(2), max3(1) + max3(0), sep3(4) + 1x7_7x1(0), avg3(1) + sep7(0)",
-            concatenated=(2, 3, 4, 5, 6),
-        ),
-    ),
     "B": Genotype(
         normal=_cell(
             "1x1(1) + max3(1), none(1) + sep3(0), 1x1(1) + sep3(0), 1x1(2) + none(2), avg3(1) + 1x1(5)",
@@ -69,16 +59,6 @@ GENOTYPES = {
         reduction=_cell(
             "max2(0) + max3(0), none(2) + conv3(1), dil2_sep5(2) + max3(2), none(3) + sep3(1), avg3(4) + 1x1(3)",
             concatenated=(5, 6),
-        ),
-    ),
-    "C": Genotype(
-        normal=_cell(
-            "avg3(0) + sep3(0), none(0) + sep3(0), avg3(2) + sep3(1), none(0) + sep3(1), avg3(3) + sep3(0)",
-            concatenated=(1, 2, 4, 5, 6),
-        ),
-        reduction=_cell(
-            "max3(0) + max3(0), sep7(2) + sep3(0), sep7(0) + max3(1), sep5(4) + sep5(4), max3(1) + sep3(1)",
-            concatenated=(0, 2, 3, 4, 5, 6),
         ),
     ),
     "D": Genotype(

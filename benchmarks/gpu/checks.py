@@ -10,18 +10,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row, environment, run_command
-from benchmarks.kills import POLL_SECONDS, same_end, train, workers_of
 from benchmarks.plan import compare, measured, pair, planned
+from benchmarks.planted_faults import SUBJECT
 from gpipe_cli.bench.workers import machine
-from gpipe_cli.checkpoint.files import step_directories
+from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.planner.measure.this_device import measure_rates
 
@@ -31,6 +33,12 @@ TO_PLAN = ("model=transformer_lm_small", "model.L=12", "model.d_model=1024", "mo
 REAL_ATTENTION = (*TO_PLAN, "model.L=4", "data.sequence_length=512", "data.batch_size=16")
 RESNET = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
 REAL_CONVOLUTIONS = (*RESNET, "data.image_size=224", "data.batch_size=64")
+POLL_SECONDS = 0.002
+TRAIN = (
+    *(sys.executable, "-m", "gpipe_cli.commands.train", *SUBJECT, "model.odd=slow", "pipeline.partition=auto"),
+    *("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0"),
+    *("checkpoint.every=1", "checkpoint.keep=1"),
+)
 AT_ONCE = 4  # commands that share a GPU where only results matter
 
 
@@ -188,6 +196,44 @@ def ends(site: Site) -> Iterator[Row]:
                 os.kill(process, number)
         ok, said = run.returncode == code, (folder / "output").read_text()
         yield {"what": number.name, "ok": ok, "seconds": time.monotonic() - began, "why": "" if ok else cause_of(said)}
+
+
+def train(run_dir: Path, K: int, steps: int, restarts: int = 0) -> subprocess.Popen[bytes]:
+    """Starts the run in ``run_dir``; its output goes to a file there."""
+    run_dir.mkdir(parents=True)
+    words = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
+    words += [f"trainer.evaluate_every={max(1, steps // 20)}", f"launch.restarts={restarts}"]
+    with (run_dir / "output").open("wb") as output:
+        return subprocess.Popen([*TRAIN, *words], stdout=output, stderr=output, env=environment())
+
+
+def workers_of(command: int) -> list[int]:
+    """Returns the worker processes of gpipe-train: forks of its child."""
+    starters = _of(command, "task/{}/children").split()
+    children = [(starter, child) for starter in starters for child in _of(starter, "task/{}/children").split()]
+    return [int(child) for starter, child in children if _of(child, "cmdline") == _of(starter, "cmdline")]
+
+
+def _of(process: int | str, name: str) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{process}", name.format(process)).read_text()
+    return ""
+
+
+def same_end(one: Path, other: Path) -> bool:
+    """Returns whether two runs agree bit for bit: every tensor of their last checkpoints, and all losses."""
+    first, second = latest(one)[0], latest(other)[0]
+    assert first is not None and second is not None
+    tensors = all(_bits(first.layer_path(layer)) == _bits(second.layer_path(layer)) for layer in first.layers)
+    return tensors and first.step == second.step and _losses(one) == _losses(other)
+
+
+def _bits(path: Path) -> dict[str, bytes]:
+    return {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in load_file(path).items()}
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def tests(site: Site) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Counts the paper's models, and runs a workload by the engine, a plain loop and torch.distributed.pipelining."""
+"""Counts the paper's models, and runs a workload by the engine and by torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_cli.distributed.exchange import all_gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.messenger import LOCAL
 from gpipe_cli.models.amoebanet import amoebanet
@@ -29,11 +28,10 @@ from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
-from gpipe_cli.schedule.instruction import COMPUTE
 
 from .emulated import Link, SleepingWorkload, Workload, join_emulation, warm_up
-from .steps import CPU, EngineStep, Step, engine_step, make_cell, plain_step
-from .throughput import PLAIN, TORCH
+from .steps import CPU, Step, engine_step, make_cell
+from .throughput import TORCH
 from .timing import StopWatch, take_turns
 
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -66,43 +64,25 @@ def costs_worker(context: Context, config: dict[str, Any]) -> list[tuple[list[fl
     return found
 
 
-def worker(context: Context, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measures the contenders of some settings.
+def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:
+    """Returns for each setting the median seconds of each contender's steps, None where it refuses the setting.
 
     Args:
         config: ``repetitions``, ``realtime`` and ``settings`` (`Setting.config`).
-
-    Returns:
-        For each setting ``seconds``: median of each contender's steps, None where it refuses the setting; ``cells``:
-        for each worker the median seconds of a step by kind of computation, of the first contender.
     """
     watch = join_emulation(context, config["realtime"])
     return [measure(setting, context, config["repetitions"], watch) for setting in config["settings"]]
 
 
-def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: StopWatch) -> dict[str, Any]:
+def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: StopWatch) -> dict[str, float | None]:
     """Lets the contenders of one setting take turns."""
     link = None if setting["link"] is None else Link(**setting["link"])
     work = SleepingWorkload(setting["seconds"], setting["M"], context.rank, context.world_size, link)
     steps = {name: contender(name, *facts, work=work) for name, facts in setting["contenders"].items()}
     running = {name: step for name, step in steps.items() if step is not None}
-    spent: dict[str, list[float]] = {op.name.lower(): [] for op in COMPUTE}
-
-    def timed(name: str, step: Step) -> float:
-        seconds = watch.time(step)
-        if name == next(iter(steps)) and isinstance(step, EngineStep):
-            found = step.engine.meter.seconds()
-            for op in COMPUTE:
-                spent[op.name.lower()].append(sum(taken for (kind, _cell), taken in found.items() if kind is op))
-        return seconds
-
     warm_up(running.values(), watch)
-    turns = {name: partial(timed, name, step) for name, step in running.items()}
-    seconds = take_turns(turns, repetitions)
-    return {
-        "seconds": {name: median(seconds[name]) if name in seconds else None for name in steps},
-        "cells": all_gather_json({kind: median(steps or [0.0]) for kind, steps in spent.items()}, dist.group.WORLD),
-    }
+    seconds = take_turns({name: partial(watch.time, step) for name, step in running.items()}, repetitions)
+    return {name: median(seconds[name]) if name in seconds else None for name in steps}
 
 
 def contender(
@@ -112,7 +92,7 @@ def contender(
 
     Args:
         name: begins with "torch " for torch.distributed.pipelining.
-        kind: of schedule; or "plain": one device runs all layers, while the other workers wait.
+        kind: of schedule.
         cut: number of layers of each cell.
         policy: of re-materialization, as `kept_graphs` takes it.
         on: worker of each cell; None: round robin.
@@ -120,9 +100,6 @@ def contender(
     parts = cell_layers(cut)
     if name.startswith(TORCH):
         return torch_step(kind, parts, policy, work)
-    if kind == PLAIN:
-        modules = work.layers(range(sum(cut)))
-        return plain_step(modules, work.micro_batches, work.loss) if work.rank == 0 else lambda: None
     placement = tuple(cell % work.K for cell in range(len(cut))) if on is None else tuple(on)
     mine = [
         make_cell(cell, work.layers(part, kind == "zero_bubble"), part.start)

@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
 
-from .steps import Step, cpu_transport, split, squared_loss
+from .steps import Step, cpu_transport, squared_loss
 from .throughput import BACKWARD
 from .timing import StopWatch
 
@@ -240,8 +240,8 @@ class SleepingWorkload(Workload):
     """
 
     def __init__(self, seconds: Sequence[float], M: int, rank: int, K: int, link: Link | None) -> None:
-        mini_batch = torch.zeros(EXAMPLES, WIDTH), torch.zeros(EXAMPLES, WIDTH)
-        super().__init__(rank, K, split(mini_batch, M), squared_loss, link)
+        micro_batches: list[MicroBatch] = [((x,), (x,)) for x in torch.zeros(EXAMPLES, WIDTH).tensor_split(M)]
+        super().__init__(rank, K, micro_batches, squared_loss, link)
         self._seconds = seconds
 
     def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:

@@ -31,7 +31,6 @@ class BenchOptions:
     bandwidth: Positive
     latency: float
     train: list[str]
-    memory: str | None
 
     @property
     def timed_steps(self) -> int:

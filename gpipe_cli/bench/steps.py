@@ -39,11 +39,6 @@ def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
     return connect_workers(placement, CPU, CPU, (world, world), world)
 
 
-def split(examples: tuple[Tensor, Tensor], M: int) -> list[MicroBatch]:
-    """Divides a mini-batch into M micro-batches."""
-    return [((x,), (y,)) for x, y in zip(*(tensor.tensor_split(M) for tensor in examples), strict=True)]
-
-
 @dataclass(frozen=True)
 class EngineStep:
     """Runs one training step of this worker whenever it is called; ``engine.meter`` has its times."""
@@ -59,10 +54,10 @@ class EngineStep:
         self.engine.meter.read_step()
 
 
-def make_cell(number: int, modules: Sequence[nn.Module], first: int = 0, device: torch.device = CPU) -> Cell:
+def make_cell(number: int, modules: Sequence[nn.Module], first: int = 0) -> Cell:
     """Makes a cell of these layers; ``first`` is the place of its first layer in the model."""
     layers = [BuiltLayer(i, f"layer.{i}", module) for i, module in enumerate(modules, start=first)]
-    return Cell(number, layers, NoiseSource(1, 0, device))
+    return Cell(number, layers, NoiseSource(1, 0, CPU))
 
 
 def engine_step(

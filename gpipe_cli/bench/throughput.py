@@ -18,10 +18,10 @@ from .options import BenchOptions
 from .paper import TABLE_2, TABLE_3, Throughputs
 from .workers import run_workers
 
+Seconds = dict[str, Any]  # of a step, by the name of the contender; None where it refuses the setting
 BACKWARD = 2.0  # a backward takes so many forwards: the gradients of the input and of the weights
 TORCH = "torch "  # before the name of a schedule
 PEERS = (f"{TORCH}gpipe", f"{TORCH}1f1b", f"{TORCH}interleaved")
-PLAIN = "plain"
 SERIAL_SECONDS = {1: 1.0, 4: 2.0, 32: 6.0}  # by M: sleeps should last a millisecond, short steps are mostly overhead
 QUICK_SERIAL_SECONDS = {1: 0.4, 4: 0.8, 32: 3.0}
 BATCH = {"amoebanet": 128, "transformer": 32}
@@ -128,7 +128,6 @@ class Setting:
         kinds = {kind: kind for kind in self.options.schedules if self.limit(kind) is not None}
         if self.options.peers and not self.linked:
             kinds |= {name: name.removeprefix(TORCH) for name in (PEERS[:1] if self.options.quick else PEERS)}
-            kinds |= {PLAIN: PLAIN} if min(self.options.grid_K) == self.K else {}
         cells = {name: cells_of(kind, self.K) for name, kind in kinds.items()}
         fitting = [name for name in kinds if cells[name] <= len(self.costs.costs)]
         return {name: (kinds[name], self.costs.cut(cells[name]), self.options.remat) for name in fitting}
@@ -162,10 +161,10 @@ def cells_of(kind: str, workers: int) -> int:
     return 2 * workers if kind.startswith("interleaved") or kind == "zbv" else workers
 
 
-def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[dict[str, Any]]:
+def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[Seconds]:
     """Lets the contenders of each setting take turns on K processes; returns what `contenders.worker` does."""
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
-    found: list[dict[str, Any]] = run_workers(
+    found: list[Seconds] = run_workers(
         "gpipe_cli.bench.contenders:worker", K, config, ("torch.distributed.pipelining",)
     )
     return found

@@ -23,7 +23,7 @@ def run_workers(entry: str, workers: int, config: Mapping[str, Any], preload: Se
     """Runs ``entry(context, config)`` on so many processes with one thread each; returns rank 0's result.
 
     Raises:
-        WorkerFailed, ConfigurationError: a worker raised an exception (WorkerOutOfMemory: memory ran out).
+        WorkerFailed, ConfigurationError: a worker raised an exception.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-bench-") as directory:
         job = Job(Path(directory), workers, entry, dict(config), preload=(*PRELOAD, *preload))

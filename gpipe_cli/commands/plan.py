@@ -36,7 +36,7 @@ from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError, Problems
 from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
 from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
-from gpipe_cli.schedule.simulate import BUBBLE_FORMULAS, simulate, unit_durations
+from gpipe_cli.schedule.simulate import simulate, unit_durations
 from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import read_run
@@ -54,26 +54,20 @@ MOST_ROWS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """Holds one configuration to plan.
-
-    Attributes:
-        notes: changes that were necessary to plan it.
-    """
+    """Holds one configuration to plan."""
 
     settings: Settings
     options: Options
-    notes: list[str]
 
     def plan(self) -> Plan:
-        """Returns the run's plan, with the notes; prints a line on standard error before each long measurement.
+        """Returns the run's plan; prints a line on standard error before each long measurement.
 
         Raises:
             ConfigurationError: it cannot be planned, or nothing fits.
         """
         from gpipe_cli.planner.search import find_plan
 
-        plan = find_plan(self.settings, self.options, _Progress())
-        return replace(plan, notes=[*self.notes, *plan.notes])
+        return find_plan(self.settings, self.options, _Progress())
 
 
 class _Progress:
@@ -123,18 +117,17 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
     from gpipe_cli.jobs.configuration import composed, plain
     from gpipe_cli.jobs.machine import most_workers
     from gpipe_cli.jobs.trust import look_here, targets
-    from gpipe_cli.planner.options import Options, with_enough_examples
+    from gpipe_cli.planner.options import Options
 
     problems = Problems()
     config = plain(composed("plan", overrides, folder))
     options = Options.read(config.pop("plan"), problems)
-    enough, notes = with_enough_examples(config)
-    settings = Settings.from_config(enough, problems)
+    settings = Settings.from_config(config, problems)
     look_here(targets(config))
     if options.device is None:
         most = 1 if settings.launch.inline else most_workers(settings.pipeline)[0]
         options = replace(options, most_workers=most)
-    return Request(settings, options, notes)
+    return Request(settings, options)
 
 
 def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
@@ -218,8 +211,6 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
-    formula = plan.bubble_formula
-    by_formula = "" if formula is None else f", {percent(formula)} by {BUBBLE_FORMULAS[plan.schedule]}"
     return [
         (
             "memory",
@@ -229,7 +220,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
         ),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
-        ("bubble", f"{percent(plan.bubble)} simulated{by_formula}"),
+        ("bubble", f"{percent(plan.bubble)} of the simulated step"),
         ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
         ("bound", _bound(plan)),
     ]

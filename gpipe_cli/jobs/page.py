@@ -215,11 +215,11 @@ def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
 
 
 def beside_rivals(best: Row) -> Grid:
-    """Returns the pipeline that a search has found (`Plan.to_json`) beside the next best, and why those are slower."""
+    """Returns the pipeline that a search has found (`Plan.to_json`) beside the next best, and one that does not fit."""
     rows = [[seconds_text(best["step_seconds"]), size_text(best["memory"]), "", _in_short(best["found"])]]
     for rival in best["rivals"]:
         more = rival["step_seconds"] / best["step_seconds"] - 1
-        slower = f"{percent(more)} slower: {rival['why']}" if more > 0 else rival["why"]
+        slower = f"{percent(more)} slower" if rival["fits"] else "does not fit"
         sizes = [seconds_text(rival["step_seconds"]), size_text(rival["memory"])]
         rows.append([*sizes, slower, _in_short(rival["keys"])])
     return Grid(["step", "memory", "", "pipeline"], rows)

@@ -57,10 +57,6 @@ class WorkerFailed(RuntimeError):
     failure: Failure | None = None
 
 
-class WorkerOutOfMemory(WorkerFailed):
-    """Raised when a worker failed because its device, or the machine, had no memory for a tensor."""
-
-
 @dataclass(frozen=True)
 class Failure:
     """Describes one worker's end, as far as it is known; the fields are JSON values.
@@ -74,7 +70,6 @@ class Failure:
         cause: one line: the worker's name, and the signal, exit code or exception.
         place: of the worker, in words; empty where it is not known.
         is_plain: the text explains everything: what ran found the failure itself.
-        is_memory: there was no memory for a tensor.
         from_outside: the worker was killed, or lost the connection to another one.
     """
 
@@ -86,14 +81,13 @@ class Failure:
     place: str = ""
     is_plain: bool = False
     is_configuration: bool = False
-    is_memory: bool = False
     from_outside: bool = False
 
     def exception(self) -> WorkerFailed | ConfigurationError:
         """Returns the exception that ends the command."""
         if self.is_configuration:
             return ConfigurationError(self.text)
-        failed = (WorkerOutOfMemory if self.is_memory else WorkerFailed)(self.text)
+        failed = WorkerFailed(self.text)
         failed.failure = self
         return failed
 
@@ -121,9 +115,6 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
         place=describe_place(where),
         is_plain=plain is not None,
         is_configuration=isinstance(error, ConfigurationError),
-        is_memory=any(
-            isinstance(link, MemoryError) or _is(link, "OutOfMemoryError", NO_MEMORY) for link in _chain(error)
-        ),
         from_outside=echo == 2,
     )
 

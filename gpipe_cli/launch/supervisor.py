@@ -93,7 +93,6 @@ def launch(job: Job, on_event: OnEvent) -> Any:
     Raises:
         WorkerFailed: a worker raised, died or stalled; the message is for the console.
         DiskError: what the workers need cannot be written.
-        WorkerOutOfMemory: … because there was no memory for a tensor.
         ConfigurationError: a worker refused the configuration.
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
     """

@@ -19,7 +19,7 @@ from ..pipeline.tied_parameters import Use
 from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from .cutter import Cutter, Memory, worker_totals
 from .fake_layers import CostError
-from .partition import cell_costs, cell_layers, partition, placement
+from .partition import cell_costs, cell_layers, even_placement, partition
 from .tie_search import Ties, find_ties
 
 
@@ -145,7 +145,7 @@ def cut_by_costs(
         sizes = cutter.sizes(None if memory_of is None else memory_of(worker_of))
     else:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
-        worker_of = placement(config.schedule, cell_costs([layer.cost for layer in costs], sizes), workers)
+        worker_of = even_placement(config.schedule, config.K, workers)
     seconds = worker_totals(times, config, worker_of)
     cells = cell_layers(sizes)
     parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]

@@ -48,14 +48,12 @@ def partition(
         1F1B the earlier ones keep more micro-batches.
 
     Raises:
-        PartitionError: K is not within 1 … L, the sizes do not fit, the objective is unknown, a cost is negative or not
-            finite, or cuts would have to lie where they may not.
+        PartitionError: K is above L, the sizes do not fit, a cost is negative or not finite, or cuts would have to lie
+            where they may not.
     """
     L = len(costs)
     if not isinstance(objective, str):
         return _checked_sizes(objective, K, L, inseparable)
-    if objective not in OBJECTIVES:
-        raise PartitionError(f"pipeline.partition={objective}: use auto, min_variance or the cells' sizes, as [3,5,4]")
     places = checked_places(costs, K, inseparable)
     ends = divide([np.concatenate([[0.0], np.cumsum(costs)])[places]] * K, [1] * K, objective=objective)
     assert ends is not None  # each cell has a place
@@ -69,8 +67,6 @@ def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str
         PartitionError: as in `partition`.
     """
     L = len(costs)
-    if K < 1:
-        raise PartitionError(f"pipeline.K={K}: use pipeline.K=1 or more")
     if K > L:
         raise PartitionError(
             f"pipeline.K={K} but the model has {_count(L, 'layer')}: use pipeline.K<={L} or a deeper model"
@@ -174,28 +170,6 @@ def cell_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
     return [math.fsum(costs[layer] for layer in layers) for layers in cell_layers(sizes)]
 
 
-def place(cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
-    """Puts K cells on W <= K workers, neighbours together, so that the busiest worker has as little to do as possible.
-
-    Returns:
-        ``placement[cell] = worker``, ascending from 0 without gaps.
-
-    Raises:
-        PartitionError: there is no worker, or there are more workers than cells.
-    """
-    refuse_more_workers_than_cells(len(cell_costs), workers)
-    sizes = partition(cell_costs, workers, "min_max")
-    return tuple(worker for worker, size in enumerate(sizes) for _ in range(size))
-
-
-def refuse_more_workers_than_cells(K: int, workers: int) -> None:
-    """Raises PartitionError where not every worker has a cell."""
-    if not 1 <= workers <= K:
-        raise PartitionError(
-            f"{_count(workers, 'worker')} for pipeline.K={K}: every worker runs at least one cell; use 1 to {K} workers"
-        )
-
-
 def round_robin(K: int, workers: int) -> tuple[int, ...]:
     """Puts cell c on worker c mod W, each worker having K/W of the K cells.
 
@@ -212,16 +186,18 @@ def round_robin(K: int, workers: int) -> tuple[int, ...]:
 
 
 def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
-    """Returns the worker of each of K cells before they are cut: as many cells on each, the later ones one more."""
+    """Returns the worker of each of K cells: as many cells on each, the later ones one more.
+
+    Raises:
+        PartitionError: not every worker has a cell, or in rounds not as many as the others.
+    """
     if kind in ROUND_ROBIN:
         return round_robin(K, workers)
-    refuse_more_workers_than_cells(K, workers)
+    if not 1 <= workers <= K:
+        raise PartitionError(
+            f"{_count(workers, 'worker')} for pipeline.K={K}: every worker runs at least one cell; use 1 to {K} workers"
+        )
     return tuple(workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
-
-
-def placement(kind: str, cell_costs: Sequence[float], workers: int) -> tuple[int, ...]:
-    """Returns the worker of each cell, as the kind of schedule needs it: see `place` and `round_robin`."""
-    return round_robin(len(cell_costs), workers) if kind in ROUND_ROBIN else place(cell_costs, workers)
 
 
 def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[int, str]) -> list[int]:

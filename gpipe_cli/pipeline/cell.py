@@ -19,8 +19,8 @@ from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import BufferChanged, BufferGuard
-from .messages.boundary import BoundarySpec, GradientLayouts, TensorSpec, canonical, passed_on
-from .messages.grouping import as_argument, as_tensors, grouped_like, grouping_of, replace_tensors
+from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
+from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
 from .randomness import NoiseSource, weights_of_layer
 from .weight_casts import WeightCasts
 
@@ -133,7 +133,7 @@ class Cell:
         self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
         self.noise = noise
         self._layouts = GradientLayouts()
-        self._forms: dict[Hashable, Any] = {}  # by layer and signature: what it passes on
+        self._forms: dict[Hashable, BoundarySpec] = {}  # by layer and signature: what it passes on
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self._built_in_evaluation = [module for module in modules if not module.training]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
@@ -222,11 +222,10 @@ class Cell:
         """
         for batchnorm in self.batchnorms:
             batchnorm.gathering = first_time
-        versions = [tensor._version for tensor in inputs]
         argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
         seeds, seed_noise = self.noise.seeds(step, micro_batch, self._indices), self.noise.seed
-        settled, has_graph = self._layouts.settled(signature), torch.is_grad_enabled()
+        has_graph = torch.is_grad_enabled()
         for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
             self.where.layer = layer.name
             seed_noise(seed)
@@ -237,21 +236,12 @@ class Cell:
                 came, made = as_tensors(argument), as_tensors(outputs)
                 if has_graph:
                     self.noise.seed_backward(seed, (*made, auxiliary.get(layer.index)), came)
-                if (
-                    isinstance(outputs, Tensor)
-                    and settled.get(layer.index) == (outputs.shape, outputs.dtype)
-                    and outputs.is_contiguous()
-                    and not outputs.storage_offset()
-                ):
-                    argument = outputs
-                else:
-                    argument = as_argument(self._settle(layer, made, came, signature, micro_batch))
+                argument = as_argument(self._settle(layer, made, came, signature, micro_batch))
             except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         self.where.layer = None
-        self._refuse_changed_inputs(inputs, versions, micro_batch)
         self._guarded_calls = []
         return as_tensors(argument), auxiliary
 
@@ -316,7 +306,7 @@ class Cell:
             LayerFailed: the outputs or the targets have others.
         """
         if not expected.fits(message):
-            raise self._other_form(self.layers[-1], micro_batch, str(BoundarySpec.of(message)), str(expected))
+            raise self._other_form(self.layers[-1], micro_batch, message, expected)
 
     def refuse_new_takers(self, outputs: Tensors, takers: Collection[int], micro_batch: int) -> None:
         """Raises LayerFailed if an output beside ``takers`` takes a gradient: the next cell gathers none for it."""
@@ -325,7 +315,7 @@ class Cell:
                 raise LayerFailed(
                     f"cell {self.number} (last layer {self.layers[-1].name!r}), micro-batch {micro_batch}: output "
                     f"{number} takes a gradient, where nothing in front of it was trained before. Set requires_grad "
-                    "between two steps, not in a layer's forward"
+                    "before the first step or, in a loop of your own, between two steps; not in a layer's forward"
                 )
 
     def _settle(
@@ -338,30 +328,20 @@ class Cell:
                 stands, since a message could not follow it and a cut may lie behind any layer.
         """
         made = passed_on(outputs, inputs, layer.boundary_type)
-        form = [(tensor.shape, tensor.dtype) for tensor in made], grouping_of(made)
-        before = self._forms.setdefault((layer.index, signature), form)
-        if form != before and not layer.may_vary:
-            raise self._other_form(layer, micro_batch, _text(*form), _text(*before))
+        before = self._forms.get((layer.index, signature))
+        if before is None:
+            before = self._forms[layer.index, signature] = BoundarySpec.of(made)
+        if not (layer.may_vary or before.fits(made)):
+            raise self._other_form(layer, micro_batch, made, before)
         return self._layouts.settle(made, inputs, layer.index, signature)
 
-    def _other_form(self, layer: BuiltLayer, micro_batch: int, now: str, before: str) -> LayerFailed:
+    def _other_form(self, layer: BuiltLayer, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
         return LayerFailed(
-            f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}: it passes on {now}, where inputs of "
-            f"the same shapes and types gave {before} before. What passes to the next layer may depend on shapes and "
-            "types of the inputs, not on their values: pad it, or make one layer of those between which it varies"
+            f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}: it passes on "
+            f"{BoundarySpec.of(made)}, where inputs of the same shapes and types gave {before} before. What passes to "
+            "the next layer may depend on shapes and types of the inputs, not on their values: pad it, or make one "
+            "layer of those between which it varies"
         )
-
-    def _refuse_changed_inputs(self, inputs: Tensors, versions: list[int], micro_batch: int) -> None:
-        """Refuses in-place changes of a cell's input, from which a recompute starts."""
-        if any(tensor._version != version for tensor, version in zip(inputs, versions, strict=True)):
-            raise LayerFailed(
-                f"cell {self.number} (first layer {self.layers[0].name!r}), micro-batch {micro_batch}: a layer changes "
-                "its input in place, but the input of a cell is kept for re-materialization; use inplace=False there"
-            )
-
-
-def _text(shapes: Sequence[tuple[torch.Size, torch.dtype]], grouping: str | None) -> str:
-    return str(BoundarySpec(tuple(TensorSpec(tuple(shape), dtype, False) for shape, dtype in shapes), grouping))
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:

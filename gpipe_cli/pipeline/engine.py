@@ -30,7 +30,7 @@ from ..position import Position
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.posting import Posts, Receives, post_ahead
 from .cell import Cell, failed
-from .halves import Draws, WeightHalf, backward_of_inputs
+from .halves import WeightHalf, backward_of_inputs
 from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
 from .messages.grouping import grouped, grouping_of
 from .messages.process_group import Wait
@@ -154,7 +154,6 @@ class Engine:
         for cell in cells:
             cell.where = self.where
         self.noise, self.meter = cells[0].noise, Meter(device)
-        self.draws = {cell.number: Draws(self.noise.states) for cell in cells}
         self._transport = transport
         self._trained: set[str] | None = None
         self.failed_at = 0.0  # `time.time()` of the latest failure
@@ -473,12 +472,6 @@ class _TrainingStep(_Step):
     def _begin(self) -> None:
         for cell in self.engine.cells.values():
             cell.begin_step(self.given.step, self.given.steps)
-        if newly := sorted(self.engine.newly_trained):
-            raise ConfigurationError(
-                f"{newly[0]} is trained from step {self.given.step + 1} on, where it was frozen before: what passes "
-                "between the cells was settled without its gradient. Set requires_grad before the first step, or, in a "
-                "loop of your own, between two steps"
-            )
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
@@ -580,8 +573,8 @@ class _TrainingStep(_Step):
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
         with self.engine.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
-                waits, draws = self._waits.setdefault(i.cell, {}), self.engine.draws[i.cell]
-                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits, draws)
+                waits = self._waits.setdefault(i.cell, {})
+                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits)
             elif roots:
                 torch.autograd.backward(outputs, gradients)
         if i.cell > 0:

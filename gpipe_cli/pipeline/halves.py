@@ -11,9 +11,8 @@ kernels in the same order. After Qi et al. 2023, "Zero Bubble Pipeline Paralleli
 
 Some weights get their gradient in the first half: a weight that joins in two places, because its two gradients must be
 added up before they are added to those of other micro-batches; a weight that enters a custom
-`torch.autograd.Function`, which computes all its gradients at once; and one with a hook, or behind custom functions
-that draw random numbers (`Draws`): those are the numbers of a whole backward then. All are exact; less is left for the
-second half.
+`torch.autograd.Function`, which computes all its gradients at once and may draw random numbers; and one with a hook.
+All are exact; less is left for the second half.
 """
 
 from __future__ import annotations
@@ -97,41 +96,11 @@ class WeightHalf:
             self._joints.pop().finish()
 
 
-class Draws:
-    """Finds out, in the first backward of a cell, which custom functions draw random numbers; it is not divided.
-
-    Args:
-        states: returns the states of the generators.
-    """
-
-    def __init__(self, states: Callable[[], list[Tensor]]) -> None:
-        self._states, self._found = states, dict[str, bool]()
-
-    def may_be_in(self, functions: Sequence[Node]) -> bool:
-        """Returns whether some are known to draw random numbers, or have not run so far; these are watched."""
-        new = [function for function in functions if type(function).__name__ not in self._found]
-        for function in new:
-            self._watch(function, type(function).__name__)
-        return bool(new) or any(self._found[type(function).__name__] for function in functions)
-
-    def _watch(self, function: Node, name: str) -> None:
-        before: list[list[Tensor]] = []
-
-        def end(*gradients: object) -> None:
-            same = all(torch.equal(*pair) for pair in zip(before.pop(), self._states(), strict=True))
-            self._found[name] = self._found[name] or not same
-
-        self._found.setdefault(name, False)
-        function.register_prehook(lambda gradients: before.append(self._states()))
-        function.register_hook(end)
-
-
 def backward_of_inputs(
     roots: Sequence[Tensor],
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
     waits: dict[int, bool] | None = None,
-    draws: Draws | None = None,
 ) -> WeightHalf:
     """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 
@@ -141,7 +110,6 @@ def backward_of_inputs(
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
         waits: whether each weight, by its id, has waited in an earlier micro-batch of the step. Then it does so again,
             even if this graph is another, because its gradients must be added up in one order.
-        draws: of the cell; None: its custom functions draw no random numbers.
     """
     if not roots and not waits:
         return WeightHalf(())
@@ -152,8 +120,7 @@ def backward_of_inputs(
     late: list[Tensor] = []
     divisible = not any(type(node).__name__ in _INDIVISIBLE for node in order)
     if divisible and wanted and order:
-        custom = [node for node in order if isinstance(node, BackwardCFunction)]
-        joints, now = _sort_weights(order, starts, wanted, draws is not None and draws.may_be_in(custom))
+        joints, now = _sort_weights(order, starts, wanted)
     else:
         given = set(map(id, inputs))
         now = [leaf for node in order if (leaf := _leaf_of(node)) is not None and id(leaf) not in given]
@@ -204,18 +171,14 @@ def _from_roots(roots: Sequence[Node]) -> list[Node]:
 
 
 def _sort_weights(
-    order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor], custom_now: bool
+    order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """Returns the joints with the weights that can wait, and the weights that cannot.
-
-    Args:
-        custom_now: weights behind custom functions cannot.
-    """
+    """Returns the joints with the weights that can wait, and the weights that cannot."""
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
     shared = _Joint(order[0])  # stands for "no single joint"
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}
     for node in order:
-        if isinstance(node, BackwardCFunction) and (custom_now or node in leads_to_input):
+        if isinstance(node, BackwardCFunction):
             joint = shared
         else:
             joint = _Joint(node) if node in leads_to_input else owner[node]

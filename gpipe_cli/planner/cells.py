@@ -186,6 +186,7 @@ def cell_sizes(
         gathered=sum(layer.gathered for layer in layers),
         casts=sum(layer.casts for layer in layers),
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
+        sent=0 if is_last else _packed([*(tensor.bytes for tensor in outputs), *target_bytes]),
         targets=sum(target_bytes),
         graph=total - own_outputs,
         outputs=own_outputs,

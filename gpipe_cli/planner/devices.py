@@ -78,7 +78,7 @@ PRESETS = {
 _DESCRIBED = ("flops", "memory", "bandwidth", "link")
 
 
-def describe(device: str | Mapping[str, Any]) -> Device:
+def describe(device: Any) -> Device:
     """Returns a preset by its name, or a device of the given figures.
 
     Raises:
@@ -93,6 +93,8 @@ def describe(device: str | Mapping[str, Any]) -> Device:
                 "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
             )
         return PRESETS[device]
+    if not isinstance(device, Mapping):
+        raise ConfigurationError(f"plan.device={device}: use a name such as h100, this, or figures in braces")
     if missing := [key for key in _DESCRIBED if key not in device]:
         raise ConfigurationError(f"plan.device has no {', '.join(missing)}: give all of {', '.join(_DESCRIBED)}")
     defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}

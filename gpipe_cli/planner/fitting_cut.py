@@ -22,6 +22,7 @@ from ..schedule.schedule import kept_graphs, most_kept, schedule
 from .cells import cell_sizes
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
+from .memory import Wire, messages_held, wire_of
 from .memory_check import StateBytes, optimizer_state_bytes
 
 
@@ -31,6 +32,7 @@ def memory_of_workers(
     model: ModelFacts,
     held: Sequence[float],
     limits: Sequence[float],
+    wire: Wire,
 ) -> Memory:
     """Returns the memory of workers that hold their layers as one cell would.
 
@@ -41,6 +43,7 @@ def memory_of_workers(
         placement: decides what is in flight.
         held: bytes of each layer's weights, gradients, optimizer state and averages.
         limits: bytes of each worker.
+        wire: how messages travel.
     """
     keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
     lists = schedule(pipeline.schedule, placement, pipeline.M, keep)
@@ -54,13 +57,13 @@ def memory_of_workers(
         is_last = stop == len(model.layers)
         own = model.with_loss[start:] if is_last else model.layers[start:stop]
         size = cell_sizes(own, model.layers[start - 1].boundary if start else model.inputs, model.target_bytes, is_last)
-        graph = size.graph + size.outputs
-        backward, left = graph + size.backward, graph
-        if halves and size.put_off:
-            backward = max(graph + size.input_half, size.put_off + size.weight_half)
-            left = max(graph, size.put_off)
-        working = (graphs - 1) * left + max(size.forward, backward) + pipeline.M * size.gathered + size.casts
-        return working + (waiting if start else pipeline.M) * size.message
+        working = size.working(graphs, halves) + pipeline.M * size.gathered + size.casts
+        messages = size.by_message if start else size.by_message | {Op.RECEIVE_ACTIVATION: 0}
+        working += sum(messages_held(messages, pipeline.M, len(lists), wire).values())
+        if not start:
+            return working + pipeline.M * size.message
+        apart = size.targets if wire is Wire.SHARED_MEMORY else 0
+        return working + waiting * (size.message - apart) + pipeline.M * size.targets
 
     def used(worker: int, start: int, stop: int) -> float:
         if stop == start:
@@ -114,5 +117,6 @@ def cut_for_run(
     names = [builder.name for builder in builders]
     held = list(map(partial(held_bytes, settings, optimizer_state_bytes(settings.optimizer)), names, model.layers))
     limits = limits_of_workers(pipeline, memory)
-    memory_of = partial(memory_of_workers, pipeline=pipeline, model=model, held=held, limits=limits)
+    wire = wire_of(pipeline, kernels == "cpu")
+    memory_of = partial(memory_of_workers, pipeline=pipeline, model=model, held=held, limits=limits, wire=wire)
     return cut_by_costs(builders, costs, pipeline, pipeline.worker_count, ties, memory_of)

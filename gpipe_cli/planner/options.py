@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ConfigurationError, Problems
+from ..errors import Problems
 from ..typed_section import Count, Positive, read_section, shown
 from .devices import Device, describe, parse_bytes
 
@@ -54,32 +54,10 @@ class Options(_Typed):
         with problems.collected():
             values |= vars(read_section(_Typed, rest, "plan"))
         with problems.collected():
-            values["device"] = None if free["device"] == THIS else describe(_device_of(free["device"]))
+            values["device"] = None if free["device"] == THIS else describe(free["device"])
         for key in ("memory", "fit"):
             with problems.collected():
                 values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
         if sum(bool(values.get(key)) for key in ("fit", "best", "grow")) > 1:
             problems.append("plan.fit, plan.best and plan.grow look for different things: give one of them")
         return object.__new__(cls) if problems else cls(**values)
-
-
-def _device_of(value: Any) -> str | Mapping[str, Any]:
-    if isinstance(value, (str, Mapping)):
-        return value
-    raise ConfigurationError(f"plan.device={value}: use a name such as h100, this, or figures in braces")
-
-
-def with_enough_examples(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration that can be planned, and a line for the person where the mini-batch was made larger.
-
-    Every micro-batch has at least one example.
-    """
-    lines: list[str] = []
-    pipeline, data = dict(config.get("pipeline") or {}), dict(config.get("data") or {})
-    size, M, replicas = data.get("batch_size"), pipeline.get("M"), pipeline.get("replicas")
-    if isinstance(size, int) and isinstance(M, int) and isinstance(replicas, int) and data.get("batch_tokens") is None:
-        needed = M * replicas
-        if size < needed:
-            lines.append(f"data.batch_size={size} has no {needed} micro-batches: planned with data.batch_size={needed}")
-            data["batch_size"] = needed
-    return {**config, "pipeline": pipeline, "data": data}, lines

@@ -25,11 +25,7 @@ class CellPlan:
         layers: number of its layers.
         flops: FLOPs of one forward.
         share: its share of all cells' time.
-        inference_seconds: forward without a graph.
-        forward_seconds: forward with a graph.
-        recompute_seconds: forward once more, with a graph.
-        backward_seconds: backward as a whole.
-        input_gradient_seconds, weight_gradient_seconds: the halves of backward, for a schedule that has them.
+        seconds: of each pass.
         weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
         graph: what the graph of one micro-batch holds, its outputs included.
         inputs_in_flight: most micro-batches whose input is kept at once.
@@ -46,12 +42,7 @@ class CellPlan:
     parameters: int
     flops: float
     share: float
-    inference_seconds: float
-    forward_seconds: float
-    recompute_seconds: float
-    backward_seconds: float
-    input_gradient_seconds: float
-    weight_gradient_seconds: float
+    seconds: LayerTimes
     weights: float
     gradients: float
     optimizer: float
@@ -87,21 +78,6 @@ class WorkerPlan:
 
 
 @dataclass(frozen=True)
-class Rival:
-    """Describes a plan that a search found slower than its answer.
-
-    Attributes:
-        keys: the keys that the search chose, with their values.
-        why: what takes more of its step than of the answer's.
-    """
-
-    keys: dict[str, Any]
-    step_seconds: float
-    memory: float
-    why: str
-
-
-@dataclass(frozen=True)
 class Plan:
     """Holds what is known of a run before it runs.
 
@@ -113,7 +89,6 @@ class Plan:
         parameters: number of parameters of the whole model.
         busiest_over_mean: how much longer the busiest worker computes than the mean, as a share.
         sent_bytes: bytes between workers in one step of one replica.
-        bubble_formula: bubble of equal cells without messages (`schedule.simulate`); None where the schedule has none.
         bubble: bubble of the simulated schedule, waits for messages included.
         step_seconds: seconds of a step, the optimizer's update included.
         bound_seconds: seconds that every schedule of this cut takes at least, the update included (`bound`); None
@@ -121,12 +96,12 @@ class Plan:
         bound_of_any_cut_seconds: those that every schedule of any cut takes, without the update.
         memory: bytes on the device that is fullest for its size.
         limit: bytes that it may hold.
-        weight_bytes, activation_bytes: sums over all devices.
         notes: assumptions, and changes to the configuration that made it possible to plan.
         timeline, lists: the simulated step and its instruction lists.
         found: the keys that a search was for, with their values; empty for a plain plan.
         tried: number of plans made in that search.
-        rivals: the next best that it found, and the fastest that does not fit, if any.
+        rivals: the next best that it found, and the fastest that does not fit, if any: keys that the search chose, with
+            their values, step_seconds, memory, and whether it fits.
     """
 
     K: int
@@ -144,7 +119,6 @@ class Plan:
     workers_plan: list[WorkerPlan]
     busiest_over_mean: float
     sent_bytes: int
-    bubble_formula: float | None
     bubble: float
     step_seconds: float
     update_seconds: float
@@ -152,14 +126,12 @@ class Plan:
     bound_of_any_cut_seconds: float | None
     memory: float
     limit: float
-    weight_bytes: float
-    activation_bytes: int
     notes: list[str]
     timeline: Timeline = field(repr=False, compare=False)
     lists: list[list[Instruction]] = field(repr=False, compare=False)
     found: dict[str, Any] = field(default_factory=dict)
     tried: int = 1
-    rivals: list[Rival] = field(default_factory=list)
+    rivals: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -216,15 +188,14 @@ def cell_plans(
         cells, times, model: one item for each cell.
         lists: one list of instructions for each worker.
     """
-    kept = [most_kept(each) for each in lists]
+    kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     whole = sum(time.total for time in times) or 1.0
     plans = []
     for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
         worker, size = cell.worker, cell.sizes
         inputs = kept[worker].inputs[number] * (cell.inputs_bytes if number else size.message)
         graphs = kept[worker].graphs[number]
-        graph = size.graph + size.outputs
-        working = (graphs - 1) * graph + max(size.forward, graph + size.backward)
+        working = size.working(graphs, halves)
         plans.append(
             CellPlan(
                 cell=number,
@@ -235,9 +206,9 @@ def cell_plans(
                 parameters=cell.parameters,
                 flops=cell.flops,
                 share=time.total / whole,
-                **{f"{kind}_seconds": seconds for kind, seconds in asdict(time).items()},
+                seconds=time,
                 **asdict(bytes_),
-                graph=graph,
+                graph=size.graph + size.outputs,
                 inputs_in_flight=kept[worker].inputs[number],
                 inputs=inputs,
                 working=working,

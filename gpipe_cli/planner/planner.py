@@ -30,7 +30,7 @@ from ..partition.model_profile import ModelProfile, profile_layers
 from ..partition.tie_search import Ties, find_ties
 from ..schedule.instruction import Instruction
 from ..schedule.schedule import kept_graphs, schedule
-from ..schedule.simulate import bubble_by_formula, simulate
+from ..schedule.simulate import simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
 from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
@@ -38,7 +38,7 @@ from .measure.background_load import background_load
 from .measure.kept_profile import kept_costs, profile_file
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, workers_on_a_gpu
-from .memory import Wire, most_alive, sent_bytes
+from .memory import most_alive, wire_of
 from .memory_check import optimizer_state_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
@@ -198,7 +198,8 @@ class Planner:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
         held = list(map(partial(self._held, replace(self.settings, pipeline=pipeline)), self._names, measured.layers))
         limits = self.limits(pipeline)
-        memory_of = partial(memory_of_workers, pipeline=pipeline, model=measured, held=held, limits=limits)
+        wire = wire_of(pipeline, self._kernels == "cpu")
+        memory_of = partial(memory_of_workers, pipeline=pipeline, model=measured, held=held, limits=limits, wire=wire)
         return cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties, memory_of)
 
     def _held(self, settings: Settings, name: str, layer: LayerFacts) -> float:
@@ -221,14 +222,16 @@ class Planner:
         times = [time.slower(1 / speeds[cell.worker]) for time, cell in own_times]
 
         def latency(sent: Instruction) -> float:
-            return self._times.transfer(sent_bytes(sent, sizes))
+            return self._times.transfer(sizes[sent.cell].by_message[sent.op])
 
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host)
         model = self._model_bytes(cells, pipeline)
-        workers = worker_plans(cells, model, most_alive(timeline, sizes, self._wire(pipeline)), self.limits(pipeline))
+        wire = wire_of(pipeline, self._kernels == "cpu")
+        alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
+        workers = worker_plans(cells, model, alive, self.limits(pipeline))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(self._names), self._names, measured.layers))
-        sent = sum(sent_bytes(i, sizes) for each in lists for i in each if i.sent_message is not None)
+        sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
         update = self._update_seconds(cells, model, pipeline, ties)
         graphs = [cell.sizes.graph + cell.sizes.outputs for cell in cells]
         room = [worker.limit - worker.model for worker in workers]
@@ -251,7 +254,6 @@ class Planner:
             workers_plan=workers,
             busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
             sent_bytes=sent + sum(size for _, _, size in ties),
-            bubble_formula=bubble_by_formula(pipeline.schedule, len(lists), pipeline.K, pipeline.M),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
             update_seconds=update,
@@ -259,8 +261,6 @@ class Planner:
             bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
             memory=fullest.total,
             limit=fullest.limit,
-            weight_bytes=sum(bytes_.weights for bytes_ in model),
-            activation_bytes=sum(worker.activations for worker in workers),
             notes=measured.notes,
             timeline=timeline,
             lists=lists,
@@ -286,12 +286,6 @@ class Planner:
         seconds = [each.slower(1 / max(speeds)) for each in self._times.layers(measured)]
         layers = loads(seconds, graphs_of_layers(measured))
         return bound_of_any_cut(layers, speeds, pipeline.M, max(limits), together, halves=True)
-
-    def _wire(self, pipeline: PipelineConfig) -> Wire:
-        """Returns how messages travel; workers on CPUs are assumed to be on one machine."""
-        if self._kernels != "cpu":
-            return Wire.NCCL
-        return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
 
     def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> list[ModelBytes]:
         """Returns what each cell keeps between steps; of a shared optimizer state, on the replica that has most."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 from ..config import FREE_FORM, PipelineConfig, Settings
 from ..errors import ConfigurationError
@@ -15,7 +14,7 @@ from ..factory.example import example_micro_batch
 from ..schedule.orders import KINDS, ROUND_ROBIN
 from ..schedule.schedule import REMAT
 from .options import Options
-from .plan import CellPlan, Plan, Rival
+from .plan import CellPlan, Plan
 from .planner import Planner
 
 FREE = ("K", "M", "schedule", "workers", "replicas", "partition", "remat")  # keys that a search may choose
@@ -23,9 +22,7 @@ ROUNDS = (2, 3, 4, 6, 8)  # cells a worker of round robin
 SIDE_BY_SIDE = (1, 4)  # of the other kinds: smaller cells keep their graphs more finely
 ALONE = (1, 2, 4, 8, 16)  # of a single worker
 MOST_MICRO_BATCHES = 1024
-MOST_DOUBLINGS = 20  # of the key that grows
-MOST_REFUSED = 64  # neighbouring values that are tried, each refused, before none of them is taken to be accepted
-DOES_NOT_FIT = "does not fit"
+MOST_TIMES = 1 << 20  # as large a key grows
 MEASURED_AGAIN = 0.03  # of a step: by how much two measurements of the same layers differ
 ROUNDING = 1e-6
 NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, and another with recompute be faster
@@ -205,8 +202,11 @@ class Search:
             return plan.K if plan.step_seconds <= as_fast else inf, *_order(plan)
 
         best, *others = sorted(found, key=simplest_first)
-        rivals = [self._rival(each, _why_slower(each, best)) for each in others[:_RIVALS]]
-        rivals += [self._rival(plan, DOES_NOT_FIT) for plan, _ in quick if not plan.fits][:1]
+        shown = [*others[:_RIVALS], *[plan for plan, _ in quick if not plan.fits][:1]]
+        rivals = [
+            {"keys": self._words(each), "step_seconds": each.step_seconds, "memory": each.memory, "fits": each.fits}
+            for each in shown
+        ]
         return replace(best, found=self._words(best), tried=self.attempts.count, rivals=rivals)
 
     def least(self, devices: int) -> Plan | None:
@@ -247,9 +247,6 @@ class Search:
         """Makes a plan; returns None where it is refused."""
         return self.attempts.make(lambda: self._planner.plan(section))
 
-    def _rival(self, plan: Plan, why: str) -> Rival:
-        return Rival(self._words(plan), plan.step_seconds, plan.memory, why)
-
     def _words(self, plan: Plan) -> dict[str, Any]:
         """Returns the keys that a person could have typed for a plan, with their values."""
         values = {key: getattr(plan, key) for key in FREE if key in self._free and key not in ("partition", "remat")}
@@ -267,15 +264,23 @@ def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
         ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
     """
     search = Search(planner, [key for key in FREE if key != "replicas"], say)
-    low, high = 0, 1  # devices: too few, and enough or not known
-    while search.least(high) is None:
-        if high == len(planner.builders):
-            raise search.attempts.error()
-        low, high = high, min(2 * high, len(planner.builders))
+    devices = _first(lambda devices: search.least(devices) is not None, len(planner.builders))
+    if devices is None:
+        raise search.attempts.error()
+    return search.fastest(devices)
+
+
+def _first(holds: Callable[[int], bool], most: int) -> int | None:
+    """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none."""
+    low, high = 0, 1
+    while not holds(high):
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if search.least(middle) is not None else (middle, high)
-    return search.fastest(high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:
@@ -302,7 +307,7 @@ def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:
 
 
 def _seconds_for_a_byte(cell: CellPlan) -> float:
-    return cell.recompute_seconds / max(1, cell.graph * cell.inputs_in_flight)
+    return cell.seconds.recompute / max(1, cell.graph * cell.inputs_in_flight)
 
 
 def _least_seconds(plan: Plan) -> float:
@@ -314,65 +319,33 @@ def _order(plan: Plan) -> tuple[float, float]:
     return plan.step_seconds, plan.memory
 
 
-def _why_slower(plan: Plan, best: Plan) -> str:
-    """Returns what takes more of a plan's step than of the best one's."""
-    if plan.step_seconds <= best.step_seconds:
-        return "as fast, with more cells or memory"
-    shares = {
-        "bubble": plan.bubble - best.bubble,
-        "recompute": plan.recomputed - best.recomputed,
-        "update": plan.update_seconds / plan.step_seconds - best.update_seconds / best.step_seconds,
-    }
-    why = max(shares, key=lambda name: shares[name])
-    return why if shares[why] > 0.005 else "slower operations"
-
-
 def grow(settings: Settings, options: Options, key: str) -> Plan:
-    """Returns the plan with the largest whole number for ``key``, such as model.L, that fits: doubled, then bisected.
+    """Returns the plan with the largest multiple of the value of ``key``, such as model.L, that fits.
 
-    Values that cannot be planned, as a number of layers that is no multiple of 3, are passed over, up to `MOST_REFUSED`
-    in a row.
+    A value that cannot be planned counts as one that does not fit.
 
     Raises:
-        ConfigurationError: no such key, not even the smallest value fits, or no value is too large.
+        ConfigurationError: no such key, not even its value fits, or no multiple is too large.
     """
     section, _, name = key.partition(".")
     start = getattr(settings, section, {}).get(name) if section in FREE_FORM else None
     if not isinstance(start, int) or isinstance(start, bool) or start < 1:
         raise ConfigurationError(f"plan.grow={key}: use a key with a whole number, such as model.L or data.batch_size")
-    attempts, plans = Attempts(), dict[int, Plan | None]()
+    attempts, fitting = Attempts(), dict[int, Plan]()
 
-    def plan_of(value: int) -> Plan:
-        changed: Any = {section: {**getattr(settings, section), name: value}}
-        return Planner(replace(settings, **changed), options).plan()
+    def too_large(times: int) -> bool:
+        changed: Any = {section: {**getattr(settings, section), name: times * start}}
+        made = attempts.make(lambda: Planner(replace(settings, **changed), options).plan())
+        if made is not None and made.fits:
+            fitting[times] = made
+        return times not in fitting
 
-    def first_accepted(values: range) -> tuple[int, bool]:
-        """Returns the first value that can be planned, 0 where there is none, and whether it fits."""
-        for value in values[:MOST_REFUSED]:
-            if value not in plans:
-                plans[value] = attempts.make(partial(plan_of, value))
-            if (made := plans[value]) is not None:
-                return value, made.fits
-        return 0, False
-
-    low, high = 0, start
-    for _ in range(MOST_DOUBLINGS):
-        value, fits = first_accepted(range(high, 2 * high))
-        if not fits:
-            break
-        low, high = value, 2 * high
-    else:
+    times = _first(too_large, MOST_TIMES)
+    if times is None:
         raise ConfigurationError(
-            f"plan.grow={key}: all values up to {low} fit: use a key that makes the model or its micro-batches larger, "
-            "such as model.L or data.batch_size"
+            f"plan.grow={key}: all values up to {MOST_TIMES * start} fit: use a key that makes the model or its "
+            "micro-batches larger, such as model.L or data.batch_size"
         )
-    if not value and not low:
-        raise attempts.error()
-    high = value or high
-    while high - low > 1:
-        middle = (low + high) // 2
-        value, fits = first_accepted(range(middle, high))
-        low, high = (value, high) if fits else (low, value or middle)
-    if not low:
+    if times == 1:
         raise attempts.error(f"plan.grow={key}: ")
-    return replace(cast(Plan, plans[low]), found={key: low}, tried=attempts.count)
+    return replace(fitting[times - 1], found={key: (times - 1) * start}, tried=attempts.count)

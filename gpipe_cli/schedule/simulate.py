@@ -108,25 +108,3 @@ def cost_durations(cell_costs: Sequence[float], backward: float = 2.0) -> Callab
         return cell_costs[instruction.cell] * factors.get(instruction.op, 1.0)
 
     return duration
-
-
-def ideal_bubble(K: int, M: int) -> float:
-    """Returns the bubble of K equal cells on K workers with M micro-batches: (K-1) / (M+K-1) (section 2.3)."""
-    return (K - 1) / (M + K - 1)
-
-
-# For W workers with v equal cells each. Other kinds have no closed form in W, v and M.
-BUBBLE_FORMULAS = {"gpipe": "(W-1)/(M+W-1)", "1f1b": "(W-1)/(M+W-1)", "interleaved_1f1b": "(W-1)/(vM+W-1)"}
-
-
-def bubble_by_formula(kind: str, workers: int, cells: int, M: int) -> float | None:
-    """Returns the bubble of equal cells by `BUBBLE_FORMULAS`; None where none of them holds.
-
-    None holds for `zero_bubble`, whose bubble depends on the times of a backward's halves, and for `interleaved_1f1b`
-    with fewer micro-batches than workers.
-    """
-    if kind not in BUBBLE_FORMULAS:
-        return None
-    if kind != "interleaved_1f1b" or workers in (1, cells):
-        return ideal_bubble(workers, M)
-    return ideal_bubble(workers, cells // workers * M) if workers <= M else None

@@ -23,9 +23,8 @@ from ..layers import own_name
 from . import compare as c
 from .compare import Gaps
 from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update, update_seed
-from .record import AGAIN, HELD, OUTPUT, RATE, USED, WEIGHTS, Fingerprint, Point, RecordedStep, Seen, Spill
+from .record import AGAIN, HELD, OUTPUT, Fingerprint, Point, RecordedStep, Seen, Spill
 
-EXACT = 1e-12  # relative; of numbers that both sides compute in float64 by other formulas
 MINI_BATCH, ALL_PARAMETERS = (NO_LAYER, "mini-batch"), (NO_LAYER, "all parameters")
 
 
@@ -112,12 +111,11 @@ class Checker:
         self.batchnorms |= plain.batchnorms
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
-        rates = self._measure_update(gaps, number, before, updates, factor)
+        self._measure_update(gaps, number, before, updates, factor)
         return [
             *self._of_forward(record, plain),
             *whole,
             c.tensors(c.GRADIENTS, gaps[c.GRADIENTS], self.tolerance),
-            *self._of_update(record.seen, gaps[c.GRADIENTS], rates, factor),
             c.tensors(c.STATE, gaps[c.STATE], self.tolerance),
             *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
             _of_replicas(record.seen.get(HELD, {})),
@@ -125,27 +123,19 @@ class Checker:
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep) -> list[Quantity]:
         seen, names, tolerance = ours.seen, self.names, self.tolerance
-        used = []
-        for point, mark in (pair for again in ("", AGAIN) for pair in seen.get(WEIGHTS + again, {}).items()):
-            types = plain.used[point.layer, point.number]
-            used.append((point, mark, types.get(mark.dtype, next(iter(types.values())))))
-        first, again = seen.get(OUTPUT, {}), seen.get(OUTPUT + AGAIN, {})
+        first, again = seen.get(OUTPUT, {}), seen.get(AGAIN, {})
         repeated = [(point, mark, first[point]) for point, mark in again.items() if point in first]
         return [
             c.numbers(c.LOSSES, _by_place(ours.losses), _by_place(plain.losses), tolerance),
-            c.traces(c.USED, used, names, EXACT),
             c.traces(c.OUTPUTS, _beside(seen, plain), names, tolerance),
             c.traces(c.AGAIN, repeated, names, self.repeated),
         ]
 
     # -- the update ----------------------------------------------------------------------------------------------------
 
-    def _measure_update(
-        self, gaps: dict[str, Gaps], number: int, before: str, updates: int, factor: float
-    ) -> dict[Key, float | None]:
-        """Measures what the update has made of each parameter, given the pipeline's gradients; returns the rates."""
+    def _measure_update(self, gaps: dict[str, Gaps], number: int, before: str, updates: int, factor: float) -> None:
+        """Measures what the update has made of each parameter, of the pipeline's gradients times ``factor``."""
         decay, optimizer = self.settings.trainer.average, self.settings.optimizer
-        rates: dict[Key, float | None] = {}
         groups = Groups(optimizer)
         of_key = cache(partial(learning_rate, optimizer, self.settings.lr_schedule, number))
         owned: dict[Key, Tensor] = {}  # expected values of tied parameters
@@ -161,9 +151,8 @@ class Checker:
                 if name in gradients:
                     of_layer = self.names[layer]
                     group = groups.key(own_name(of_layer, name.removeprefix(f"{of_layer}.")), weight.shape)
-                    rates[layer, name] = rate = of_key(group)
                     gradient, seed = gradients[name] * factor, update_seed(self.settings.seed, updates, name)
-                    right, state = update(optimizer, group, rate, weight, state, gradient, seed)
+                    right, state = update(optimizer, group, of_key(group), weight, state, gradient, seed)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
                     owned[layer, name] = right
@@ -176,18 +165,6 @@ class Checker:
                 if decay is not None and value is not None:
                     expected_average = average(decay, updates, held, value)
                     gaps[c.AVERAGES][layer, name] = measure(new.get(f"average/{name}"), expected_average, held)
-        return rates
-
-    def _of_update(
-        self, seen: Seen, gradients: Gaps, right: Mapping[Key, float | None], factor: float
-    ) -> list[Quantity]:
-        used, rates = seen.get(USED, {}), seen.get(RATE, {})
-        factors = {key: used[key] / gap.ours for key, gap in gradients.items() if gap.ours and key in used}
-        limit = max(1e-5, self.tolerance * 1e-2)
-        return [
-            c.numbers(c.CLIPPED, factors, dict.fromkeys(factors, factor), limit, limit),
-            c.numbers(c.RATES, rates, {key: rate for key, rate in right.items() if rate is not None}, 1e-9, 1e-9),
-        ]
 
     # -- an evaluation -------------------------------------------------------------------------------------------------
 

@@ -29,15 +29,15 @@ SUMMED = 1e-14  # relative; float64 sums of the same numbers in another order di
 
 BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
 LOSS, LOSSES = "loss", "losses of micro-batches"
-USED, OUTPUTS, AGAIN = "weights used", "outputs of layers", "outputs recomputed"
-GRADIENTS, NORM, CLIPPED, RATES = "gradients", "gradient norm", "clipping", "learning rate"
+OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
+GRADIENTS, NORM = "gradients", "gradient norm"
 BUFFERS, STATE, UPDATED = "BatchNorm and other buffers", "optimizer state", "weights after"
 EVALUATED, METRICS, KEPT = "outputs in evaluation", "numbers of an evaluation", "unchanged by an evaluation"
 AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
 ORDER = (
-    *(BEGIN, RESUMED, SKIPPED, USED, OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS, CLIPPED),
-    *(RATES, STATE, UPDATED, AVERAGES, REPLICAS, EVALUATED, METRICS, KEPT),
+    *(BEGIN, RESUMED, SKIPPED, OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS),
+    *(STATE, UPDATED, AVERAGES, REPLICAS, EVALUATED, METRICS, KEPT),
 )  # a difference in one makes differences in those behind it
 HINTS = {
     BEGIN: "the builder of a layer must draw weights from torch's generator, which is seeded for every layer",
@@ -45,7 +45,7 @@ HINTS = {
     "targets, or was given other targets",
     AVERAGES: "the weights are right, their averages (trainer.average) are not",
 }
-EXACT = (BEGIN, RESUMED, SKIPPED, USED, AGAIN, CLIPPED, RATES, REPLICAS)
+EXACT = (BEGIN, RESUMED, SKIPPED, AGAIN, REPLICAS)
 CEILINGS = {**dict.fromkeys(EXACT, 0.0), METRICS: math.inf}  # rounding decides between answers, which are counted
 OF_BATCHNORM = (".running_mean", ".running_var", ".num_batches_tracked")
 
@@ -63,19 +63,13 @@ def tensors(name: str, gaps: Gaps, tolerance: float, changes: bool = False) -> Q
     return judge_tensors(name, sorted(gaps.items(), key=lambda gap: gap[0]), tolerance, changes=changes)
 
 
-def numbers(
-    name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float, least: float = SUMMED
-) -> Quantity:
-    """Judges numbers of layers, or of the whole model; what only the plain side has is a difference.
-
-    Args:
-        least: relative; less is none.
-    """
+def numbers(name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float) -> Quantity:
+    """Judges numbers of layers, or of the whole model; what only the plain side has is a difference."""
     found = []
     for (layer, where), right in sorted(plain.items()):
         gap = number_gap(ours.get((layer, where), math.inf), right)
         relative = gap / abs(right) if right and math.isfinite(right) and gap else gap
-        found.append(Difference(layer, where, *((gap, relative) if relative > least else (0.0, 0.0))))
+        found.append(Difference(layer, where, *((gap, relative) if relative > SUMMED else (0.0, 0.0))))
     return judge(name, found, tolerance)
 
 

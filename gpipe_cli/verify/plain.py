@@ -61,7 +61,6 @@ class PlainStep:
         norms: of each parameter's gradient.
         batchnorms: layers that have one.
         outputs: fingerprints of what the layers returned.
-        used: fingerprints of weights, by layer and their number in it, in each type that they are used in: by its name.
     """
 
     weight: float
@@ -69,7 +68,6 @@ class PlainStep:
     norms: dict[Key, float] = field(default_factory=dict)
     batchnorms: set[int] = field(default_factory=set)
     outputs: dict[Point, Fingerprint] = field(default_factory=dict)
-    used: dict[tuple[int, int], dict[str, Fingerprint]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -223,7 +221,6 @@ class _Cell(nn.Module):
         self._parts = nn.ModuleList(module for _, _, module in layers)
         self._autocast = build_autocast(precision, model._device)
         self._boundary_type = boundary_type_of(precision)
-        self._half: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
         self.weights = {(layer[0], name): p for layer in layers for name, p in named(layer).items()}
 
     @property
@@ -249,7 +246,9 @@ class _Cell(nn.Module):
         Returns:
             The gradients of the parameters, and of the inputs.
         """
-        self._look_at_layers(step)
+        for index, _, module in self._layers:
+            if any(isinstance(part, _BatchNorm) for part in module.modules()):
+                step.batchnorms.add(index)
         scale = mini_batch.loss_scale / step.weight if step.weight else 0.0
         gradients: dict[Key, Tensor] = {}
         for _, places in groupby(given, key=lambda place: place[0]):  # each replica adds up its own
@@ -265,15 +264,6 @@ class _Cell(nn.Module):
             gradients |= {key: gradients[key] + g if key in gradients else g for key, g in own.items()}
         gradients = {key: gradient / mini_batch.loss_scale for key, gradient in gradients.items()}
         return gradients, {place: [tensor.grad for tensor in _trained(tensors)] for place, tensors in given.items()}
-
-    def _look_at_layers(self, step: PlainStep) -> None:
-        """Notes BatchNorms, and fingerprints of the weights and of their casts where autocast casts them."""
-        for index, _, module in self._layers:
-            if any(isinstance(part, _BatchNorm) for part in module.modules()):
-                step.batchnorms.add(index)
-            for number, weight in enumerate(module.parameters()):
-                marks = [fingerprint(weight.to(dtype)) for dtype in (weight.dtype, self._half) if dtype is not None]
-                step.used[index, number] = {mark.dtype: mark for mark in marks}
 
     def _take_gradients(self) -> dict[Key, Tensor]:
         """Returns the gradients of the parameters that have one, and resets them."""

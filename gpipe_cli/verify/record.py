@@ -21,8 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
-from torch.utils._mode_utils import no_dispatch
 
 from ..checkpoint.layer_state import LayerState, named_tensors
 from ..difference import Gap
@@ -33,16 +31,11 @@ from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 
 Place = tuple[int, int]  # (replica, micro-batch)
-Call = tuple[int, int, int]  # (replica, micro-batch, layer)
 Layer = tuple[int, str, nn.Module]  # index, name, module
 
-# What is seen of a step. By point: a layer's output, the weights that it used. With `AGAIN` behind it: the same in
-# recompute.
-OUTPUT, WEIGHTS = "output", "weights"
-AGAIN = " in recompute"
-# By key: the learning rate and the norm of the gradient that the optimizer was given for each parameter. By replica and
-# key: all that is held after the step.
-RATE, USED, HELD = "rate", "used", "held"
+# What is seen of a step. By point: a layer's output, in its forward and in recompute.
+OUTPUT, AGAIN = "output", "output in recompute"
+HELD = "held"  # by replica and key: all that is held after the step
 Seen = dict[str, dict[Any, Any]]
 WIDTH = 4096  # of a row, when a tensor is projected row by row
 
@@ -85,7 +78,7 @@ class RecordedStep:
         losses: unscaled sums by (replica, micro-batch).
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
-        seen: of the layers and the update.
+        seen: of the layers, and what is held.
     """
 
     loss: float = math.nan
@@ -202,7 +195,7 @@ def named_buffers(layer: Layer) -> dict[str, Tensor]:
 
 
 class RunWatch:
-    """Records steps of this worker, by hooks on its layers and its optimizer, and what it holds between them.
+    """Records steps of this worker, by hooks on its layers, and what it holds between them.
 
     Args:
         assembly: of the worker.
@@ -216,25 +209,22 @@ class RunWatch:
     def __init__(self, assembly: Assembly, spill: Spill) -> None:
         self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
         self._seen: Seen = defaultdict(dict)
-        self._known: dict[int, tuple[int, int, Fingerprint]] = {}  # of a parameter: address, version, fingerprint
         self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
         self._trainer: Trainer | None = None
         self.active = False
         self.record = RecordedStep()
         for index, _, module in self._layers:
             # Functions, because a copy of the module then calls the same watch.
-            module.register_forward_pre_hook(self._before(index))
             module.register_forward_hook(self._after(index))
 
     def follow(self, trainer: Trainer) -> None:
         """Watches the steps of a trainer from now on."""
         self._trainer = trainer
         trainer.around_update = self._around_update
-        trainer.updater.optimizer.register_step_pre_hook(self._before_update)
 
     def take(self) -> Seen:
         """Returns what was seen since the last call."""
-        seen, self._seen, self._known = dict(self._seen), defaultdict(dict), {}
+        seen, self._seen = dict(self._seen), defaultdict(dict)
         return seen
 
     def hold(self, moment: str) -> None:
@@ -255,49 +245,15 @@ class RunWatch:
             for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
 
-    def _call(self, layer: int) -> tuple[Call, str]:
-        running = self._engine.running
-        return (self._replica, running.micro_batch, layer), AGAIN if running.op is Op.RECOMPUTE else ""
-
-    def _before(self, layer: int) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            if self.active:
-                call, again = self._call(layer)
-                for number, weight in enumerate(module.parameters()):  # or what stands in their place: the casts
-                    self._seen[WEIGHTS + again][Point(*call, number)] = self._mark(weight)
-
-        return hook
-
-    def _mark(self, weight: Tensor) -> Fingerprint:
-        """Returns the fingerprint of a weight, computed once for each of its values."""
-        address, version, mark = self._known.get(id(weight), (0, -1, None))
-        if mark is None or (address, version) != (weight.data_ptr(), weight._version):
-            with no_dispatch(), torch._C.DisableTorchFunction():  # WeightCasts would count this reading as a use
-                mark = fingerprint(weight)
-            self._known[id(weight)] = weight.data_ptr(), weight._version, mark
-        return mark
-
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
             if self.active:
-                call, again = self._call(layer)
+                running = self._engine.running
+                seen = self._seen[AGAIN if running.op is Op.RECOMPUTE else OUTPUT]
                 for number, tensor in enumerate(as_tensors(outputs)):
-                    self._seen[OUTPUT + again][Point(*call, number)] = fingerprint(tensor)
+                    seen[Point(self._replica, running.micro_batch, layer, number)] = fingerprint(tensor)
 
         return hook
-
-    def _before_update(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
-        """Records the gradients and the learning rates that the optimizer is given."""
-        if not self.active:
-            return
-        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"] if "lr" in group}
-        for layer in self._layers:
-            for name, parameter in named(layer).items():
-                if parameter in rates:
-                    self._seen[RATE][layer[0], name] = float(rates[parameter])
-                if parameter.grad is not None:
-                    used = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-                    self._seen[USED][layer[0], name] = float(used)
 
     @contextmanager
     def _around_update(self, result: StepResult) -> Iterator[None]:

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from processes import command, succeeded
 
-from gpipe_cli.bench.capacity import attempt
 from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
-from gpipe_cli.distributed.world import World
 from gpipe_cli.terminal.runs import ideal_throughput
 
-CPU = torch.device("cpu")
-WORLD = World(0, 1, 1, CPU, CPU, None, None, None)
 TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")
 
 
@@ -47,7 +42,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert rows[2, 1]["ours"] == 1.0
     assert rows[2, 2]["K·M/(M+K−1)"] == pytest.approx(4 / 3)
     assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
-    assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved", "plain"} <= set(rows[2, 2]["seconds"])
+    assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved"} <= set(rows[2, 2]["seconds"])
     assert all(seconds >= rows[2, 2]["serial_seconds"] / 2 for seconds in rows[2, 2]["seconds"].values())
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".html", ".json", ".svg"}
     assert "K·M/(M+K−1)" in figures["stdout"]
@@ -74,7 +69,6 @@ def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer
         (["table=2", "K=1"], "at least 2 cells"),
         (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
         (["table=4", "K=2,4"], "give one K"),
-        (["table=1", "memory=much"], "memory"),
     ],
 )
 def test_what_a_table_cannot_do_is_refused_before_anything_runs(
@@ -84,15 +78,9 @@ def test_what_a_table_cannot_do_is_refused_before_anything_runs(
     assert told in capsys.readouterr().err and not (tmp_path / "bench").exists()
 
 
-def test_table_1_counts_weights_gradients_optimizer_and_what_recomputing_saves() -> None:
-    naive, pipelined = attempt(WORLD, 1, 128, 32, 1, "never"), attempt(WORLD, 1, 128, 32, 4, "always")
-    assert pipelined["parameters"] == naive["parameters"]
-    assert 16 * naive["parameters"] < pipelined["peak"] < naive["peak"]
-
-
 @pytest.mark.slow(2)
 def test_table_4_has_the_paper_s_shares_of_every_column(tmp_path: Path) -> None:
     figures = bench(tmp_path, "table=4", "M=2", "quick=true", "train=[debug=tiny]", *TINY)
-    assert list(figures["columns"]) == ["paper", "Transformer-48, emulated", "gpipe-train here"]
+    assert list(figures["columns"]) == ["paper", "gpipe-train here"]
     for shares in figures["columns"].values():
         assert sum(shares.values()) == pytest.approx(1, abs=0.001)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,21 +17,14 @@ SMALL = {
     "chosen": "real --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
-    "memory": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
-    "kills": "--quick --K 2",
     "quality": "--quick --jobs transformer_lm_small",
 }
 
 
 @pytest.mark.slow(2)
-@pytest.mark.parametrize("name", [name for name in SMALL if name != "memory"])
+@pytest.mark.parametrize("name", SMALL)
 def test_the_benchmark_prints_a_table_and_writes_its_figures(name: str, tmp_path: Path) -> None:
-    figures_of(name, tmp_path)
-
-
-def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
-    """Runs the benchmark at its small size, checks what it prints, and returns the rows that it writes."""
     output = tmp_path / "figures.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *SMALL[name].split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
@@ -41,7 +33,6 @@ def figures_of(name: str, tmp_path: Path) -> list[dict[str, Any]]:
     assert figures["rows"]
     assert "\n|---|---" in done.stdout
     assert figures["machine"]["torch"]
-    return figures["rows"]
 
 
 def test_every_benchmark_is_tried() -> None:
@@ -55,9 +46,3 @@ def test_no_chosen_pipeline_is_faster_than_its_bound_or_larger_than_memory() -> 
     assert all(plan.fits and plan.bound_of_any_cut_seconds is not None for plan in plans)
     assert all(plan.bound_of_any_cut_seconds <= plan.bound_seconds <= plan.step_seconds for plan in plans)
     assert sum(row["cases"] for row in gaps(plans)) == 3
-
-
-@pytest.mark.slow(2)
-def test_memory_kept_with_rematerialization_is_what_the_paper_promises(tmp_path: Path) -> None:
-    for row in figures_of("memory", tmp_path):
-        assert row["ratio"] < 1.2, row

@@ -17,14 +17,10 @@ from torch.nn import functional as F
 NORMAL = {
     "B": "1x1(h1)+max3(h1), none(h1)+sep3(h0), 1x1(h1)+sep3(h0), 1x1(h2)+none(h2), avg3(h1)+1x1(h5) > 0 3 4 6",
     "D": "1x1(h1)+max3(h1), none(h1)+1x7_7x1(h0), 1x1(h0)+1x7_7x1(h0), max3(h2)+none(h2), avg3(h1)+1x1(h5) > 0 3 4 6",
-    "A": "avg3(h0)+max3(h0), sep3(h1)+none(h1), none(h0)+avg3(h1), sep3(h0)+sep5(h2), avg3(h5)+sep3(h0) > 1 3 4 6",
-    "C": "avg3(h0)+sep3(h0), none(h0)+sep3(h0), avg3(h2)+sep3(h1), none(h0)+sep3(h1), avg3(h3)+sep3(h0) > 1 2 4 5 6",
 }
 REDUCTION = {
     "B": "max2(h0)+max3(h0), none(h2)+conv3(h1), sep5(h2)+max3(h2), none(h3)+sep3(h1), avg3(h4)+1x1(h3) > 5 6",
     "D": "max2(h0)+max3(h0), none(h2)+conv3(h1), 1x7_7x1(h2)+max3(h2), none(h3)+max2(h1), avg3(h2)+1x1(h3) > 4 5 6",
-    "A": "sep3(h1)+avg3(h0), max3(h0)+sep7(h2), max3(h1)+max3(h0), sep3(h4)+1x7_7x1(h0), avg3(h1)+sep7(h0) > 2 3 4 5 6",
-    "C": "max3(h0)+max3(h0), sep7(h2)+sep3(h0), sep7(h0)+max3(h1), sep5(h4)+sep5(h4), max3(h1)+sep3(h1) > 0 2 3 4 5 6",
 }
 
 

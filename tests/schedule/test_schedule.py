@@ -114,12 +114,7 @@ def test_an_instruction_prints_and_parses_back(op: Op) -> None:
 @pytest.mark.parametrize(
     ("kind", "placement", "M", "policy", "message"),
     [
-        ("gpip", (0, 1), 2, "never", "unknown kind of schedule 'gpip': use gpipe, 1f1b"),
-        ("gpipe", (0, 1), 2, "often", r"pipeline\.remat=often: use always, except_last, never"),
         ("gpipe", (0, 1), 2, (1, 2, 3), r"pipeline\.keep=\[1, 2, 3\] has 3 numbers but pipeline\.K=2"),
-        ("gpipe", (0, 1), 2, (1, -1), r"pipeline\.keep=\[1, -1\]: a cell keeps 0 graphs or more"),
-        ("gpipe", (0, 1), 0, "never", r"pipeline\.M=0"),
-        ("gpipe", (0, 2), 2, "never", "every worker has a cell"),
         *(
             (kind, (0, 1, 0, 1), 2, "never", r"placement is .*: use one like \[0, 0, 1, 1\]")
             for kind in KINDS
@@ -208,11 +203,6 @@ class TestMostKept:
     def test_1f1b_keeps_no_more_micro_batches_than_workers_from_here_to_the_end(self, worker: int) -> None:
         kept = most_kept(scheduled("1f1b", range(4), 100, "never")[worker])
         assert (kept.inputs, kept.graphs) == ({worker: 4 - worker}, {worker: 4 - worker})
-
-    def test_graphs_of_several_cells_add_up_by_their_sizes(self) -> None:
-        instructions = scheduled("gpipe", (0, 0), 3, "never")[0]
-        assert most_kept(instructions).together == 6
-        assert most_kept(instructions, (2.0, 0.5)).together == 7.5
 
 
 def test_plans_are_made_without_torch() -> None:

@@ -1,24 +1,18 @@
-"""Makes table 4: where a training step goes, on emulated accelerators and in a real run of gpipe-train."""
+"""Makes table 4: where a training step goes, in a real run of gpipe-train."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.metrics.breakdown import mean_breakdown
-from gpipe_cli.schedule.schedule import kept_graphs, schedule
 
 from ..options import BenchOptions
 from ..paper import TABLE_4
-from ..throughput import TABLES
 from ..workers import run_command
 from .table import Say, Table
-from .throughput_table import check, make_settings, measured
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)
 STEPS, QUICK_STEPS = 40, 8  # of the real run
@@ -26,18 +20,14 @@ BATCH = 128  # of the real run: 8 examples in each of 16 micro-batches
 
 
 def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
-    """Measures shares of a step: a column for the paper, for each emulated model, and for the real run.
+    """Measures shares of a step: a column for the paper and one for the run.
 
     Raises:
-        ConfigurationError: several K or M, or an unknown schedule.
+        ConfigurationError: several K or M.
         CommandFailed: the real run failed.
     """
     K, M = one(options.K, "K", K_OF_PAPER), one(options.M, "M", M_OF_PAPER)
-    options = replace(options, K=[K], M=[M], schedules=options.schedules[:1], peers=False)
-    check(options, TABLES[2])
-    columns: dict[str, Mapping[str, float]] = {"paper": TABLE_4}
-    columns |= {f"{name}, emulated": shares for name, shares in emulated(K, M, options, say).items()}
-    columns["gpipe-train here"] = real_run(K, M, options, say)["breakdown"]
+    columns = {"paper": TABLE_4, "gpipe-train here": real_run(K, M, options, say)["breakdown"]}
     rows = [
         {"share of a step": name.replace("_", " "), **{title: column[name] for title, column in columns.items()}}
         for name in TABLE_4
@@ -46,7 +36,6 @@ def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
     said = [
         f"Schedule {options.schedules[0]}, remat {options.remat}; gpipe-train with {' '.join(options.train)}. "
         "docs/run.md says what the shares are; the paper does not.",
-        "Emulated accelerators have no data and no weight update: layers sleep, messages are real.",
     ]
     return Table("table4", title, {"share of a step": "", **formats}, rows, said, {"columns": columns}, bars=columns)
 
@@ -56,17 +45,6 @@ def one(values: list[int] | None, key: str, default: int) -> int:
     if values is not None and len(values) != 1:
         raise ConfigurationError(f"{key}={','.join(map(str, values))}: table 4 is about one step; give one {key}")
     return values[0] if values else default
-
-
-def emulated(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Mapping[str, float]]:
-    """Returns the shares by the name of the model."""
-    kind, placement, found = options.schedules[0], tuple(range(K)), dict[str, Mapping[str, float]]()
-    lists = schedule(kind, placement, M, kept_graphs(options.remat, K, M))
-    settings = make_settings(TABLES[2], options, [(K, M)], say)
-    for setting, steps in zip(settings, measured(settings, options, say), strict=True):
-        shares, _ = mean_breakdown(lists, placement, steps["cells"], [0.0] * K, steps["seconds"][kind])
-        found[setting.costs.name] = shares
-    return found
 
 
 def real_run(K: int, M: int, options: BenchOptions, say: Say) -> dict[str, Any]:

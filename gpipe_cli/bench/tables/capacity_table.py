@@ -1,8 +1,4 @@
-"""Makes table 1: the largest models that fit, by gpipe-plan for the paper's devices, and by real steps on this machine.
-
-Imports no torch. Each real trial has processes of its own: one that runs out of memory ends its workers, which may wait
-for each other.
-"""
+"""Makes table 1: the largest models that fit, by gpipe-plan for the paper's devices. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_cli.launch.report import WorkerOutOfMemory
-from gpipe_cli.planner.devices import parse_bytes
-
 from ...svg import Curve
 from ..options import BenchOptions
 from ..paper import TABLE_1, Capacity
-from ..workers import run_command, run_workers
+from ..workers import run_command
 from .table import Say, Table
 
-WORKER = "gpipe_cli.bench.capacity:worker"
 GB = 1e9
-MEASURED_M = 8
-ROWS = ((1, True), (1, False), (2, False))  # (K, naive) of the real steps
-NARROW, WIDE, WIDE_FROM = 128, 1024, GB  # d_model, and the budget from which on it is the wider one
 WORDS = {
     "amoebanet": (
         *("model=amoebanet", "model.genotype=D", "data=imagenet", "data.image_size=224", "data.batch_size=128"),
@@ -36,7 +25,7 @@ WORDS = {
 }
 BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
 MICRO_BATCHES = {"amoebanet": 128, "transformer": 32}  # not stated: a micro-batch of one example, as in torchgpipe's
-GROWN = {"amoebanet": "D", "transformer": "L"}
+GROWN = {"amoebanet": ("D", 16), "transformer": ("L", 1)}  # the size that grows, by such steps
 COLUMNS = dict.fromkeys(("model", "devices", "how", "paper: size", "paper: parameters"), "")
 COLUMNS |= {"its GB a device": ".3f", "of": ".3f", "fits": "", "ours: size": "", "ours: parameters": ""}
 
@@ -45,14 +34,11 @@ Row = dict[str, Any]
 
 
 def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
-    """Makes rows by the planner, then rows by real steps.
+    """Makes the table by the planner.
 
     Raises:
-        ConfigurationError: a memory budget that is no size.
-        WorkerFailed: a real step failed, and not for want of memory.
         CommandFailed: gpipe-plan refused.
     """
-    budget = options.memory and parse_bytes(options.memory, "memory")
     rows = [plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]]
     said = [
         f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter. naive: M=1, "
@@ -61,14 +47,6 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
         "largest that fits; of AmoebaNet the width D grows at the paper's L.",
     ]
-    if budget:
-        texts, width = options.batch or 32, NARROW if budget < WIDE_FROM else WIDE
-        rows += [real_row(K, naive, width, texts, budget, say) for K, naive in ROWS]
-        said.append(
-            f"Measured, {budget / GB:.3g} GB a worker: a real step with an update by RMSProp (16 bytes a parameter "
-            f"with the gradient) of a Transformer-L with d_model {width}, {texts} texts, M={MEASURED_M} if pipelined. "
-            "All bytes of tensors alive count."
-        )
     curves = curves_of(rows)
     title, axes = "Table 1: the largest models that fit", ("devices", "parameters")
     return Table("table1", title, COLUMNS, rows, said, curves=curves, axes=axes, logarithmic=True)
@@ -76,7 +54,8 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
 
 def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     """Plans one column of the paper's table: the paper's own size, and unless ``quick`` the largest that fits."""
-    key = f"model.{GROWN[family]}"
+    name, step = GROWN[family]
+    key = f"model.{name}"
     M, remat = (1, "never") if column.naive else (MICRO_BATCHES[family], "always")
     words = [
         *(*WORDS[family], *([f"model.L={column.sizes[0]}"] if family == "amoebanet" else [])),
@@ -91,56 +70,15 @@ def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     row["sizes"] = {"paper": column.parameters}
     if not quick:
         say(f"  and plan.grow={key}")
-        grown = json.loads(run_command("gpipe-plan", [*words, f"plan.grow={key}"]))
+        grown = json.loads(run_command("gpipe-plan", [*words, f"{key}={step}", f"plan.grow={key}"]))
         sizes = (*column.sizes[:-1], grown["found"][key])
         row |= {"ours: size": size_text(family, sizes), "ours: parameters": big(grown["parameters"]), "grown": grown}
         row["sizes"]["ours, planned"] = grown["parameters"]
     return row
 
 
-def real_row(K: int, naive: bool, width: int, texts: int, budget: int, say: Say) -> Row:
-    """Measures the largest model that fits into so many bytes of each worker."""
-    how, M = ("naive", 1) if naive else ("pipeline", min(MEASURED_M, texts))
-    say(f"real steps on this machine, {budget / GB:.3g} GB a worker, K={K}, {how}")
-    trial = {"width": width, "texts": texts, "M": M, "remat": "never" if naive else "always"}
-    found = search(K, trial, budget, say)
-    row: Row = {
-        "model": f"transformer, d_model {width}, measured",
-        "devices": K,
-        "how": how,
-        "of": budget / GB,
-        **trial,
-    }
-    if found is None:
-        return {**row, "ours: size": "not even L=1", "sizes": {}}
-    row |= {"its GB a device": found["peak"] / GB, "ours: size": f"L={found['L']}", "found": found}
-    return {**row, "ours: parameters": big(found["parameters"]), "sizes": {"ours": found["parameters"]}}
-
-
-def search(K: int, trial: Row, budget: int, say: Say) -> Row | None:
-    """Returns ``L``, ``peak`` and ``parameters`` of the largest model that fits; None where not even L=1 does."""
-    found: dict[int, dict[str, int]] = {}
-
-    def fits(L: int) -> bool:
-        try:
-            tried = run_workers(WORKER, K, {**trial, "L": L}, ("gpipe_cli.bench.capacity",))
-        except WorkerOutOfMemory:  # of the machine itself
-            return False
-        say(f"  L={L}: {tried['peak'] / GB:.3f} GB")
-        found[L] = tried
-        return bool(tried["peak"] <= budget)
-
-    low, high = 0, 1  # where a number fits, so do all smaller ones
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return {"L": low, **found[low]} if low else None
-
-
 def curves_of(rows: Sequence[Row]) -> list[Curve]:
-    """Returns parameters over devices: the paper's, planned and measured ones, naive ones as single points."""
+    """Returns parameters over devices: the paper's and planned ones, naive ones as single points."""
     lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         for label, parameters in row["sizes"].items():

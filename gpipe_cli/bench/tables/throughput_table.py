@@ -15,7 +15,7 @@ from gpipe_cli.terminal.runs import ideal_throughput
 
 from ...svg import Curve
 from ..options import BenchOptions
-from ..throughput import PEERS, PLAIN, TABLES, GridTable, Setting, count_models, measure
+from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
 from .table import Say, Table
 
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     grid = [(K, M) for K in options.grid_K for M in options.M or protocol.M]
     settings = make_settings(protocol, options, grid, say)
     rows = make_rows(settings, measured(settings, options, say), protocol)
-    others = [*options.schedules[1:], *PEERS, PLAIN]
+    others = [*options.schedules[1:], *PEERS]
     columns = {"model": "", "K": "", "M": "", "paper": ".2f", "ours": ".2f", IDEAL: ".2f", "simulated": ".2f"}
     columns |= {"of limit": ".2f"}
     columns |= {name: ".2f" for name in others if any(row.get(name) is not None for row in rows)}
@@ -71,9 +71,9 @@ def make_settings(
     return [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
 
 
-def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Row]:
-    """Measures with one set of processes for each K; returns what `contenders.worker` does, for each setting."""
-    found: dict[int, Row] = {}
+def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Seconds]:
+    """Measures with one set of processes for each K; returns the seconds for each setting."""
+    found: dict[int, Seconds] = {}
     for K in sorted({setting.K for setting in settings}):
         numbers = [number for number, setting in enumerate(settings) if setting.K == K]
         say(f"K={K}: {len(numbers)} settings, timed steps of each contender: {options.timed_steps}")
@@ -82,18 +82,15 @@ def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> li
     return [found[number] for number in range(len(settings))]
 
 
-def make_rows(settings: Sequence[Setting], found: Sequence[Row], protocol: GridTable) -> list[Row]:
+def make_rows(settings: Sequence[Setting], found: Sequence[Seconds], protocol: GridTable) -> list[Row]:
     """Returns one row per setting, with throughput in units of the reference of each model.
 
     The reference is the setting with the smallest K, then M, in which our first schedule was measured.
-
-    Args:
-        found: of each setting the seconds of a step by contender, as ``seconds``.
     """
     rows = []
-    for setting, steps in zip(settings, (facts["seconds"] for facts in found), strict=True):
+    for setting, steps in zip(settings, found, strict=True):
         kind, limit = setting.options.schedules[0], setting.limit(setting.options.schedules[0])
-        same = [(s, facts["seconds"]) for s, facts in zip(settings, found, strict=True) if s.costs is setting.costs]
+        same = [pair for pair in zip(settings, found, strict=True) if pair[0].costs is setting.costs]
         known = [pair for pair in same if pair[1].get(kind)]
         unit, of_unit = min(known or same, key=lambda pair: (pair[0].K, pair[0].M))
         serial = setting.serial_seconds / unit.serial_seconds
@@ -139,8 +136,7 @@ def notes(setting: Setting, rows: Sequence[Row]) -> list[str]:
         f"Units: our own run of {'; '.join(units)}; the paper's its own, at the smallest K and M that it has.",
         "simulated: the same instruction lists with nothing between them, in units of its own; of limit: its step over "
         "ours.",
-        *["torch: torch.distributed.pipelining, a dash where it refuses M; plain: a loop on one device."]
-        * (options.peers and not setting.linked),
+        *["torch: torch.distributed.pipelining, a dash where it refuses M."] * (options.peers and not setting.linked),
     ]
     if setting.linked:
         said.append(

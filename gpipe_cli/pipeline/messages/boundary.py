@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -77,33 +76,19 @@ class GradientLayouts:
 
     def __init__(self) -> None:
         self._odd: dict[Hashable, bool] = {}
-        self._settled: dict[Hashable, dict[int, tuple[torch.Size, torch.dtype]]] = defaultdict(dict)
-
-    def settled(self, signature: Hashable) -> Mapping[int, tuple[torch.Size, torch.dtype]]:
-        """Returns shape and type of the one output of each layer where it, like its gradient, is canonical anyway.
-
-        Args:
-            signature: of the shapes that entered the pipeline.
-        """
-        return self._settled[signature]
 
     def settle(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> Tensors:
         """Returns ``outputs`` of ``layer`` in canonical layout; their gradients will be brought to it when they come.
 
         Tensors that the layer only passes on from its ``inputs`` are canonical already.
         """
-        made = grouped_like(
-            (
-                tensor
-                if any(tensor is passed for passed in inputs)
-                else self._settle_one(canonical(tensor), (layer, number, signature))
-                for number, tensor in enumerate(outputs)
-            ),
-            outputs,
+        made = (
+            tensor
+            if any(tensor is passed for passed in inputs)
+            else self._settle_one(canonical(tensor), (layer, number, signature))
+            for number, tensor in enumerate(outputs)
         )
-        if len(made) == 1 and made[0] is outputs[0] and self._odd.get((layer, 0, signature)) is False:
-            self._settled[signature][layer] = made[0].shape, made[0].dtype
-        return made
+        return grouped_like(made, outputs)
 
     def _settle_one(self, tensor: Tensor, place: Hashable) -> Tensor:
         if tensor.requires_grad and self._odd.get(place, True):

@@ -80,11 +80,6 @@ class SharedMemoryTransport:
                 peer = _patient(sockets.accept(sender, number), _PATIENCE)
                 self._incoming[direction, sender] = Incoming(peer, sender, device)
 
-    @property
-    def bytes_shared(self) -> int:
-        """Returns the bytes of memory that this worker shares with the workers it sends to."""
-        return sum(channel.bytes_shared for channel in self._outgoing.values())
-
     def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
         if not spec.size:
             self._other.send(message, tensors, spec)
@@ -131,11 +126,6 @@ class Outgoing:
         self._peer, self._receiver, self._window = peer, receiver, window
         self._on_their_way: deque[_Slot] = deque()
         self._free: list[_Slot] = []
-
-    @property
-    def bytes_shared(self) -> int:
-        """Returns the bytes of all slots."""
-        return sum(slot.size for slot in (*self._free, *self._on_their_way))
 
     def send(self, tensors: Sequence[Tensor], spec: BoundarySpec, tag: int) -> None:
         """Copies a message into a slot and announces it to the receiver.
