@@ -394,11 +394,11 @@ _module.max_memory_allocated = lambda device=None: 0
 
 
 @contextmanager
-def runs_on(device: torch.device, identity: str, seed: int = 0) -> Iterator[None]:
-    """Makes the device that of the runs inside the block, as pipeline.device=auto finds a GPU."""
-    world = "gpipe_cli.distributed.world"
-    QUEUES.draw.seed(seed)
-    chosen = patch(f"{world}.choose_device", lambda *_: device), patch(f"{world}.device_identity", lambda _: identity)
-    pinned = patch.object(Tensor, "pin_memory", pin_memory if device.type == NAME else Tensor.pin_memory)
+def runs_on(kind: str) -> Iterator[None]:
+    """Makes this kind of device that of the runs inside the block, as pipeline.device=auto finds a GPU."""
+    world, device = "gpipe_cli.distributed.world", torch.device(kind, None if kind == "cpu" else 0)
+    QUEUES.draw.seed(0)
+    chosen = patch(f"{world}.choose_device", lambda *_: device), patch(f"{world}.device_identity", lambda _: kind)
+    pinned = patch.object(Tensor, "pin_memory", pin_memory if kind == NAME else Tensor.pin_memory)
     with chosen[0], chosen[1], pinned:
         yield

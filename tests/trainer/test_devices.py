@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,11 +23,6 @@ CUDA = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
-
-
-def device_of_runs(name: str) -> AbstractContextManager[None]:
-    """Makes the kind of device that of the runs inside the block."""
-    return runs_on(LATE if name == NAME else torch.device(name, 0 if name == "cuda" else None), name)
 
 
 @pytest.mark.parametrize("fault", [None, "wait_stream", "record_stream"])
@@ -62,7 +56,7 @@ TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.ev
 def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
     small = (*SMALL, "trainer.steps=2")
     for K in (1, 2, 4):
-        with device_of_runs(NAME):
+        with runs_on(NAME):
             train_inline(tmp_path / str(K), *small, *words, f"pipeline.K={K}")
     assert losses(tmp_path / "1") == losses(tmp_path / "2") == losses(tmp_path / "4")
     train_inline(tmp_path / "cpu", *small, *words)
@@ -76,11 +70,11 @@ def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_p
 @pytest.mark.parametrize("device", [NAME, CUDA])
 def test_a_run_goes_on_from_one_kind_of_device_on_another(device: str, tmp_path: Path) -> None:
     train_inline(tmp_path / "cpu", *SMALL)
-    with device_of_runs(device):
+    with runs_on(device):
         train_inline(tmp_path / "there", *SMALL)
     mixed = tmp_path / "mixed"
     for steps, where in ((2, device), (3, "cpu"), (4, device)):
-        with device_of_runs(where):
+        with runs_on(where):
             resume = f"checkpoint.resume={step_directory(mixed, steps - 1) if steps > 2 else 'null'}"
             train_inline(mixed, *SMALL, f"trainer.steps={steps}", "checkpoint.every=1", resume)
         assert read_manifest(step_directory(mixed, steps)).versions["device"] == where
@@ -89,7 +83,7 @@ def test_a_run_goes_on_from_one_kind_of_device_on_another(device: str, tmp_path:
 
 
 def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
-    with device_of_runs(NAME), METER.waiting() as waits:
+    with runs_on(NAME), METER.waiting() as waits:
         train_inline(folder / str(steps), *SMALL, "checkpoint.every=null", f"trainer.steps={steps}", *words)
     return Counter(waits)
 
