@@ -69,7 +69,7 @@ def test_each_is_the_paper_s_model_and_recipe(name: str) -> None:
     config = settings(name)
     model, (L, H, A, K, count, tokens) = config["model"], TRANSLATION[name]
     assert (model["L"], model["H"], model["A"], model["d_model"], config["pipeline"]["K"]) == (L, H, A, 1024, K)
-    assert config["data"]["batch_tokens"] == tokens
+    assert (config["data"]["batch_tokens"], model["positions"]) == (tokens, "sinusoids")
     assert parameters(config) == count
     assert config["optimizer"]["_target_"] == "gpipe_cli.optim.adafactor.Adafactor"
     assert (config["optimizer"]["lr"], config["optimizer"]["beta1"], config["optimizer"]["clip"]) == (1.0, 0.9, 1.0)

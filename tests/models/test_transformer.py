@@ -158,10 +158,9 @@ def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
 
 @torch.no_grad()
 def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> None:
-    (attention,) = build([LayerBuilder("a", partial(CausalAttention, 16, 2, 0.0, 0.0, "rotary"))]).values()
-    assert isinstance(attention, CausalAttention)
-    places = torch.arange(5, 11, dtype=torch.float64)
-    turns = torch.polar(torch.ones(6, 32).double(), torch.outer(places, 10_000.0 ** (-torch.arange(32).double() / 32)))
+    attention = CausalAttention(16, 2, 0.0, 0.0, "rotary").double()
+    angles = torch.arange(5, 11)[:, None] * 10_000.0 ** (-torch.arange(32).double() / 32)
+    turns = torch.polar(torch.ones(6, 32).double(), angles)
     x = torch.randn(3, 6, 16, dtype=torch.float64)
     plain = attention.split_heads(attention.query_key_value(attention.norm(x)), 3)
     for got, one in zip(attention.project(x, 5)[:2], plain, strict=False):
