@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..config import PipelineConfig
-from ..layers import LayerBuilder, Owner, announce
+from ..layers import LayerBuilder, Owner, announce, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
@@ -122,6 +122,13 @@ class WorkerPipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Returns the parameters that this worker trains; a tied one belongs to the worker of its first layer."""
         return [parameter for cell in self.cells for _, parameter in cell.parameters()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that this worker trains by their names in the whole model."""
+        for layer in self.layers:
+            for name, parameter in layer.module.named_parameters():
+                if name not in layer.tied:
+                    yield own_name(layer.name, name), parameter
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
     """Returns the results of the evaluation, and the scores of each sentence by which it is compared with another."""
-    generation = assembly.task.generation
+    generation = assembly.pipeline.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     return {
         "parameters": assembly.pipeline.cut.parameters,

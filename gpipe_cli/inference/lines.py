@@ -43,7 +43,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         ConfigurationError: the run's task or data cannot translate, or as `assemble_from_checkpoint`.
     """
     assembly = assemble_from_checkpoint(context, config)
-    generation, settings = assembly.task.generation, assembly.settings
+    generation, settings = assembly.pipeline.task.generation, assembly.settings
     if generation is None:
         raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
     answerer = Answerer(context, assembly, assemble_decoder(assembly, generation), beam=generation.beam)
@@ -65,7 +65,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         ConfigurationError: the run's model or data cannot generate text, or as `assemble_from_checkpoint`.
     """
     assembly, sampling = assemble_from_checkpoint(context, config), SamplingSettings(**config["sampling"])
-    shape, eos = assembly.shape, assembly.tokens.eos_id
+    shape, eos = assembly.pipeline.shape, assembly.tokens.eos_id
     if shape.inputs != (2,) or len(shape.targets) != 1:
         raise ConfigurationError(
             f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
@@ -83,7 +83,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
 
 def _keeps_caches(assembly: Assembly) -> bool:
     """Returns whether a layer of the model has `decode`; every worker calls it at the same time."""
-    own = any(hasattr(layer.module, "decode") for cell in assembly.cells for layer in cell.layers)
+    own = any(hasattr(layer.module, "decode") for layer in assembly.pipeline.layers)
     return any(assembly.world.all_gather(own))
 
 

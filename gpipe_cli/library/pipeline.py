@@ -135,13 +135,6 @@ class Pipeline(WorkerPipeline):
         for group in groups if world.members else ():
             dist.destroy_process_group(group)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters that this worker trains by their names in the whole model."""
-        for layer in self.layers:
-            for name, parameter in layer.module.named_parameters():
-                if name not in layer.tied:
-                    yield own_name(layer.name, name), parameter
-
     def zero_grad(self) -> None:
         """Takes the gradients from the parameters."""
         for parameter in self.parameters():

@@ -36,7 +36,7 @@ from ..layers import LayerBuilder
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
-from ..pipeline.cell import COMPILED_BACKWARD, Cell
+from ..pipeline.cell import COMPILED_BACKWARD
 from ..planner.fitting_cut import cut_for_run
 from ..planner.measure.kept_profile import profiled_costs
 from ..planner.measure.this_device import workers_on_a_gpu
@@ -54,16 +54,13 @@ class Assembly:
 
     Attributes:
         source: of the data; on the first worker of each replica, None elsewhere.
-        shape: of every micro-batch.
         tokens: the source's special tokens; zeros where it has none.
         layers: as `names_of_parameters` returns them.
         builders: of all layers.
     """
 
     settings: Settings
-    task: Task
     source: Source | None
-    shape: BatchShape
     tokens: SpecialTokens
     layers: dict[str, list[str]]
     builders: Sequence[LayerBuilder]
@@ -73,11 +70,6 @@ class Assembly:
     def world(self) -> World:
         """Returns this process's rank, replica, device and process groups."""
         return self.pipeline.world
-
-    @property
-    def cells(self) -> list[Cell]:
-        """Returns this worker's cells, in order."""
-        return self.pipeline.cells
 
 
 # -- for every command -------------------------------------------------------------------------------------------------
@@ -140,7 +132,7 @@ def assemble_model(
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
     layers = names_of_parameters(pipeline.layers, world.gather_from_workers)
-    return Assembly(settings, task, source, shape, tokens, layers, builders, pipeline)
+    return Assembly(settings, source, tokens, layers, builders, pipeline)
 
 
 def _warn_of_single_examples(
@@ -272,7 +264,7 @@ def assemble_from_checkpoint(context: Context, config: Mapping[str, Any]) -> Ass
     if world.rank == 0:
         require_same_vocabularies(info, vocabularies(assembly.source))
     load_same_model(info, assembly)
-    for cell in assembly.cells:
+    for cell in assembly.pipeline.cells:
         cell.train(False)
     return assembly
 
@@ -302,7 +294,7 @@ def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = 
     Args:
         stop_requested: whether this worker was asked to stop; evaluations then end early.
     """
-    source, task = assembly.source, assembly.task
+    source, task = assembly.source, assembly.pipeline.task
     generation, generator = task.generation, None
     if generation is not None:
         decoder = assemble_decoder(assembly, generation, stop_requested)
@@ -315,5 +307,5 @@ def assemble_decoder(
     assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
-    form = TranslationForm(assembly.task, generation, assembly.tokens)
+    form = TranslationForm(assembly.pipeline.task, generation, assembly.tokens)
     return Decoder(assembly.pipeline, form, stop_requested)

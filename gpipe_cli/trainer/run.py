@@ -88,7 +88,7 @@ def compare_module(assembly: Assembly, journal: Notices) -> None:
 
     def compared() -> int:
         batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
-        given = given_by(settings, assembly.task, batch.micro_batches)
+        given = given_by(settings, assembly.pipeline.task, batch.micro_batches)
         return compare_at_start(builders, given, settings, journal.message, journal.warn)
 
     fewest = int(world.broadcast(compared))

@@ -20,7 +20,6 @@ from ..errors import ConfigurationError
 from ..factory.build import build_lr_schedule, build_optimizer
 from ..factory.groups import GroupKey, Groups
 from ..launch.context import Context
-from ..layers import own_name
 from ..metrics.journal import Notices
 from ..metrics.records import Progress
 from ..optim.average import WeightAverage
@@ -65,7 +64,7 @@ def assemble_training(
         scalars: dict[str, Any] = {key: saved[key] for key in known if saved.get(key) is not None}
         progress, position = Progress(**{**scalars, "step": resumed.step}), resumed.state.data_position
         journal.message(f"continuing from {resumed.path}, step {resumed.step}")
-    for cell in assembly.cells:
+    for cell in assembly.pipeline.cells:
         cell.guard_buffers()
     assembly.pipeline.ties.spread()
     begin_scale(progress, settings.precision.loss_scale)
@@ -124,20 +123,15 @@ def layers_that_depend_on_steps(pipeline: WorkerPipeline) -> list[str]:
 
 def make_updater(assembly: Assembly) -> Updater:
     """Makes optimizer, learning rate schedule and weight average of this worker's cells."""
-    settings = assembly.settings
-    world, group, parameters = assembly.world, assembly.world.replica_group, assembly.pipeline.parameters()
-    average = None if settings.trainer.average is None else WeightAverage(assembly.cells, settings.trainer.average)
+    settings, pipeline, world = assembly.settings, assembly.pipeline, assembly.world
+    group, parameters, decay = world.replica_group, pipeline.parameters(), settings.trainer.average
+    average = None if decay is None else WeightAverage(pipeline.cells, decay)
     shards = None
     if settings.pipeline.shard_optimizer and group is not None:
         replicas = slice(world.worker, None, world.workers)  # of all ranks, those with these layers
         shards = OptimizerShards(parameters, group, lambda value: world.all_gather(value)[replicas])
     groups, own = Groups(settings.optimizer), set(parameters if shards is None else shards.own)
-    named = [
-        (own_name(layer.name, name), parameter)
-        for layer in assembly.pipeline.layers
-        for name, parameter in layer.module.named_parameters()
-        if name not in layer.tied
-    ]
+    named = [*pipeline.named_parameters()]
     keys = world.gather_from_workers(groups.divided(named))
     members: dict[GroupKey, list[nn.Parameter]] = {tuple(key): [] for key in keys}
     members |= groups.divided(pair for pair in named if pair[1] in own)
@@ -145,7 +139,7 @@ def make_updater(assembly: Assembly) -> Updater:
     lr_schedule = build_lr_schedule(settings.lr_schedule, optimizer, settings.seed)
     # The schedule also counts a step whose update is skipped; torch warns when that is the very first.
     warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-    return Updater(assembly.pipeline, optimizer, lr_schedule, average, settings.trainer.gradient_clip, shards)
+    return Updater(pipeline, optimizer, lr_schedule, average, settings.trainer.gradient_clip, shards)
 
 
 def make_saver(

@@ -209,7 +209,7 @@ class RunWatch:
     def __init__(self, assembly: Assembly, spill: Spill) -> None:
         self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
         self._seen: Seen = defaultdict(dict)
-        self._layers = [(layer.index, layer.name, layer.module) for cell in assembly.cells for layer in cell.layers]
+        self._layers = [(layer.index, layer.name, layer.module) for layer in assembly.pipeline.layers]
         self._trainer: Trainer | None = None
         self.active = False
         self.record = RecordedStep()

@@ -297,8 +297,9 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
         for own, owner in tied.items()
     }
     places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
-    model = PlainModel(settings, assembly.task, assembly.world.device, [list(layers) for layers in cut.layers], owners)
-    repeated = 0.0 if assembly.world.device.type == "cpu" else 1e-6
+    task, device = assembly.pipeline.task, assembly.world.device
+    model = PlainModel(settings, task, device, [list(layers) for layers in cut.layers], owners)
+    repeated = 0.0 if device.type == "cpu" else 1e-6
     return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
 
 
