@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from composed import composed
 
+from gpipe_cli.config import PipelineConfig
 from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
+
+PIPELINE = PipelineConfig(**{**composed()["pipeline"], "cost": "flops", "threads": 1}, auto=[])
 
 
 @pytest.mark.parametrize(
@@ -32,16 +38,20 @@ def test_only_workers_of_this_machine_share_its_two_gpus(
     assert workers_per_gpu(workers, 2, environment) == sharing
 
 
-def test_a_copy_between_two_gpus_is_timed_and_the_probes_fit_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured_by_probes_that_fit_and_are_gone_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("device_count", 2), ("synchronize", None), ("get_device_name", "small")):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(this_device, "GPU", "cpu")  # torch has cpu:1
-    link = this_device._link_between_gpus()
-    assert link["link"] not in (this_device._GPU_LINK["link"], 0.0)
-    drawn: list[int] = []
-    monkeypatch.setattr(torch, "randn", lambda *size, **more: drawn.append(size[0]) or torch.zeros(8, 8))
-    this_device._measure(torch.device("cpu"), 1e8, link)
-    assert 16 * drawn[0] ** 2 < 1e8
+    done: list[Any] = []
+    monkeypatch.setattr(torch, "randn", lambda *size, **more: done.append(size[0]) or torch.zeros(8, 8))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1e8, 1e8))
+    found = this_device.measure_rates(replace(PIPELINE, device="auto"))
+    assert found.link not in (this_device._GPU_LINK["link"], 0.0)
+    _, side, *after = done
+    assert 16 * side**2 < 1e8
+    assert after == ["empty_cache", "reset_peak_memory_stats"]
 
 
 DEADLINE = 30.0  # seconds

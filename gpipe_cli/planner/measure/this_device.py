@@ -71,7 +71,10 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
     device = present_device(pipeline)
     if device.type == GPU:
         torch.cuda.empty_cache()  # memory that this process no longer needs counts as free
-        return _measure(device, float(torch.cuda.mem_get_info()[0]), _link_between_gpus())
+        rates = _measure(device, float(torch.cuda.mem_get_info()[0]), _link_between_gpus())
+        torch.cuda.empty_cache()  # other workers may share the GPU with this one, which may go on to train
+        torch.cuda.reset_peak_memory_stats()
+        return rates
     memory = usable_memory()
     with as_worker(pipeline.threads):
         return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
