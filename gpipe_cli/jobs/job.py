@@ -197,6 +197,7 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
+            restarts.begin()
             (run_dir / PLAN).unlink(missing_ok=True)  # of the run that this one continues
         elif event.get("kind") == "drawn":
             write_page(run_dir, console.warn, running=True)

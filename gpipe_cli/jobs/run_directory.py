@@ -117,9 +117,14 @@ class RunRecord:
         self._files: dict[str, Any] = {"config.yaml": composed, "hydra.yaml": hydra, "overrides.yaml": task}
 
     def __enter__(self) -> RunRecord:
+        self._sizes = {path: path.stat().st_size for path in self._log_files()}
         if self._is_new:
             self._write()
         return self
+
+    def _log_files(self) -> list[Path]:
+        found = (*map(self._run_dir.joinpath, self._logs), *self._run_dir.glob("workers/*.log"))
+        return [path for path in found if path.is_file()]
 
     def begin(self) -> None:
         """Takes the place of an earlier run's record, because nothing can refuse this run any more."""
@@ -134,7 +139,16 @@ class RunRecord:
             self._write()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Writes the reason why the run failed; removes the record of a refused run that made the directory itself."""
+        """Writes the reason why the run failed; removes the record of a refused run that made the directory itself.
+
+        What a refused run has logged in an earlier run's directory is removed.
+        """
+        if not self.is_open and isinstance(error, ConfigurationError):
+            for path in self._log_files():
+                with suppress(OSError), os.fdopen(open_for_writing(path), "ab") as file:
+                    file.truncate(self._sizes.get(path, 0))
+                if path not in self._sizes:
+                    path.unlink()
         if not self.is_open or not isinstance(error, Exception):
             return
         if self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError):
@@ -180,10 +194,14 @@ class Restarts:
     def __init__(self, config: dict[str, Any], run_dir: Path, console: Console) -> None:
         self._allowed, self._first = config["launch"]["restarts"], config
         self._run_dir, self._console = run_dir, console
-        if config["checkpoint"]["resume"] is None and is_first() and not restart_count():
-            (run_dir / RESTARTS).unlink(missing_ok=True)
+        self._is_new = config["checkpoint"]["resume"] is None and not restart_count()
         self._found = _saved(run_dir)
-        self.records = read_rows(run_dir / RESTARTS, dict[str, Any])[0]
+        self.records = [] if self._is_new else read_rows(run_dir / RESTARTS, dict[str, Any])[0]
+
+    def begin(self) -> None:
+        """Removes the record of an earlier run's restarts, because nothing can refuse this run any more."""
+        if self._is_new and not self.records:
+            (self._run_dir / RESTARTS).unlink(missing_ok=True)
 
     def run(self, start: Callable[[dict[str, Any]], Any]) -> Any:
         """Calls ``start`` with the settings of each start, and returns its result.

@@ -21,7 +21,6 @@ from small_disk import small_disk
 from gpipe_cli.commands import plan, train
 from gpipe_cli.jobs import configuration
 from gpipe_cli.jobs.job import CommandCallback
-from gpipe_cli.terminal.runs import read_run
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 COMMAND = [sys.executable, str(HELPERS / "cli_jobs.py")]
@@ -178,13 +177,15 @@ def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> 
     words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=1"]
     assert run(tmp_path, *words).returncode == 0
     (tmp_path / "here" / "checkpoints" / "step_00000001").mkdir(parents=True)
-    before, hydra = bytes_of(tmp_path / "here"), bytes_of(tmp_path / "here" / ".hydra")
+    (tmp_path / "here" / "restarts.jsonl").write_text("{}\n")
+    before = bytes_of(tmp_path / "here")
     assert run(tmp_path, *words, "seed=77").returncode == 2
     assert bytes_of(tmp_path / "here") == before
     (tmp_path / "here" / "checkpoints" / "step_00000001").rmdir()
     assert run(tmp_path, *words, f"seed={cli_jobs.REFUSES}").returncode == 2
-    assert read_run(tmp_path / "here").status == "done"
-    assert bytes_of(tmp_path / "here" / ".hydra") == hydra
+    assert bytes_of(tmp_path / "here") == before
+    assert run(tmp_path, *words).returncode == 0
+    assert not (tmp_path / "here" / "restarts.jsonl").exists()
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------

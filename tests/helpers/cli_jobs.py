@@ -26,6 +26,7 @@ def train(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     if seed == REFUSES and context.rank == 0:
         raise ConfigurationError("fourteen is refused")
     if context.rank == 0:
+        context.emit({"kind": "begun"})
         for step in range(1, steps + 1):
             context.emit(progress(step, steps))
             time.sleep(0.1 if seed == SLOW else 0)
