@@ -177,8 +177,9 @@ class TokenizerFile:
         return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
-        """Returns the text as `Vocabulary.decode` does."""
-        return CONTROL.sub("\ufffd", self._tokenizer.decode(_before_end(ids, self.eos_id, after)))
+        """Returns the text as `Vocabulary.decode` does; special tokens before the end are text."""
+        kept = _before_end(ids, self.eos_id, after)
+        return CONTROL.sub("\ufffd", self._tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:

@@ -25,7 +25,7 @@ from ..layers import LayerBuilder, name_used_twice
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
-from ..typed_section import read_values, unknown_key
+from ..typed_section import DEEPEST, read_values, unknown_key
 from .groups import GroupKey, Groups
 from .wrappers import CheckedTask, TargetsAsInputs
 
@@ -44,6 +44,8 @@ def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"
         )
+    if len(model) > DEEPEST:
+        raise ConfigurationError(f"model._target_={section['_target_']} returns more than {DEEPEST:,} layers")
     if (twice := name_used_twice(model)) is not None:
         raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
     return list(model)

@@ -29,7 +29,7 @@ from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
-from gpipe_cli.disk import write_whole
+from gpipe_cli.disk import explain, write_whole
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
@@ -112,6 +112,11 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             console.error(relative_paths(str(error)))
             if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
                 write_page(run_dir, console.warn)
+            return FAILED, math.nan
+        except (OSError, MemoryError) as error:
+            if (text := explain(error)) is None:
+                raise
+            console.error(relative_paths(f"{command_name()}: {text}"), logged=record.is_open)
             return FAILED, math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)

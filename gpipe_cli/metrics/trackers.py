@@ -15,6 +15,7 @@ from threading import Thread
 from time import time
 from typing import Any
 
+from ..disk import own_folder
 from ..typed_section import flat
 
 FINISH_SECONDS = 30.0  # that the end of a run waits for it
@@ -70,7 +71,8 @@ class TensorBoard:
         self._Summary, self._Writer, self._begin = Summary, SummaryWriter, resumed_step + 1
 
     def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        self._writer: Any = self._Writer(str(run_dir / "tensorboard"), purge_step=self._begin)
+        folder = own_folder(run_dir / "tensorboard")  # files in it are new: named by second, host and process
+        self._writer: Any = self._Writer(str(folder), purge_step=self._begin)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Writes all in one event: thousands of them, with hundreds of workers."""

@@ -173,6 +173,37 @@ def test_ctrl_c_that_a_library_swallows_while_it_composes_ends_the_command(
     assert plan.main(["debug=tiny"]) == 130
 
 
+NO_FORK = """import os, resource, sys; from gpipe_cli.terminal.command import run_command
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1)); os.geteuid() or os.setuid(65534)
+sys.exit(run_command("gpipe-train", [], "", lambda _: os.fork()))"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "words", "what"),
+    [
+        ("ulimit -n 12", "-m gpipe_cli.commands.train debug=tiny hydra.run.dir=run", "open files"),
+        ("ulimit -v 400000", "-m gpipe_cli.commands.train debug=tiny hydra.run.dir=run", "memory"),
+        ("true", f"-c '{NO_FORK}'", "processes"),
+    ],
+)
+def test_what_the_system_has_too_little_of_is_told_in_one_line(
+    limit: str, words: str, what: str, tmp_path: Path
+) -> None:
+    done = processes.run("sh", "-c", f"{limit} && exec {sys.executable} {words}", cwd=tmp_path)
+    assert done.returncode == 1 and f"allows no more {what} (ulimit -a shows its limits)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("at", ["gpipe_cli.terminal.command", "pydantic", "gpipe_cli.jobs.job", "rich", "antlr4"])
+def test_ctrl_c_while_it_is_loaded_ends_a_command_without_a_traceback(at: str, tmp_path: Path) -> None:
+    hook = "lambda event, given: (event, given[:1]) == ('import', (os.environ['AT'],)) and signal.raise_signal(2)"
+    (tmp_path / "sitecustomize.py").write_text(f"import os, signal, sys\nsys.addaudithook({hook})\n")
+    words = ["-m", "gpipe_cli.commands.train", "debug=tiny", "hydra.run.dir=run"]
+    done = processes.run("env", f"PYTHONPATH={tmp_path}", f"AT={at}", sys.executable, *words, cwd=tmp_path)
+    assert done.returncode in (-signal.SIGINT, 130), done.stderr
+    assert done.stderr == ""
+
+
 def test_a_refused_command_changes_nothing_of_an_earlier_run(tmp_path: Path) -> None:
     words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=1"]
     assert run(tmp_path, *words).returncode == 0

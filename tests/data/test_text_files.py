@@ -327,7 +327,9 @@ def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(two_lines) and ours.eos_id == 0
     assert ours.decode(ours.encode(["\x1b[31m\tred"])[0]) == "\ufffd[31m\tred"
     turns = [0, *ours.encode(["a turn"])[0], 0, *ours.encode(["an answer"])[0]]
-    assert ours.decode([*turns, 0, 5], after=len(turns)) == "a turnan answer" and ours.decode(turns[1:]) == "a turn"
+    end = "<|endoftext|>"
+    assert ours.decode([*turns, 0, 5], after=len(turns)) == f"{end}a turn{end}an answer"
+    assert ours.decode(turns[1:]) == "a turn" and ours.decode([1, *turns[1:]]) == "<pad>a turn"
     ours.keep_vocabularies(tmp_path / "kept")
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     with pytest.raises(ConfigurationError, match=r"has no token <end>.*its special tokens: <\|endoftext\|>, <pad>"):
