@@ -429,7 +429,7 @@ def _choose(path: Path, step: str) -> tuple[CheckpointInfo, list[str]]:
         if (chosen := best_step(run_dir)) is None:
             raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
         return open_checkpoint(step_directory(run_dir, chosen)), []
-    if not step.isdigit():
+    if not step.isdecimal():
         raise CheckpointError(f"step={step}: use a number, best or last")
     directory = step_directory(run_dir, int(step))
     if not directory.is_dir():

@@ -54,6 +54,7 @@ CASES = {  # command line to what the answer must contain
     "plan plan.device=h1000": "did you mean h100",
     "plan plan.fit=16GB plan.best=true": "give one of them",
     "verify verify.dtype=half": "verify.dtype",
+    "eval nowhere step=²": "step=²: use a number, best or last",
     "eval nowhere": "nowhere holds no complete checkpoint",
     "translate nowhere scores=perhaps": "scores",
     "export nowhere output=x.zip": "output=x.zip",
@@ -119,6 +120,19 @@ def test_the_answer_names_the_mistake(
     written = capsys.readouterr()
     check(case, code, written.out + written.err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_would_be_overwritten_or_leads_nowhere_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").write_text("mine")
+    assert import_module("gpipe_cli.commands.translate").main(["nowhere", "input=mine", "output=./mine"]) == 2
+    assert "output=mine is the input, too" in capsys.readouterr().err and Path("mine").read_text() == "mine"
+    Path("loop").symlink_to("loop")
+    with suppress(SystemExit):
+        import_module("gpipe_cli.commands.train").main(["hydra.run.dir=loop"])
+    assert "hydra.run.dir=loop: loop cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp
 
 
 @pytest.mark.slow(2)
-def test_a_run_goes_on_with_the_nodes_that_are_left_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("serves_the_store", [False, True])
+def test_a_run_goes_on_bit_for_bit_when_a_node_has_died(serves_the_store: bool, tmp_path: Path) -> None:
     words = [*WORDS, "pipeline.K=2", "trainer.steps=300", "checkpoint.every=10", "trainer.average=null"]
     run_dir, elastic = tmp_path / "run", ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3"]
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-conf=last_call_timeout=20"]
@@ -135,13 +136,18 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_bit_for_bit(tmp_path: Path) 
             port = int(where[1].rpartition(":")[2])
             wait_for(lambda port=port: socket.socket().connect_ex(("localhost", port)) == 0)  # the first one serves
         wait_for(lambda: (run_dir / "checkpoints" / "step_00000010").is_dir(), 300)
-        nodes[1].kill()
-        assert nodes[0].wait(300) == 0, (tmp_path / "0.log").read_text()
+        nodes[not serves_the_store].kill()
+        code = nodes[serves_the_store].wait(300)
     finally:
         for process in nodes:
             process.kill()
             process.wait()
-    (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
-    assert "2 cells on 1 worker (WORLD_SIZE=1)" in (tmp_path / "0.log").read_text() and record["from_step"] >= 10
+    if serves_the_store:  # the other node ends as well
+        assert code != 0
+        succeeded(run(sys.executable, *TRAIN, *words, f"hydra.run.dir={run_dir}", "checkpoint.resume=auto"))
+    else:
+        assert code == 0 and "2 cells on 1 worker (WORLD_SIZE=1)" in (tmp_path / "0.log").read_text()
+        (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
+        assert record["from_step"] >= 10
     train_inline(tmp_path / "whole", *words)
     assert same_end(tmp_path / "whole", run_dir)
