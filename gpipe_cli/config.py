@@ -231,14 +231,12 @@ class LoggingConfig:
         every: steps between console lines (without a progress bar) and between TensorBoard scalars.
         tensorboard: writes TensorBoard files.
         console: "auto": a progress bar in a terminal, lines elsewhere; "plain": always lines.
-        advice: when the run has ended the planner searches for a faster pipeline, for report.html.
         trackers: "wandb", "mlflow", or sections with a `_target_` (metrics/trackers.py).
     """
 
     every: Count
     tensorboard: bool
     console: Literal["auto", "plain"]
-    advice: bool
     trackers: list[Literal["wandb", "mlflow"] | Tracker]
 
 

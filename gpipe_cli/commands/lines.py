@@ -46,8 +46,13 @@ def answer_lines(
     own = line.own
     with ExitStack() as stack:
         lines = _open("input", own["input"], "rb") if "input" in own else None
-        if "output" in own and prompt is None:
-            _refuse_input(Path(own["output"]).expanduser(), sys.stdin.fileno() if lines is None else lines.fileno())
+        output_file = Path(own.get("output", os.devnull)).expanduser()
+        if (
+            prompt is None
+            and output_file.is_file()
+            and os.path.samestat(output_file.stat(), os.fstat((lines or sys.stdin).fileno()))
+        ):
+            raise ConfigurationError(f"output={output_file} is the input, too: name another file")
         run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
         for text in (*run.warnings, *run.prepared.lines):
             say(text)
@@ -111,12 +116,6 @@ def _open(key: str, path: str, mode: str) -> IO[Any]:
         return Path(path).expanduser().open(mode, encoding=None if "b" in mode else "utf-8")
     except OSError as error:
         raise ConfigurationError(f"{key}={path}: {error.strerror}") from error
-
-
-def _refuse_input(output: Path, read: int) -> None:
-    """Refuses the file that is read, which would be emptied."""
-    if output.is_file() and os.path.samestat(output.stat(), os.fstat(read)):
-        raise ConfigurationError(f"output={output} is the input, too: name another file")
 
 
 def _pass_on(lines: BinaryIO, path: Path) -> None:

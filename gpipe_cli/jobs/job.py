@@ -33,8 +33,8 @@ from gpipe_cli.disk import explain, write_whole
 from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.page import PAGE, PLAN, ask_planner, write_page
-from gpipe_cli.jobs.run_directory import Restarts, RunRecord, require_writable, sole_writer, where_it_is
+from gpipe_cli.jobs.page import PAGE, PLAN, write_page
+from gpipe_cli.jobs.run_directory import RESTARTS, Restarts, RunRecord, require_writable, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
@@ -104,7 +104,10 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 record.begin()
                 if program.conclude is not None:
                     return program.conclude(result, run_dir, console), math.nan
-            _write_last_page(run_dir, result, is_sweep, prepared.settings.logging.advice, console)
+            if torchrun.is_first():
+                write_page(run_dir, console.warn)
+                if not is_sweep:
+                    console.say(where_it_is(run_dir))
         except ConfigurationError as error:
             console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
             return REFUSED, math.nan
@@ -120,18 +123,6 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             return FAILED, math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
-
-
-def _write_last_page(run_dir: Path, summary: Mapping[str, Any], is_sweep: bool, advice: bool, console: Console) -> None:
-    """Writes the page of a finished run; with `advice` again when the planner has searched for a faster pipeline."""
-    if not torchrun.is_first():
-        return
-    write_page(run_dir, console.warn)
-    if not is_sweep:
-        console.say(where_it_is(run_dir))
-        done = summary.get("stopped_by", "request") != "request"  # another entry point has a summary of its own
-        if advice and done and ask_planner(run_dir):
-            write_page(run_dir, console.warn)
 
 
 def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
@@ -202,8 +193,8 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
-            restarts.begin()
-            (run_dir / PLAN).unlink(missing_ok=True)  # of the run that this one continues
+            for earlier in (PLAN, *((RESTARTS,) if not restarts.records else ())):
+                (run_dir / earlier).unlink(missing_ok=True)
         elif event.get("kind") == "drawn":
             write_page(run_dir, console.warn, running=True)
         elif event.get("kind") == "chosen":

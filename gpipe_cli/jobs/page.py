@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import unescape
@@ -18,7 +17,6 @@ from typing_extensions import NotRequired, TypedDict
 from gpipe_cli.disk import open_regular
 from gpipe_cli.jobs.trust import PATHS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json
-from gpipe_cli.parent import child_command
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run
@@ -28,30 +26,17 @@ from gpipe_cli.typed_section import typed
 PAGE, PLAN = "report.html", "plan.json"
 WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
-ADVISE = "from gpipe_cli.commands.plan import advise; advise(sys.argv[1])"  # which imports this room
 WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
 Row = Mapping[str, Any]
 
 
-class PlanRow(TypedDict):
-    """Describes a plan in plan.json, as far as the page reads it (`Plan.to_json`)."""
-
-    step_seconds: float
-    bubble: float
-    memory: float
-    tried: int
-    found: dict[str, Any]
-    rivals: list[dict[str, Any]]
-    devices: list[dict[str, Any]]
-
-
 class PlanFile(TypedDict):
-    """Describes plan.json: the plan of the run as it was, and the fastest that a search has found."""
+    """Describes plan.json: the plan of the run as it was, and the fastest found (`Plan.to_json`)."""
 
-    own: PlanRow
-    best: NotRequired[PlanRow]
+    own: dict[str, Any]
+    best: NotRequired[dict[str, Any]]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
@@ -60,15 +45,6 @@ def write_page(folder: Path, warn: Callable[[str], None], running: bool = False)
         run_page(folder, running).save(folder / PAGE)
     except Exception as error:
         warn(f"{folder / PAGE} is not written ({type(error).__name__}: {error}); the run goes on without")
-
-
-def ask_planner(folder: Path) -> bool:
-    """Lets the planner search for a faster pipeline in a process that ends with this one; returns if it found any."""
-    quiet = subprocess.DEVNULL
-    with suppress(OSError, KeyboardInterrupt):
-        command = [*child_command(ADVISE), str(folder)]
-        subprocess.run(command, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
-    return (folder / PLAN).exists()
 
 
 def run_page(folder: Path, running: bool = False) -> Document:

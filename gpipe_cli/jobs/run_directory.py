@@ -117,14 +117,14 @@ class RunRecord:
         self._files: dict[str, Any] = {"config.yaml": composed, "hydra.yaml": hydra, "overrides.yaml": task}
 
     def __enter__(self) -> RunRecord:
-        self._sizes = {path: path.stat().st_size for path in self._log_files()}
+        self._sizes = self._log_sizes()
         if self._is_new:
             self._write()
         return self
 
-    def _log_files(self) -> list[Path]:
-        found = (*map(self._run_dir.joinpath, self._logs), *self._run_dir.glob("workers/*.log"))
-        return [path for path in found if path.is_file()]
+    def _log_sizes(self) -> dict[Path, int]:
+        logs = (*map(self._run_dir.joinpath, self._logs), *self._run_dir.glob("workers/*.log"))
+        return {path: path.stat().st_size for path in logs if path.is_file()}
 
     def begin(self) -> None:
         """Takes the place of an earlier run's record, because nothing can refuse this run any more."""
@@ -144,7 +144,7 @@ class RunRecord:
         What a refused run has logged in an earlier run's directory is removed.
         """
         if not self.is_open and isinstance(error, ConfigurationError):
-            for path in self._log_files():
+            for path in self._log_sizes():
                 with suppress(OSError), os.fdopen(open_for_writing(path), "ab") as file:
                     file.truncate(self._sizes.get(path, 0))
                 if path not in self._sizes:
@@ -194,14 +194,9 @@ class Restarts:
     def __init__(self, config: dict[str, Any], run_dir: Path, console: Console) -> None:
         self._allowed, self._first = config["launch"]["restarts"], config
         self._run_dir, self._console = run_dir, console
-        self._is_new = config["checkpoint"]["resume"] is None and not restart_count()
+        goes_on = config["checkpoint"]["resume"] is not None or restart_count()
         self._found = _saved(run_dir)
-        self.records = [] if self._is_new else read_rows(run_dir / RESTARTS, dict[str, Any])[0]
-
-    def begin(self) -> None:
-        """Removes the record of an earlier run's restarts, because nothing can refuse this run any more."""
-        if self._is_new and not self.records:
-            (self._run_dir / RESTARTS).unlink(missing_ok=True)
+        self.records = read_rows(run_dir / RESTARTS, dict[str, Any])[0] if goes_on else []
 
     def run(self, start: Callable[[dict[str, Any]], Any]) -> Any:
         """Calls ``start`` with the settings of each start, and returns its result.

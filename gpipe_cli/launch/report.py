@@ -42,7 +42,6 @@ ADVICE = {  # on errors whose own words do not help; the last part of what is pr
 }
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 OF_SIGKILL = " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)"
-OF_NO_MEMORY = " (it got no memory: ulimit -v shows a limit)"
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
 
 
@@ -185,8 +184,7 @@ def silent_failure(directory: Path, rank: int, exit_code: int, when: float, wher
     how = f"ended with exit code {exit_code} and left no error report"
     if exit_code < 0:
         how = f"was killed by {SIGNAL_NAMES.get(-exit_code, f'signal {-exit_code}')}"
-    no_memory = OF_NO_MEMORY if "std::bad_alloc" in tail else ""
-    meaning = OF_SIGKILL if exit_code == -signal.SIGKILL else no_memory
+    meaning = OF_SIGKILL if exit_code == -signal.SIGKILL else ""
     # NCCL's watchdog thread aborts the whole process when a peer is gone.
     echo = exit_code == -signal.SIGABRT and COMMUNICATION.search(tail) is not None
     text = f"{_name(rank)} {how}{meaning}{_place(where)}\nlast lines of {log}:\n{tail or '(empty)'}"

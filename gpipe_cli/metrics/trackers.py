@@ -71,8 +71,8 @@ class TensorBoard:
         self._Summary, self._Writer, self._begin = Summary, SummaryWriter, resumed_step + 1
 
     def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        folder = own_folder(run_dir / "tensorboard")  # files in it are new: named by second, host and process
-        self._writer: Any = self._Writer(str(folder), purge_step=self._begin)
+        # Files in the folder are new ones: named by second, host and process.
+        self._writer: Any = self._Writer(str(own_folder(run_dir / "tensorboard")), purge_step=self._begin)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Writes all in one event: thousands of them, with hundreds of workers."""

@@ -15,8 +15,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -93,8 +93,9 @@ def open_closed_streams() -> None:
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
     try:
-        with _interruptible():
-            return work()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `commands`
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return work()
     except ConfigurationError as error:
         say(f"{name}: {relative_paths(str(error))}")
         return REFUSED
@@ -112,17 +113,6 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt inside the block; outside it ends a command at once (`commands`)."""
-    at_once = signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    if at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    if at_once:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def show(text: str) -> None:

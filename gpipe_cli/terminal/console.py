@@ -6,7 +6,6 @@ Everything printed also goes to train.log, as plain text. An event is a JSON obj
     warning        text
     preparation    text, done, total                         progress of preparing data; total 0: unknown
     cells          rows: [{cell, worker, first, last, layers, parameters, cost, share}]
-    table          title, columns: [...], rows: [[...]]      any other table
     progress       step, steps (or null), done (share of the run, or null), loss, lr, examples_per_second, bubble,
                    bubble_predicted, skipped_updates, accuracy (optional)
     evaluation     step, numbers: {name: value}, signature: of sacreBLEU (or null)
@@ -151,9 +150,6 @@ class Console:
         keys = ("cell", "worker", "layers", "first", "last", "parameters")
         rows = [[*(row[key] for key in keys), percent(row["share"])] for row in event["rows"]]
         self.detail(text_table(columns, rows))
-
-    def _show_table(self, event: Event) -> None:
-        self.detail(f"{event['title']}\n{text_table(event['columns'], event['rows'])}")
 
     def _show_progress(self, event: Event) -> None:
         step, steps, done, now = event["step"], event["steps"], event["done"], time.monotonic()

@@ -24,7 +24,6 @@ from gpipe_cli.typed_section import Count, flat
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
 MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
-GRID_NAMES = ("K", "M")
 GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
 FIGURES = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")
@@ -46,15 +45,12 @@ class Summary(TypedDict, total=False):
     M: Count
     workers: Count
     loss: float | None
-    stopped_by: str
     evaluation: Numbers | None
     wall_seconds: float | None
     examples_per_second: float | None
     bubble: float | None
     bubble_predicted: float | None
-    breakdown: dict[str, float] | None
     cells: list[dict[str, Any]]
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -148,7 +144,7 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    of_pipeline = {name: settings.get(f"pipeline.{name}") for name in GRID_NAMES}
+    of_pipeline = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
     planned = {name: value for name, value in of_pipeline.items() if isinstance(value, int)}
     outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
@@ -313,5 +309,5 @@ def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | 
 
 def _speed(run: FinishedRun) -> float | None:
     """Returns the examples per second of a run that can be compared."""
-    known = all((run.summary.get(name) or 0) > 0 for name in GRID_NAMES)
+    known = all((run.summary.get(name) or 0) > 0 for name in ("K", "M"))
     return run.summary.get("examples_per_second") if known else None
