@@ -148,7 +148,7 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 def room(path: Path) -> str:
     """Returns the bytes and files that still fit where ``path`` is, or should be, for a message."""
-    place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    place = next(place for place in (path.absolute(), *path.absolute().parents) if os.access(place, os.F_OK))
     free = os.statvfs(place)
     files = f", {free.f_favail:,} files" if free.f_files else ""
     return f"room left: {free.f_bavail * free.f_frsize / 1e6:,.1f} MB{files}"

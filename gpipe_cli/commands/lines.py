@@ -47,11 +47,8 @@ def answer_lines(
     with ExitStack() as stack:
         lines = _open("input", own["input"], "rb") if "input" in own else None
         output_file = Path(own.get("output", os.devnull)).expanduser()
-        if (
-            prompt is None
-            and output_file.is_file()
-            and os.path.samestat(output_file.stat(), os.fstat((lines or sys.stdin).fileno()))
-        ):
+        read = os.fstat((lines or sys.stdin).fileno()) if prompt is None and output_file.is_file() else None
+        if read is not None and os.path.samestat(output_file.stat(), read):
             raise ConfigurationError(f"output={output_file} is the input, too: name another file")
         run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
         for text in (*run.warnings, *run.prepared.lines):
