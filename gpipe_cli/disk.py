@@ -156,10 +156,9 @@ def room(path: Path) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Returns one line for an error of the disk, or a limit of the system, that no code has explained; else None."""
-    number = getattr(error, "errno", None) or 0
-    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and "failed to map segment" in str(error)):
-        number = errno.ENOMEM
-    scarce = SCARCE.get(number)
+    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    no_memory = unmapped or isinstance(error, MemoryError)
+    scarce = SCARCE.get(errno.ENOMEM if no_memory else getattr(error, "errno", None) or 0)
     if scarce is not None:
         return f"this machine or account allows no more {scarce} (ulimit -a shows its limits): raise the limit"
     if not isinstance(error, OSError) or error.errno not in DISK:

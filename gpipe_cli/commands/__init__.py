@@ -4,6 +4,6 @@ import signal
 import sys
 from pathlib import Path
 
-_is_started = Path(sys.argv[0]).name.startswith(("-m", "gpipe-"))  # not imported by a program of the user's
-if _is_started and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+# Not where a program of the user's imports them.
+if Path(sys.argv[0]).name.startswith(("-m", "gpipe-")) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

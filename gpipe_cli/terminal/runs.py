@@ -46,11 +46,9 @@ class Summary(TypedDict, total=False):
     workers: Count
     loss: float | None
     evaluation: Numbers | None
-    wall_seconds: float | None
     examples_per_second: float | None
     bubble: float | None
     bubble_predicted: float | None
-    cells: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,8 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    of_pipeline = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
-    planned = {name: value for name, value in of_pipeline.items() if isinstance(value, int)}
+    found = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
+    planned = {name: value for name, value in found.items() if isinstance(value, int)}  # not auto
     outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
