@@ -142,8 +142,7 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
-    found = {name: settings.get(f"pipeline.{name}") for name in ("K", "M")}
-    planned = {name: value for name, value in found.items() if isinstance(value, int)}  # not auto
+    planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
     outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
