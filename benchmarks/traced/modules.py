@@ -53,21 +53,8 @@ class Subject:
 NAMES = (  # one of each kind; others may be typed
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "inception_v3", "mobilenet_v3_small", "resnet18"),
     *("shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "vgg11", "vit_b_16", "bloom", "gemma", "gpt2", "llama", "mamba"),
-    *(
-        "mixtral",
-        "olmoe",
-        "opt",
-        "qwen3",
-        "xlnet",
-        "albert",
-        "bert",
-        "convbert",
-        "deberta",
-        "fnet",
-        "bart",
-        "t5",
-        "beit",
-    ),
+    *("mixtral", "olmoe", "opt", "qwen3", "xlnet", "albert", "bert", "convbert", "deberta", "fnet", "bart", "t5"),
+    "beit",
 )
 WITHOUT_HEAD = {"init_weights": False, "aux_logits": False}
 ARGUMENTS: dict[str, dict[str, Any]] = {"googlenet": WITHOUT_HEAD, "inception_v3": WITHOUT_HEAD}

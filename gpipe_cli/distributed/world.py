@@ -66,6 +66,11 @@ class World:
         return self.rank % self.workers
 
     @property
+    def is_closed(self) -> bool:
+        """Returns whether nobody else can write what workers broadcast, as into sockets without names."""
+        return self.all_ranks is not None and dist.get_backend(self.all_ranks) == LOCAL
+
+    @property
     def reads_data(self) -> bool:
         """Returns whether this is the first worker of a replica; targets travel with their micro-batch."""
         return self.worker == 0

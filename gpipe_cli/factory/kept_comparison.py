@@ -141,8 +141,7 @@ def compare_with_module(builders: Sequence[LayerBuilder], given: Given, settings
     file = _file(builders, given, settings)
     if (kept := _kept(file)) is not None:
         return kept
-    report = _compared(builders, given)
-    if report.agrees:
+    if (report := _compared(builders, given)).agrees:
         with writing_cache(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(asdict(report)))
@@ -169,18 +168,14 @@ def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
 
 
 def _report(compared: Compared) -> ModuleReport:
-    found, decided = compared.all, compared.float32
+    found, decided = compared.all, f"; in float64, for in float32 {compared.float32}" if compared.float32 else ""
     what = f"{found.compared} outputs, gradients, buffers and updated weights of calls in training and in evaluation"
     if found.beyond:
         named = "; ".join(map(str, found.beyond[:3]))
         return ModuleReport(f"DIFFERENT in {len(found.beyond)} of {what}: {named}", False)
     alone = "; with one example they differ, and the run refuses such micro-batches" if compared.fewest > 1 else ""
-    if found.relative == 0:
-        return ModuleReport(f"the same bits ({what}){alone}", True, compared.fewest)
-    decided = f"; in float64, for in float32 {decided}" if decided else ""
-    return ModuleReport(
-        f"the same but for rounding, at most {found.worst} ({what}{decided}){alone}", True, compared.fewest
-    )
+    same = f"the same but for rounding, at most {found.worst}" if found.relative else "the same bits"
+    return ModuleReport(f"{same} ({what}{decided}){alone}", True, compared.fewest)
 
 
 def _told(error: BaseException | None) -> str:
@@ -194,13 +189,8 @@ def _told(error: BaseException | None) -> str:
 def _file(builders: Sequence[LayerBuilder], given: Given, settings: Settings) -> Path:
     """Returns the file that exists where both were the same for this code, these arguments and these releases."""
     shapes = [[str(tensor.shape) for side in given.call(which, 0) for tensor in side] for which in "SL"]
-    keys = [
-        {**settings.model, "example": None},
-        settings.task,
-        settings.optimizer,
-        shapes,
-        [builder.name for builder in builders],
-    ]
+    names = [builder.name for builder in builders]
+    keys = [{**settings.model, "example": None}, settings.task, settings.optimizer, shapes, names]
     releases = sorted(release.name for folder in sys.path for release in Path(folder).glob("*.dist-info"))
     digest = hashlib.sha256(json.dumps([*keys, releases, sys.version], sort_keys=True, default=str).encode())
     for file in sorted({*_code()}):

@@ -48,10 +48,8 @@ CALLS = "TTETuLTETuSTETuTTETuTTETE"  # Trains or Evaluates on EXAMPLES, trains o
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
-Place = tuple[str, str]  # what it is and its name, as ("gradient", "head.weight")
-Values = dict[Place, Tensor]
 Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind and call
-OUTPUT, GRADIENT, BUFFER, EVALUATED, TRAINED = "output", "gradient", "buffer", "output in evaluation", "requires_grad"
+OUTPUT, GRADIENT, BUFFER, TRAINED = "output", "gradient", "buffer", "requires_grad"
 PARAMETER, DRAWN = "parameter", "numbers drawn from a generator"
 
 
@@ -298,7 +296,7 @@ class _Calls:
         self._measure(place + OUTPUT, {"": ours}, {"": own})
         self._measure(place + DRAWN, {}, dict.fromkeys(drawn, torch.ones(1)))
         held = [_by_kind(side.tensors()) for side in self._sides]
-        for kind in (TRAINED, BUFFER, *((GRADIENT,) if trains else ())):
+        for kind in (TRAINED, BUFFER, GRADIENT)[: 2 + trains]:
             self._measure(place + kind, held[0][kind], held[1][kind])
         self._trained |= {name for name, gradient in held[1][GRADIENT].items() if bool(gradient.any())}
 
@@ -306,21 +304,20 @@ class _Calls:
     def _update(self) -> None:
         """Updates both sides by the run's optimizer from the same gradients, and moves what is trained further."""
         ours, own = (side.tensors() for side in self._sides)
-        for name, tensor in ours.items():
-            if tensor.grad is not None and (other := own[name].grad if name in own else None) is not None:
-                tensor.grad.copy_(other)
+        both = ours.keys() & own.keys()
+        for name in both:
+            if (gradient := ours[name].grad) is not None and (other := own[name].grad) is not None:
+                gradient.copy_(other)
         for side in self._sides:
             side.optimizer.step()
-        held = [_by_kind(side.tensors(), PARAMETER) for side in self._sides]
-        self._measure(f"update after call {self._number}: {PARAMETER}", *(of_side[PARAMETER] for of_side in held))
-        for name, tensor in own.items():
-            tensor.grad = None
-            if name in held[0][PARAMETER]:
-                ours[name].grad = None
-                if name in self._trained:
-                    _move(name, tensor)
-                if ours[name].shape == tensor.shape:
-                    ours[name].copy_(tensor)  # so that rounding does not add up
+        held = [_by_kind(side)[PARAMETER] for side in (ours, own)]
+        self._measure(f"update after call {self._number}: {PARAMETER}", *held)
+        for name in held[0].keys() & held[1].keys():
+            ours[name].grad = own[name].grad = None
+            if name in self._trained:
+                _move(name, own[name])
+            if ours[name].shape == own[name].shape:
+                ours[name].copy_(own[name])  # so that rounding does not add up
 
     def _measure(self, kind: str, ours: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         for name in dict.fromkeys([*own, *ours]):
@@ -330,19 +327,15 @@ class _Calls:
                 self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
 
 
-def _by_kind(tensors: Mapping[str, Tensor], *more: str) -> dict[str, dict[str, Tensor]]:
+def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Returns what is compared of parameters and buffers, by kind and name."""
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in (TRAINED, GRADIENT, BUFFER, *more)}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, nn.Parameter):
-            found[BUFFER][name] = tensor
-            continue
-        found[TRAINED][name] = torch.tensor(tensor.requires_grad)
-        if tensor.grad is not None:
-            found[GRADIENT][name] = tensor.grad.to_dense() if tensor.grad.is_sparse else tensor.grad
-        if more:
-            found[PARAMETER][name] = tensor
-    return found
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    return {
+        PARAMETER: parameters,
+        BUFFER: {name: tensor for name, tensor in tensors.items() if name not in parameters},
+        TRAINED: {name: torch.tensor(parameter.requires_grad) for name, parameter in parameters.items()},
+        GRADIENT: {name: p.grad.to_dense() for name, p in parameters.items() if p.grad is not None},
+    }
 
 
 def _move(name: str, parameter: Tensor) -> None:

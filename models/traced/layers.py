@@ -5,29 +5,34 @@ Each layer has the module's own weights under the module's own names, and its co
 
 from __future__ import annotations
 
+from base64 import b85decode, b85encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from io import BytesIO
 from operator import attrgetter
 from typing import Any
 
 import torch
 from pydantic import SkipValidation
-from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.serialization import safe_globals
 
 from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .module import Call, Constructor, TracedFrom
-from .recording import NotRecordable, seeded
-from .segments import Segment, segments_of
-from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
+from .own_backward import OwnFunction
+from .recording import ConstructorRecord, NotRecordable, recorded, seeded
+from .segments import Code, Segment, segments_of
+from .trace import Example, SizeCondition, SizeError, traced, without_values
 
 Forward = Callable[..., Any]
+Broadcast = Callable[[Callable[[], Any]], Any]
 
 
 def layers(
@@ -66,22 +71,96 @@ def layers(
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
-    if key not in _known:
-        _known.clear()
-        _known[key] = module, traced_layers(TracedFrom(module, call, seed), example, getattr(torch, float_type))
+    of = TracedFrom(module, call, seed)
+
+    def known(text: str | None = None) -> Traced:
+        if key not in _known:
+            _known.clear()
+            found = heard(text, of) if text else find(of, example, getattr(torch, float_type))
+            _known[key] = found, layers_of(found, of)
+        return _known[key][0]
+
+    known(_broadcast[-1](lambda: told(known())) if _broadcast else None)
     return _known[key][1]
 
 
-_known: dict[str, tuple[Constructor, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
+_known: dict[str, tuple[Traced, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
+_broadcast: list[Broadcast] = []
+
+
+@contextmanager
+def traced_once(broadcast: Broadcast) -> Iterator[None]:
+    """Makes one of several processes trace within the context, which all enter, and tell the others what it found.
+
+    Args:
+        broadcast: calls its argument in that process, and returns what this returns in all of them. Nobody else may be
+            able to write to it.
+    """
+    _broadcast.append(broadcast)
+    try:
+        yield
+    finally:
+        _broadcast.pop()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Holds what tracing a module has found, as its layers need it.
+
+    Attributes:
+        segments: of the layers.
+        held, persistent, constants, recording, seconds: see `Trace`.
+    """
+
+    segments: Sequence[Segment]
+    held: Mapping[str, Tensor]
+    persistent: set[str]
+    constants: Mapping[str, Tensor]
+    recording: ConstructorRecord | None
+    seconds: float
+
+
+def told(found: Traced) -> str | None:
+    """Returns as text what was traced; None where something in it has no name that another process can find."""
+    further = None if found.recording is None else found.recording.further
+    file = BytesIO()
+    with suppress(Exception):
+        torch.save((replace(found, recording=None), further), file)
+        return b85encode(file.getvalue()).decode()
+    return None
+
+
+def heard(text: str, of: TracedFrom) -> Traced:
+    """Returns what another process has traced and told; the layers run code from the text."""
+    with safe_globals([Traced, Segment, Code, SizeCondition, OwnFunction]):
+        found, further = torch.load(BytesIO(b85decode(text)), weights_only=True)
+    with suppress(NotRecordable):
+        if further is not None:
+            _, recording = recorded(of.constructor, of.seed, FakeTensorMode(allow_non_fake_inputs=True))
+            recording.further.update(further)
+            found = replace(found, recording=recording)
+    return found
+
+
+def find(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> Traced:
+    """Traces a module and divides it into layers; the arguments are those of `layers`."""
+    trace = traced(traced_from, example, float_type)
+    segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
+    return Traced(segments, trace.held, trace.persistent, trace.constants, trace.recording, trace.seconds)
 
 
 def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
     """Returns the layers of a traced module; the arguments are those of `layers`."""
-    trace = traced(traced_from, example, float_type)
-    segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    weights = Weights(trace, traced_from)
-    makers = [LayerMaker(segment, trace, weights, traced_from) for segment in segments]
-    return [LayerBuilder(segment.name, make, tied=segment.tied) for segment, make in zip(segments, makers, strict=True)]
+    return layers_of(find(traced_from, example, float_type), traced_from)
+
+
+def layers_of(found: Traced, traced_from: TracedFrom) -> list[LayerBuilder]:
+    """Returns the layers of a module that was traced here or elsewhere."""
+    weights = Weights(found, traced_from)
+    return [
+        LayerBuilder(segment.name, LayerMaker(segment, found, weights, traced_from), tied=segment.tied)
+        for segment in found.segments
+    ]
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -127,7 +206,7 @@ class Weights:
         trace, traced_from: of the module.
     """
 
-    def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
+    def __init__(self, trace: Traced, traced_from: TracedFrom) -> None:
         self._trace, self._traced_from = trace, traced_from
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
@@ -142,7 +221,7 @@ class Weights:
         names, trace = {*names}, self._trace
         here = torch.empty(0)
         if here.is_meta or isinstance(here, FakeTensor):
-            return {name: without_values((trace.held | trace.constants)[name]) for name in names}
+            return {name: without_values(({**trace.held, **trace.constants})[name]) for name in names}
         if not names <= self._made.keys():
             announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
             self._waiting = announced if names <= announced.keys() else Counter(names)
@@ -154,8 +233,7 @@ class Weights:
     def _construct(self, names: set[str]) -> dict[str, Tensor]:
         """Returns these tensors of a module that the constructor makes under the seed."""
         trace = self._trace
-        constants = {name: trace.constants[name] for name in names & trace.constants.keys()}
-        tensors = {name: value.clone() for name, value in constants.items() if not isinstance(value, FakeTensor)}
+        tensors = {name: trace.constants[name].clone() for name in names & trace.constants.keys()}
         rest = names - tensors.keys()
         if trace.recording is not None:
             with suppress(NotRecordable):
@@ -180,7 +258,7 @@ class LayerMaker:
         seconds: that tracing the whole module took.
     """
 
-    def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
+    def __init__(self, segment: Segment, trace: Traced, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
         self.seconds = trace.seconds
@@ -193,12 +271,13 @@ class LayerMaker:
     def __call__(self) -> TracedLayer:
         segment = self._segment
         if self._forwards is None:
-            self._forwards = _compiled(segment.training, segment.name), _compiled(segment.evaluation, segment.name)
+            self._forwards = segment.training.compiled(segment.name), segment.evaluation.compiled(segment.name)
         tensors = self._weights.take(segment.held.values())
         layer = TracedLayer(*self._forwards, segment.conditions)
-        for path, batch_norm in segment.batchnorms.items():
+        for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)
-            setattr(holder, name, deepcopy(batch_norm))
+            with torch.device("meta"):
+                setattr(holder, name, getattr(nn, kind)(*arguments))
         for path, first in segment.held.items():
             (holder, name), tensor = _holder(layer, path), tensors[first]
             if isinstance(tensor, nn.Parameter):
@@ -206,14 +285,6 @@ class LayerMaker:
             else:
                 holder.register_buffer(name, tensor, persistent=first in self._trace.persistent)
         return layer
-
-
-def _compiled(graph: fx.Graph, name: str) -> Forward:
-    code = graph.python_code(root_module="self")
-    namespace = dict(code.globals)
-    exec(compile(code.src, f"<layer {name}>", "exec"), namespace)
-    forward: Forward = namespace["forward"]
-    return forward
 
 
 def _holder(layer: nn.Module, path: str) -> tuple[nn.Module, str]:

@@ -7,9 +7,12 @@ module is traced each call becomes an operation without content, in place of whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
 from inspect import getattr_static
 from itertools import count
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +32,40 @@ _numbers = count()
 _usual_apply: Any = getattr_static(Function, "apply")
 
 
+@dataclass(frozen=True, eq=False)
+class OwnFunction:
+    """Calls an autograd function, see `reference`, with tensors and sizes at their places among other arguments."""
+
+    function: Any
+    others: tuple[Any, ...]
+    places: list[int]
+    __name__ = "own_function"  # for torch.fx
+
+    def filled(self, given: tuple[Any, ...]) -> list[Any]:
+        """Returns all arguments."""
+        whole = list(self.others)
+        for place, value in zip(self.places, given, strict=True):
+            whole[place] = value
+        return whole
+
+    def __call__(self, *given: Any) -> list[Tensor]:
+        return _tensors(referred(self.function).apply(*self.filled(given)))
+
+
+def reference(value: Any) -> Any:
+    """Returns the names by which other processes find a function or class; itself, where they would not."""
+    with suppress(AttributeError, ImportError):
+        names = f"{value.__module__}:{value.__qualname__}"
+        return names if referred(names) is value else value
+    return value
+
+
+def referred(value: Any) -> Any:
+    """Returns what a `reference` stands for."""
+    module, colon, path = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return attrgetter(path)(import_module(module)) if colon else value
+
+
 @contextmanager
 def own_backward_kept() -> Iterator[None]:
     """Makes each call of an autograd function within the context one operation, a key of `functions`."""
@@ -43,26 +80,18 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
     if function.__module__.partition(".")[0] == "torch":  # such as the backward of an operation made by torch.library
         return _usual_apply.__get__(None, function)(*arguments)
     places = [place for place, argument in enumerate(arguments) if isinstance(argument, (Tensor, SymInt))]
-    others = [argument for place, argument in enumerate(arguments) if place not in places]
+    others = tuple(None if place in places else argument for place, argument in enumerate(arguments))
     if not all(isinstance(argument, PLAIN) for argument in tree_iter(others)):
         raise Untraceable(
             f"here {function.__name__}, which has a backward of its own, is given a function or an object"
         )
     answer: Any = None
-
-    def filled(given: tuple[Any, ...]) -> list[Any]:
-        whole = list(arguments)
-        for place, value in zip(places, given, strict=True):
-            whole[place] = value
-        return whole
+    run = OwnFunction(reference(function), others, places)
 
     def forward(*given: Any) -> list[Tensor]:
         nonlocal answer
-        answer = _forward(function, filled(given))
+        answer = _forward(function, run.filled(given))
         return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in _tensors(answer)]
-
-    def run(*given: Any) -> list[Tensor]:
-        return _tensors(function.apply(*filled(given)))
 
     name = f"function_{next(_numbers)}"
     takes = ", ".join(f"{'Tensor' if isinstance(arguments[place], Tensor) else 'SymInt'} a{place}" for place in places)

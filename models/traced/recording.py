@@ -14,7 +14,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -208,18 +208,26 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 @dataclass(frozen=True)
 class ConstructorRecord:
-    """Holds the operations of a constructor, run under a seed, and by name the tensors that it left in the module."""
+    """Holds the operations of a constructor, run under a seed.
+
+    Attributes:
+        named: the parameters and buffers that it left in the module.
+        further: other tensors that it made, by name: number of the operation, and of its answer.
+    """
 
     seed: int
     operations: list[_Operation]
     named: dict[str, _View]
+    further: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def name(self, name: str, tensor: Tensor) -> bool:
         """Gives a further tensor of the module a name; returns False for one that the constructor has not made."""
         view = _View(tensor)
-        if any(view.key in operation.keys for operation in self.operations):
-            self.named[name] = view
-        return name in self.named
+        for number, operation in enumerate(self.operations):
+            for place, answer in enumerate(operation.answers):
+                if (answer.key, answer.layout) == (view.key, view.layout):
+                    self.further[name] = number, place
+        return name in self.further
 
     def made(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns real tensors by name, with the values that the constructor draws under the seed.
@@ -227,7 +235,8 @@ class ConstructorRecord:
         Raises:
             NotRecordable: torch makes a tensor with another layout in memory than without values.
         """
-        wanted = {name: self.named[name] for name in names}
+        further = {name: self.operations[number].answers[place] for name, (number, place) in self.further.items()}
+        wanted = {name: (self.named | further)[name] for name in names}
         ends = self._ends({view.key for view in wanted.values()})
         memory: dict[int, torch.UntypedStorage] = {}
         with seeded(self.seed), torch.no_grad():

@@ -6,20 +6,43 @@ Layers are named after the calls in them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ...layers import AGAIN, SPAN
 from .cuts import Boundary, CutPoint, calls_of, is_size
 from .flatten import BATCH_NORM, CUMULATIVE, Flat, enter_autocast, is_view_of_parameter, leave_autocast
+from .own_backward import reference, referred
 from .trace import SizeCondition, Trace
 
+USUAL = fx.Graph().python_code(root_module="self").globals  # names that every graph's code may use
+BatchNorm = tuple[str, tuple[Any, ...]]
 Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
+
+
+@dataclass(frozen=True)
+class Code:
+    """Holds the source text of a graph, and what the names of its own in it stand for, see `reference`."""
+
+    source: str
+    names: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Code:
+        made = graph.python_code(root_module="self")
+        return cls(made.src, {name: reference(value) for name, value in made.globals.items() if name not in USUAL})
+
+    def compiled(self, layer: str) -> Callable[..., Any]:
+        """Returns the function."""
+        namespace = USUAL | {name: referred(value) for name, value in self.names.items()}
+        exec(compile(self.source, f"<layer {layer}>", "exec"), namespace)
+        forward: Callable[..., Any] = namespace["forward"]
+        return forward
 
 
 @dataclass(frozen=True)
@@ -30,17 +53,17 @@ class Segment:
         name: of the layer.
         held: parameters, buffers and constants: name within the layer -> first name in the module.
         tied: parameters that an earlier layer holds too: name within the layer -> (layer, name there).
-        batchnorms: by their name within the layer, without values.
-        training, evaluation: the graphs.
+        batchnorms: by their name within the layer: class of torch.nn and its arguments.
+        training, evaluation: the code of the graphs.
         conditions: that the sizes of the inputs must fulfil; only the first layer has any.
     """
 
     name: str
     held: dict[str, str]
     tied: dict[str, str]
-    batchnorms: dict[str, nn.Module]
-    training: fx.Graph
-    evaluation: fx.Graph
+    batchnorms: dict[str, BatchNorm]
+    training: Code
+    evaluation: Code
     conditions: Sequence[SizeCondition]
 
 
@@ -55,14 +78,15 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
     for number, (name, names) in enumerate(zip(_layer_names(parts, whole), whole, strict=True)):
         prefix = "" if SPAN in name else f"{name}."
         held = {of.removeprefix(prefix): first for of, first in names.items()}
-        tied, batchnorms = {}, dict[str, nn.Module]()
+        tied, batchnorms = {}, dict[str, BatchNorm]()
         for own, first in held.items():
             owner, its_name = owners.setdefault(first, (name, own))
             if owner != name and trace.is_parameter(first):
                 tied[own] = f"{owner}.{its_name}"
         local = {first: own for own, first in reversed(held.items())}
         graphs = training.graph(number, local, batchnorms), evaluation.graph(number, local, {})
-        segments.append(Segment(name, held, tied, batchnorms, *graphs, () if segments else trace.conditions))
+        conditions = () if segments else trace.conditions
+        segments.append(Segment(name, held, tied, batchnorms, *map(Code.of, graphs), conditions))
     return segments
 
 
@@ -98,7 +122,7 @@ class _Parts:
                     wanted |= set(_leaves(argument))
         return sorted(wanted - _sizes(self._passing[boundary]).keys())
 
-    def graph(self, number: int, local: Mapping[str, str], batchnorms: dict[str, nn.Module]) -> fx.Graph:
+    def graph(self, number: int, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> fx.Graph:
         """Returns the graph of a part; its placeholders are the tensors that pass the boundary in front of it.
 
         Args:
@@ -133,7 +157,7 @@ def _sizes(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
 class _PartGraph:
     """Makes the graph of one part."""
 
-    def __init__(self, flat: Flat, local: Mapping[str, str], batchnorms: dict[str, nn.Module]) -> None:
+    def __init__(self, flat: Flat, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> None:
         self._flat, self._local, self._batchnorms = flat, local, batchnorms
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
@@ -217,9 +241,8 @@ class _PartGraph:
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
         factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
         momentum = None if factor == CUMULATIVE else factor
-        kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[value.dim()]
-        with torch.device("meta"):
-            self._batchnorms[path] = kind(int(value.shape[1]), eps, momentum, weight is not None)
+        kind = f"BatchNorm{max(1, value.dim() - 2)}d"
+        self._batchnorms[path] = kind, (int(value.shape[1]), eps, momentum, weight is not None)
         self._env[node] = self._graph.call_module(path, (self._value(given),))  # type: ignore[arg-type]
         return True
 

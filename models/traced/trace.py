@@ -73,10 +73,10 @@ class Trace:
 
     Attributes:
         training, evaluation: the two graphs.
-        held: all parameters and buffers, on meta, each under its first name.
+        held: all parameters and buffers, and other tensors that the constructor made, on meta, by their first names.
         persistent: names of those that stand in the state_dict.
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
-        constants: tensors that are neither: made by the code, or attributes of a module, these without values.
+        constants: tensors that the code made.
         recording: of the constructor; None where it must run for real.
         conditions: that the sizes of the inputs must fulfil.
         seconds: of the processor, that tracing took.
@@ -154,8 +154,10 @@ def _traced(
     constants: dict[str, Tensor] = {}
     in_memory = {memory_of(parameter): (name, parameter) for name, parameter in reversed(parameters)}
     graphs = training, evaluation = [flatten(p, INSIDE, aliases, in_memory, constants) for p in programs]
-    for name, constant in constants.items():
-        if isinstance(constant, FakeTensor) and (recording is None or not recording.name(name, constant)):
+    for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
+        with torch.device("meta"):
+            held[name] = without_values(constant := constants.pop(name))
+        if recording is None or not recording.name(name, constant):
             users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
             place = place_of(users[0]) if users else None
             raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)

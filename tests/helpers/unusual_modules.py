@@ -193,6 +193,18 @@ class Keeps(Perceptron):
         return self.second(h * cached(WIDTH))
 
 
+class KeptAside(Perceptron):
+    """Keeps tensors that are no buffers, in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.rand(WIDTH, WIDTH)
+        self.forms = [self.table.t(), self.table[1]]
+
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(h @ self.table + h @ self.forms[0]) * self.forms[1]
+
+
 class Lower(Perceptron):
     """Computes all of its forward under autocast, and by sizes of its input."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from benchmarks.traced.check import find
 from benchmarks.traced.modules import Subject, from_config
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.models.traced.layers import layers
-from gpipe_cli.models.traced.module import Call, Called, CallError
+from gpipe_cli.models.traced.layers import find as find_layers
+from gpipe_cli.models.traced.layers import heard, layers, layers_of, told
+from gpipe_cli.models.traced.module import Call, Called, CallError, TracedFrom
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.trace import SizeError
 
@@ -80,6 +82,24 @@ def test_code_that_a_trace_would_not_repeat_is_refused(name: str, line: str | No
         layers(getattr(unusual_modules, name), [("float32", [4, 3])])
     assert said in str(refusal.value)
     assert line is None or line_of(line) in str(refusal.value)
+
+
+@pytest.mark.parametrize("module", ["OwnBackward", "HalfInside", "Habits", "Lower", "KeptAside"])
+def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str) -> None:
+    of = TracedFrom(getattr(unusual_modules, module), Call(), 3)
+    found = find_layers(of, [("float32", [4, 3])], torch.float32)
+    text = told(found)
+    assert text is not None
+    ours, theirs = ([builder.build() for builder in layers_of(one, of)] for one in (found, heard(text, of)))
+    for one, other in zip(ours, theirs, strict=True):
+        assert repr(one) == repr(other)
+        pair = [{n: (t, t.requires_grad) for n, t in of.state_dict(keep_vars=True).items()} for of in (one, other)]
+        assert all(torch.equal(t, pair[1][n][0]) and pair[1][n][1] is trained for n, (t, trained) in pair[0].items())
+    for mode in (True, False):
+        a, b = (
+            functools.reduce(lambda x, layer: layer.train(mode)(x), one, torch.ones(3, 3)) for one in (ours, theirs)
+        )
+        assert torch.equal(a, b)
 
 
 def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> None:
