@@ -59,9 +59,14 @@ def in_utf8(name: object) -> str:
     return str(name).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def place_in_users_code(error: BaseException) -> str | None:
-    """Returns file and line of the innermost call in the user's own code; None if there is none."""
-    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+def place_in_users_code(error: BaseException | None) -> str | None:
+    """Returns file and line of the innermost call in the user's own code; None if there is none.
+
+    Args:
+        error: None: of what runs now.
+    """
+    now = traceback.walk_stack(sys._getframe(1))
+    for frame, line in now if error is None else reversed([*traceback.walk_tb(error.__traceback__)]):
         file, module = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
         if module.partition(".")[0] not in NOT_THE_USERS and not file.startswith("<"):  # <…>: made by a library
             return f"{file}, line {line}"

@@ -78,7 +78,7 @@ def plainly() -> Iterator[None]:
     """Makes modules of torch compute within the context by the operations that they train with in one process.
 
     nn.SyncBatchNorm is nn.BatchNorm, whatever the number of workers; an nn.TransformerEncoder has no faster operations
-    for evaluation, and uses a mask without a look at its values.
+    for evaluation, and uses a mask without a look at its values; nor do torch.distributions look at theirs.
     """
     transformer: Any = torch.nn.modules.transformer
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -86,6 +86,7 @@ def plainly() -> Iterator[None]:
     try:
         with (
             patch.object(torch.distributed, "is_initialized", lambda: False),
+            patch.object(torch.distributions.Distribution, "_validate_args", False),
             patch.object(
                 transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)
             ),

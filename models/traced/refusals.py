@@ -21,7 +21,11 @@ from .module import CallError, Constructor, Untraceable
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
 LOST: dict[Any, str] = {  # calls that a trace does not follow
     Tensor.register_hook: "here the gradient of a tensor gets a hook, which a traced layer would not call",
-    torch.autograd.grad: "here forward computes a gradient, which tracing does not follow",
+    Tensor.retain_grad: "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
+    **dict.fromkeys(
+        (torch.autograd.grad, torch.autograd.backward, Tensor.backward),
+        "here forward computes a gradient, which tracing does not follow",
+    ),
 }
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
 UNTRACEABLE = {  # what torch says -> what the code does
@@ -30,8 +34,17 @@ UNTRACEABLE = {  # what torch says -> what the code does
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
     "DataDependent|data-dependent": (
-        "here the code depends on the values of a tensor, as `if x.sum() > 0` does, or an assert"
+        "here the code depends on the values of a tensor, as `if x.sum() > 0`, float(x) and an assert do: use "
+        "torch.where, or multiply by a mask"
     ),
+    "failed to unpack the object": (
+        "here a size is the value of a tensor, as with pack_padded_sequence: compute all of the length, with a mask"
+    ),
+    "unhashable type: .*SymInt": (
+        "here a size that varies is the key of a dictionary or cache: keep one table of the largest size, and cut it"
+    ),
+    "ufunc": "here numpy computes with a size: use math.sqrt, or torch",
+    "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
         "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
         "ones with model.arguments={…}"
@@ -120,7 +133,7 @@ def explained(error: Exception, constructor: Constructor) -> str:
             said = text
     if not said:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = f"torch.export says: {type(error).__name__}: {' '.join(lines[:2])}"
+        said = f"here tracing ends with {type(error).__name__}: {' '.join(lines[:2])}"
     place = place or place_in_users_code(error) or _defined(constructor)
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
 

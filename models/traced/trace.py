@@ -25,10 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
-from .module import Call, CallError, TracedFrom, Untraceable
+from .module import Call, TracedFrom, Untraceable
 from .recording import ConstructorRecord, Generators, NotRecordable, recorded, seeded
-from .refusals import WAY_OUT, TraceError, explained, name_of, refuse_module
-from .traceable import Traceable, traceable
+from .refusals import TraceError, explained, name_of, refuse_module
+from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 INSIDE = "module."  # what the names in an exported program begin with
@@ -194,7 +194,10 @@ def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list
     finally:
         called.before.restore()
     if drawn := generators.drawn_from():
-        kept = "whose numbers of one call a trace would keep for ever: draw with torch.rand"
+        kept = (
+            "whose numbers of one call a trace would keep for ever: draw with torch.rand, and multiply by what it "
+            "gives, in place of `if` (torchvision.ops.stochastic_depth for LayerDrop)"
+        )
         raise Untraceable(f"its forward draws from {', '.join(sorted(drawn))}, {kept}")
     return programs
 
@@ -212,6 +215,7 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
 
 
 def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
+    fixed_at.clear()
     shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
     program = torch.export.export(called, inputs, dynamic_shapes=shapes, strict=False)
     kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
@@ -220,10 +224,12 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
         if node.op == "placeholder" and kinds.get(node.name) == InputKind.USER_INPUT and isinstance(value, Tensor):
             fixed = _fixed(value.shape[0])
             if fixed is not None:
-                raise CallError(
-                    f"its code holds only for mini-batches of {fixed} examples, as one does that takes them one by "
-                    f"one, or int() or float() of their number: {WAY_OUT}"
+                said = (
+                    f"here the code holds only for mini-batches of {fixed} examples: leave their number a size, as in "
+                    "h / len(h), math.sqrt(len(h)) or h.view(-1, 8), without int() or float(), and compute all of "
+                    "them at once, in place of a loop"
                 )
+                raise Untraceable(said, fixed_at.get(fixed))
     return program
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, uninteresting_files
 
+from ...errors import place_in_users_code
 from .module import Call, Called, Untraceable
 from .own_backward import own_backward_kept
 from .recording import plainly, quiet
@@ -33,6 +34,7 @@ SIZES = (1, 2, 3, 1000)  # examples of a size that depends on values, where it i
 ASKING = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.recording")  # between `if` and `evaluate`
 uninteresting_files().add(__file__)  # for torch, which names the line that asks for a size
 _length, _evaluate = builtins.len, ShapeEnv.evaluate_sym_node
+fixed_at: dict[Any, str | None] = {}  # sizes of which a trace has made constants, and the user's line that needs them
 
 
 class Traceable(Called):
@@ -155,4 +157,8 @@ def evaluate(environment: ShapeEnv, node: Any, size_oblivious: bool = False, fal
         found = {node.expr.xreplace(dict.fromkeys(symbols, sympy.Integer(size))) for size in SIZES}
         if found in ({sympy.true}, {sympy.false}):
             fallback_value, environment.may_be_empty = found == {sympy.true}, True  # type: ignore[attr-defined]
-    return _evaluate(environment, node, size_oblivious, fallback_value)
+    known = {*environment.replacements}
+    answer = _evaluate(environment, node, size_oblivious, fallback_value)
+    for symbol in environment.replacements.keys() - known:
+        fixed_at.setdefault(environment.replacements[symbol], place_in_users_code(None))
+    return answer

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -164,6 +166,7 @@ class DrawsInPlace(Perceptron):
         if not self.training:
             return self.second(h)
         h = self.second(F.gumbel_softmax(h)) + torch.empty_like(h).uniform_(-1, 1)
+        h = torch.distributions.Normal(h, 1.0).rsample()  # which looks at its arguments' values
         return h * torch.empty(h.shape[0], 1).bernoulli_(0.5) + torch.empty_like(h).exponential_()
 
 
@@ -359,6 +362,46 @@ class Chooses(Perceptron):
 class OneByOne(Perceptron):
     def changed(self, h: Tensor) -> Tensor:
         return torch.stack([self.second(row) for row in h])
+
+
+class Floats(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(h) / float(h.shape[0])
+
+
+class Roots(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(h) / np.sqrt(h.shape[0])
+
+
+class KeyedBySize(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        if len(h) not in TABLES:
+            TABLES[len(h)] = torch.arange(len(h))
+        return self.second(h) + TABLES[len(h)][:, None]
+
+
+class DropsLayers(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return h if self.training and np.random.uniform() < 0.1 else self.second(h)
+
+
+class Backwards(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.second(h.detach()).sum().backward()
+        return self.second(h)
+
+
+class Retains(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        h.retain_grad()
+        return self.second(h)
+
+
+class Copies(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        return copy.deepcopy(self.second)(h)
 
 
 class BeginsSteps(Perceptron):
