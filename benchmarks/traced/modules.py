@@ -18,19 +18,14 @@ SIZES = {  # tiny; a configuration takes those that it knows
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "ffn_dim", "d_ff", "n_inner"), 64),
     **dict.fromkeys(("hidden_dim", "d_inner", "ffn_hidden_size"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_key_value_heads"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads",), 2),
     **dict.fromkeys(("head_dim", "d_kv"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("pad_token_id",), 0),
-    **dict.fromkeys(("vocab_size",), VOCABULARY),
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 10,
+    **{"pad_token_id": 0, "vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8, "num_labels": 10},
 }
 
 

@@ -127,8 +127,7 @@ def seconds_of(builders: Sequence[LayerBuilder], given: Given) -> float:
     """Returns about how many seconds a comparison takes on one core."""
     inputs, _ = given.call("T", 0)
     costs = layer_costs(builders, inputs, "flops")
-    trained, evaluated = given.examples
-    forwards = (TRAINING * trained + EVALUATION * evaluated) / len(inputs[0])
+    forwards = (TRAINING * given.examples("TLS") + EVALUATION * given.examples("E")) / len(inputs[0])
     return forwards * sum(layer.cost for layer in costs) / FLOPS + sum(layer.parameters for layer in costs) / PARAMETERS
 
 

@@ -84,11 +84,9 @@ class Given:
         inputs, targets = in_order[-1]
         return tuple(map(some, inputs)), tuple(map(some, targets))
 
-    @property
-    def examples(self) -> tuple[int, int]:
-        """Returns the number of examples of all training calls, and of all evaluations."""
-        sizes = [len(self.call(which, 0)[0][0]) for which in CALLS if which in "TLS"]
-        return sum(sizes), EXAMPLES * CALLS.count("E")
+    def examples(self, calls: str) -> int:
+        """Returns the number of examples of all calls of these kinds."""
+        return sum(len(self.call(which, 0)[0][0]) for which in CALLS if which in calls)
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,8 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     environment.setdefault("MASTER_ADDR", first_host(nodes))
     step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
-    environment.setdefault("MASTER_PORT", str(_PORTS[step % len(_PORTS)]))
+    reserved = environment.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
+    environment.setdefault("MASTER_PORT", reserved or str(_PORTS[step % len(_PORTS)]))
 
 
 def first_host(nodes: str) -> str:

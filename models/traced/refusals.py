@@ -37,12 +37,8 @@ UNTRACEABLE = {  # what torch says -> what the code does
         "here the code depends on the values of a tensor, as `if x.sum() > 0`, float(x) and an assert do: use "
         "torch.where, or multiply by a mask"
     ),
-    "failed to unpack the object": (
-        "here a size is the value of a tensor, as with pack_padded_sequence: compute all of the length, with a mask"
-    ),
-    "unhashable type: .*SymInt": (
-        "here a size that varies is the key of a dictionary or cache: keep one table of the largest size, and cut it"
-    ),
+    "failed to unpack the object": "here a tensor's value is a size, as with pack_padded_sequence: mask the padding",
+    "unhashable type: .*SymInt": "here a size that varies is the key of a cache: keep one table of the largest, and cut it",
     "ufunc": "here numpy computes with a size: use math.sqrt, or torch",
     "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (

@@ -36,6 +36,8 @@ def test_a_task_of_srun_is_a_rank() -> None:
     adopt_step(environment)
     rank = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n07", "MASTER_PORT": "21603"}
     assert {name: environment[name] for name in rank} == rank
+    adopt_step(reserved := {**STEP, **JOB, "SLURM_STEP_RESV_PORTS": "12007-12008"})
+    assert reserved["MASTER_PORT"] == "12007"  # which no other job has
 
 
 @pytest.mark.parametrize(

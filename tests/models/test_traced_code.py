@@ -91,6 +91,56 @@ def test_code_that_a_trace_would_not_repeat_is_refused(name: str, line: str | No
     assert line is None or line_of(line) in str(refusal.value)
 
 
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DROPOUT = dict.fromkeys(
+    ("layerdrop", "hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout"), 0
+)
+
+
+def clip() -> nn.Module:
+    library, size = pytest.importorskip("transformers"), {**SMALL, "projection_dim": 16}
+    texts = {**size, "vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
+    images = {**size, "image_size": 32, "patch_size": 8}
+    return library.CLIPModel(library.CLIPConfig(text_config=texts, vision_config=images, projection_dim=16))
+
+
+def detr() -> nn.Module:
+    library = pytest.importorskip("transformers")
+    side = {"layers": 1, "ffn_dim": 16, "attention_heads": 2}
+    both = {f"{of}_{key}": value for of in ("encoder", "decoder") for key, value in side.items()}
+    images = library.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    no_download = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
+    config = {**both, **no_download, "backbone_config": images, "d_model": 16, "num_queries": 4, "dropout": 0.0}
+    return library.DetrForObjectDetection(library.DetrConfig(**config))
+
+
+def wav2vec2() -> nn.Module:
+    library = pytest.importorskip("transformers")
+    sounds = {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embedding_groups": 2}
+    config = {**SMALL, **NO_DROPOUT, **sounds, "num_conv_pos_embeddings": 8, "apply_spec_augment": False}
+    return library.Wav2Vec2ForCTC(library.Wav2Vec2Config(**config, vocab_size=12, activation_dropout=0.0))
+
+
+@pytest.mark.slow(2)
+@pytest.mark.parametrize(
+    ("make", "inputs", "output"),
+    [
+        (clip, {"input_ids": (8,), "pixel_values": (3, 32, 32)}, "logits_per_image"),
+        (detr, {"pixel_values": (3, 32, 32)}, "logits"),
+        (wav2vec2, {"input_values": (400,)}, "logits"),
+    ],
+)
+def test_models_of_texts_images_and_sounds_are_their_own_at_every_cut(make: Any, inputs: Any, output: str) -> None:
+    def given(examples: int) -> tuple[Tensor, ...]:
+        draw = {"input_ids": partial(torch.randint, 3, 64)}
+        return tuple(draw.get(name, torch.randn)((examples, *shape)) for name, shape in inputs.items())
+
+    found = find(Subject(make.__name__, make, given, {"inputs": [*inputs], "output": output}), CASES)
+    assert found.verified, found
+
+
 @pytest.mark.parametrize("module", ["OwnBackward", "HalfInside", "Habits", "Lower", "KeptAside"])
 def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str) -> None:
     of = TracedFrom(getattr(unusual_modules, module), Call(), 3)
