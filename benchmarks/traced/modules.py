@@ -25,7 +25,11 @@ SIZES = {  # tiny; a configuration takes those that it knows
     **dict.fromkeys(("head_dim", "d_kv"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"), 1),
-    **{"pad_token_id": 0, "vocab_size": VOCABULARY, "image_size": 32, "patch_size": 8, "num_labels": 10},
+    "image_size": 32,
+    "pad_token_id": 0,
+    "vocab_size": VOCABULARY,
+    "patch_size": 8,
+    "num_labels": 10,
 }
 
 

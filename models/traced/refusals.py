@@ -38,7 +38,7 @@ UNTRACEABLE = {  # what torch says -> what the code does
         "torch.where, or multiply by a mask"
     ),
     "failed to unpack the object": "here a tensor's value is a size, as with pack_padded_sequence: mask the padding",
-    "unhashable type: .*SymInt": "here a size that varies is the key of a cache: keep one table of the largest, and cut it",
+    "unhashable type: .*SymInt": "here a size that varies is the key of a cache: cut one table of the largest",
     "ufunc": "here numpy computes with a size: use math.sqrt, or torch",
     "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
