@@ -29,7 +29,6 @@ LOST: dict[Any, str] = {  # calls that a trace does not follow
 }
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
 UNTRACEABLE = {  # what torch says -> what the code does
-    r"_C\.Generator": "here numbers are drawn from a generator of its own; leave out generator=…",
     r"UncapturedHigherOrderOp": "here torch.cond chooses by the values of a tensor: use torch.where",
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
@@ -105,8 +104,10 @@ class Following(TorchFunctionMode):
         self._finite: dict[int, tuple[Tensor, bool]] = {}  # answers to whether all, or any, are finite, by id
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in LOST:
-            raise Untraceable(LOST[function])
+        if function in LOST or (kwargs or {}).get("generator") is not None:
+            raise Untraceable(
+                LOST.get(function, "here numbers are drawn from a generator of its own; leave out generator=…")
+            )
         known, name = self._finite.get(id(next(iter(args), None))), getattr(function, "__name__", "")
         if known is not None and function is Tensor.__bool__:
             return known[1]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -293,11 +291,6 @@ class InnerGradient(Perceptron):
             return h - torch.autograd.grad(self.second(h).square().sum(), h, create_graph=True)[0]
 
 
-class OwnGenerator(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(h + torch.rand(WIDTH, generator=torch.Generator().manual_seed(5)))
-
-
 class NormalisesTwice(Perceptron):
     def __init__(self) -> None:
         super().__init__()
@@ -311,11 +304,6 @@ class MergesInEvaluation(Perceptron):
     def train(self, mode: bool = True) -> MergesInEvaluation:
         self.second.weight.data += -1 if mode else 1
         return super().train(mode)
-
-
-class Mapped(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return torch.func.vmap(self.second)(h)
 
 
 def lazy() -> nn.Module:
@@ -347,61 +335,6 @@ class InMemory(Perceptron):
 class NamesSome(Perceptron):
     def named_parameters(self, *arguments: Any, **more: Any) -> Any:
         return ((name, p) for name, p in super().named_parameters(*arguments, **more) if name.startswith("head"))
-
-
-class ToNumpy(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(h + torch.from_numpy(h.detach().numpy()))
-
-
-class Chooses(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return torch.cond(h.sum() > 0, self.second, torch.neg, (h,))
-
-
-class OneByOne(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return torch.stack([self.second(row) for row in h])
-
-
-class Floats(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(h) / float(h.shape[0])
-
-
-class Roots(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return self.second(h) / np.sqrt(h.shape[0])
-
-
-class KeyedBySize(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        if len(h) not in TABLES:
-            TABLES[len(h)] = torch.arange(len(h))
-        return self.second(h) + TABLES[len(h)][:, None]
-
-
-class DropsLayers(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return h if self.training and np.random.uniform() < 0.1 else self.second(h)
-
-
-class Backwards(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        with torch.enable_grad():
-            self.second(h.detach()).sum().backward()
-        return self.second(h)
-
-
-class Retains(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        h.retain_grad()
-        return self.second(h)
-
-
-class Copies(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        return copy.deepcopy(self.second)(h)
 
 
 class BeginsSteps(Perceptron):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import unusual_modules
@@ -48,7 +50,7 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
 @pytest.mark.parametrize(
     ("name", "line", "said"),
     [
-        ("DrawsInPython", None, "its forward draws from random.Random"),
+        ("DrawsInPython", None, "its forward draws from random.Random, whose numbers of one call a trace would keep"),
         ("HooksModule", None, "its module second has a hook on gradients"),
         (
             "ChangesParameter",
@@ -60,9 +62,7 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("HooksParameter", None, "its parameter second.weight has a hook on its gradient"),
         ("HooksActivation", None, "here the gradient of a tensor gets a hook"),
         ("InnerGradient", None, "here forward computes a gradient"),
-        ("OwnGenerator", None, "numbers are drawn from a generator of its own"),
         ("NormalisesTwice", None, "the BatchNorm norm is called once more"),
-        ("Mapped", None, "a function of torch.func, as vmap, runs"),
         ("lazy", None, "gets a shape only from the first input"),
         ("spectral_norm", None, "as spectral_norm does"),
         ("ScriptedPart", None, "its module second is made by TorchScript"),
@@ -71,16 +71,6 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("NamesSome", None, "leaves out first.weight, which layers would train"),
         ("BeginsSteps", None, "has begin_step(), which only a layer of a list"),
         ("scripted", None, "TorchScript module: name the class"),
-        ("ToNumpy", None, "here a tensor becomes a numpy array: compute with torch"),
-        ("Chooses", None, "here torch's cond runs code of its own that a layer cannot repeat"),
-        ("OneByOne", "        return torch.stack([self.second(row) for row in h])", "all of them at once"),
-        ("Floats", "        return self.second(h) / float(h.shape[0])", "as in h / len(h)"),
-        ("Roots", "        return self.second(h) / np.sqrt(h.shape[0])", "use math.sqrt"),
-        ("KeyedBySize", "        if len(h) not in TABLES:", "a size that varies is the key"),
-        ("DropsLayers", None, "torchvision.ops.stochastic_depth for LayerDrop"),
-        ("Backwards", "            self.second(h.detach()).sum().backward()", "here forward computes a gradient"),
-        ("Retains", "        h.retain_grad()", "leave out retain_grad()"),
-        ("Copies", "        return copy.deepcopy(self.second)(h)", "weights are copied"),
         ("a_list", None, "named by model._target_ alone"),
     ],
 )
@@ -92,52 +82,39 @@ def test_code_that_a_trace_would_not_repeat_is_refused(name: str, line: str | No
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-NO_DROPOUT = dict.fromkeys(
-    ("layerdrop", "hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout"), 0
-)
+CLIP = {"text_config": {**SMALL, "vocab_size": 64, "eos_token_id": 1}, "projection_dim": 16}
+CLIP["vision_config"] = {**SMALL, "image_size": 32, "patch_size": 8}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8] * 4, "depths": [1] * 4, "layer_type": "basic"}
+DETR = {"d_model": 16, "num_queries": 4, "dropout": 0.0, "use_timm_backbone": False, "backbone": None}
+DETR |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SOUNDS = {**SMALL, "conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "apply_spec_augment": False}
+SOUNDS |= dict.fromkeys(("layerdrop", "hidden_dropout", "attention_dropout", "feat_proj_dropout", "final_dropout"), 0.0)
+SOUNDS |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "activation_dropout": 0.0}
 
 
-def clip() -> nn.Module:
-    library, size = pytest.importorskip("transformers"), {**SMALL, "projection_dim": 16}
-    texts = {**size, "vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 1}
-    images = {**size, "image_size": 32, "patch_size": 8}
-    return library.CLIPModel(library.CLIPConfig(text_config=texts, vision_config=images, projection_dim=16))
-
-
-def detr() -> nn.Module:
+def made(name: str, config: dict[str, Any]) -> nn.Module:
     library = pytest.importorskip("transformers")
-    side = {"layers": 1, "ffn_dim": 16, "attention_heads": 2}
-    both = {f"{of}_{key}": value for of in ("encoder", "decoder") for key, value in side.items()}
-    images = library.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, layer_type="basic", out_features=["stage4"]
-    )
-    no_download = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
-    config = {**both, **no_download, "backbone_config": images, "d_model": 16, "num_queries": 4, "dropout": 0.0}
-    return library.DetrForObjectDetection(library.DetrConfig(**config))
-
-
-def wav2vec2() -> nn.Module:
-    library = pytest.importorskip("transformers")
-    sounds = {"conv_dim": [8, 8], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_conv_pos_embedding_groups": 2}
-    config = {**SMALL, **NO_DROPOUT, **sounds, "num_conv_pos_embeddings": 8, "apply_spec_augment": False}
-    return library.Wav2Vec2ForCTC(library.Wav2Vec2Config(**config, vocab_size=12, activation_dropout=0.0))
+    if name == "Detr":
+        config = {**config, "backbone_config": library.ResNetConfig(**RESNET, out_features=["stage4"])}
+    head = {"Clip": "CLIPModel", "Detr": "DetrForObjectDetection", "Wav2Vec2": "Wav2Vec2ForCTC"}[name]
+    return getattr(library, head)(getattr(library, f"{name.replace('Clip', 'CLIP')}Config")(**config))
 
 
 @pytest.mark.slow(2)
 @pytest.mark.parametrize(
-    ("make", "inputs", "output"),
+    ("name", "config", "inputs", "output"),
     [
-        (clip, {"input_ids": (8,), "pixel_values": (3, 32, 32)}, "logits_per_image"),
-        (detr, {"pixel_values": (3, 32, 32)}, "logits"),
-        (wav2vec2, {"input_values": (400,)}, "logits"),
+        ("Clip", CLIP, {"input_ids": (8,), "pixel_values": (3, 32, 32)}, "logits_per_image"),
+        ("Detr", DETR, {"pixel_values": (3, 32, 32)}, "logits"),
+        ("Wav2Vec2", SOUNDS, {"input_values": (400,)}, "logits"),
     ],
 )
-def test_models_of_texts_images_and_sounds_are_their_own_at_every_cut(make: Any, inputs: Any, output: str) -> None:
+def test_models_of_texts_images_and_sounds_are_their_own(name: str, config: Any, inputs: Any, output: str) -> None:
     def given(examples: int) -> tuple[Tensor, ...]:
-        draw = {"input_ids": partial(torch.randint, 3, 64)}
-        return tuple(draw.get(name, torch.randn)((examples, *shape)) for name, shape in inputs.items())
+        draws = [partial(torch.randint, 3, 64) if of == "input_ids" else torch.randn for of in inputs]
+        return tuple(draw((examples, *shape)) for draw, shape in zip(draws, inputs.values(), strict=True))
 
-    found = find(Subject(make.__name__, make, given, {"inputs": [*inputs], "output": output}), CASES)
+    found = find(Subject(name, partial(made, name, config), given, {"inputs": [*inputs], "output": output}), CASES)
     assert found.verified, found
 
 
@@ -157,6 +134,31 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
             functools.reduce(lambda x, layer: layer.train(mode)(x), one, torch.ones(3, 3)) for one in (ours, theirs)
         )
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda m, h: torch.stack([m.second(row) for row in h]), "all of them at once, in place of a loop"),
+        (lambda m, h: m.second(h) / float(h.shape[0]), "as in h / len(h)"),
+        (lambda m, h: m.second(h.view(2, 8)), "or h.view(-1, 8)"),
+        (lambda m, h: m.second(h) / np.sqrt(h.shape[0]), "use math.sqrt"),
+        (lambda m, h: m.second(h) + {len(h): 1}[len(h)], "cut one table of the largest"),
+        (lambda m, h: h if torch.rand([]) < 0.1 else m.second(h), "use torch.where, or multiply by a mask"),
+        (lambda m, h: m.second(h.detach()).sum().backward() or h, "here forward computes a gradient"),
+        (lambda m, h: h.retain_grad() or m.second(h), "leave out retain_grad()"),
+        (lambda m, h: copy.deepcopy(m.second)(h), "weights are copied"),
+        (lambda m, h: h + torch.rand(8, generator=torch.Generator()), "leave out generator=…"),
+        (lambda m, h: torch.func.vmap(m.second)(h), "a function of torch.func, as vmap, runs"),
+        (lambda m, h: h + torch.from_numpy(h.detach().numpy()), "becomes a numpy array: compute with torch"),
+        (lambda m, h: torch.cond(h.sum() > 0, m.second, torch.neg, (h,)), "here torch's cond runs code of its own"),
+    ],
+)
+def test_a_refusal_names_the_line_and_what_to_write(changed: Any, said: str) -> None:
+    with pytest.raises(TraceError) as refusal:
+        layers(type("Own", (unusual_modules.Perceptron,), {"changed": changed}), [("float32", [4, 3])])
+    assert f"{__file__}, line {changed.__code__.co_firstlineno}: " in str(refusal.value)
+    assert said in str(refusal.value)
 
 
 def test_inputs_of_a_size_for_which_the_module_was_not_traced_are_refused() -> None:
