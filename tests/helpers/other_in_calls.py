@@ -6,12 +6,9 @@ import itertools
 import random
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from unusual_modules import WIDTH, Perceptron
-
-CALLS = [0]
 
 
 @dataclass(slots=True)
@@ -34,20 +31,6 @@ class Warm(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         return super().changed(h) if self.count() > 6 else h
-
-
-class WarmInArray(Warm):
-    counts = np.zeros(1)
-
-    def count(self) -> int:
-        self.counts[0] += 1
-        return int(self.counts[0])
-
-
-class WarmInFile(Warm):
-    def count(self) -> int:
-        CALLS[0] += 1
-        return CALLS[0]
 
 
 class WarmInDefault(Warm):

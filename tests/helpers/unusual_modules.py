@@ -277,20 +277,6 @@ class HooksParameter(Perceptron):
         self.second.weight.register_hook(lambda gradient: 0 * gradient)
 
 
-class HooksActivation(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        if h.requires_grad:
-            h.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-        return self.second(h)
-
-
-class InnerGradient(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        with torch.enable_grad():
-            h = h if h.requires_grad else h.requires_grad_()
-            return h - torch.autograd.grad(self.second(h).square().sum(), h, create_graph=True)[0]
-
-
 class NormalisesTwice(Perceptron):
     def __init__(self) -> None:
         super().__init__()
