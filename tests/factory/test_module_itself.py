@@ -119,7 +119,7 @@ def test_what_differs_from_the_module_itself_is_named(
 
 
 LATER = [
-    *("Warm", "WarmInDefault", "Alternates", "CountsEvaluations", "DrawsTable"),
+    *("Warm", "Alternates", "CountsEvaluations", "DrawsTable"),
     *("DropsByItself", "Seeds", "DrawsOutsideTracing", "Strides"),
 ]
 

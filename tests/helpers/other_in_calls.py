@@ -33,12 +33,6 @@ class Warm(Perceptron):
         return super().changed(h) if self.count() > 6 else h
 
 
-class WarmInDefault(Warm):
-    def count(self, calls: list[int] = [0]) -> int:  # noqa: B006  # it is what is tried
-        calls[0] += 1
-        return calls[0]
-
-
 class Alternates(Warm):
     def __init__(self) -> None:
         super().__init__()
