@@ -327,7 +327,7 @@ class _Calls:
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Returns what is compared of parameters and buffers, by kind and name."""
-    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    parameters: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     return {
         PARAMETER: parameters,
         BUFFER: {name: tensor for name, tensor in tensors.items() if name not in parameters},

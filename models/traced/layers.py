@@ -122,7 +122,7 @@ class Traced:
 
 def told(found: Traced) -> str | None:
     """Returns as text what was traced; None where something in it has no name that another process can find."""
-    further = None if found.recording is None else found.recording.further
+    further = {} if found.recording is None else found.recording.further
     file = BytesIO()
     with suppress(Exception):
         torch.save((replace(found, recording=None), further), file)
@@ -132,13 +132,13 @@ def told(found: Traced) -> str | None:
 
 def heard(text: str, of: TracedFrom) -> Traced:
     """Returns what another process has traced and told; the layers run code from the text."""
+    found: Traced
     with safe_globals([Traced, Segment, Code, SizeCondition, OwnFunction]):
         found, further = torch.load(BytesIO(b85decode(text)), weights_only=True)
-    with suppress(NotRecordable):
-        if further is not None:
-            _, recording = recorded(of.constructor, of.seed, FakeTensorMode(allow_non_fake_inputs=True))
-            recording.further.update(further)
-            found = replace(found, recording=recording)
+    with suppress(NotRecordable):  # as where nothing further is told
+        _, recording = recorded(of.constructor, of.seed, FakeTensorMode(allow_non_fake_inputs=True))
+        recording.further.update(further)
+        return replace(found, recording=recording)
     return found
 
 

@@ -84,9 +84,10 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
             if owner != name and trace.is_parameter(first):
                 tied[own] = f"{owner}.{its_name}"
         local = {first: own for own, first in reversed(held.items())}
-        graphs = training.graph(number, local, batchnorms), evaluation.graph(number, local, {})
+        trains = Code.of(training.graph(number, local, batchnorms))
+        evaluates = Code.of(evaluation.graph(number, local, {}))
         conditions = () if segments else trace.conditions
-        segments.append(Segment(name, held, tied, batchnorms, *map(Code.of, graphs), conditions))
+        segments.append(Segment(name, held, tied, batchnorms, trains, evaluates, conditions))
     return segments
 
 
