@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gpipe_cli.commands.report import main
+from gpipe_cli.terminal.runs import FinishedRun, compare
 
 
 def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path:
@@ -23,6 +24,9 @@ def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path
     summary |= {"bubble": 0.25, "bubble_predicted": 0.2, "evaluation": {"nll": 3.0, "bleu": 12.5, "bleu/de": 9.0}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+FILES = ("report.md", "report.html", "report.json", "report.svg")
 
 
 @pytest.fixture
@@ -44,9 +48,7 @@ def test_a_sweep_becomes_table_2(sweep: Path, tmp_path: Path) -> None:
     assert [(row["K"], row["M"]) for row in rows] == [(2, 1), (2, 4), (4, 1), (4, 4)]
     assert [row["normalised"] for row in rows] == [1.0, 1.5, 1.1, 2.2]
     assert [round(row["ideal"], 2) for row in rows] == [1.0, 1.6, 1.0, 2.29]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"report.{end}" for end in ("md", "html", "json", "svg")
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES}
 
 
 def test_the_printed_table_has_loss_bubble_and_scores(
@@ -71,9 +73,7 @@ def test_broken_runs_are_named_and_the_others_shown(
     (sweep / "0_pipeline.K=2,pipeline.M=1" / "summary.json").write_text('{"K": 2, ')
     failed = sweep / "4_x"
     failed.mkdir()
-    (failed / "error.txt").write_text(
-        "worker 1 failed:\nTraceback (most recent call last):\n  File ...\nValueError: no\n"
-    )
+    (failed / "error.txt").write_text("worker 1 failed:\nTraceback (most recent …):\n  File ...\nValueError: no\n")
     killed = make_run(sweep / "5_x", 2, 8, 0.0)
     (killed / "summary.json").unlink()
     (killed / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "examples_per_second": 60.0}\n{"step": 2, "lo')
@@ -95,3 +95,10 @@ def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [[], ["output=x"], ["out=x", "y"], ["--runs=x", "y"], ["nowhere"]])
 def test_without_runs_it_ends_with_an_error(words: list[str]) -> None:
     assert main(words) == 2
+
+
+def test_an_option_that_each_run_has_typed_stands_for_the_keys_of_its_group() -> None:
+    options = {"adam": {"optimizer.lr": 1, "optimizer.eps": 2}, "sgd": {"optimizer.lr": 1, "optimizer.momentum": 3}}
+    runs = [FinishedRun(Path(name), "done", keys, [f"optimizer={name}"]) for name, keys in options.items()]
+    assert compare(runs).differing == ["optimizer"]
+    assert [run["settings"]["optimizer"] for run in compare(runs).facts] == ["adam", "sgd"]

@@ -1,38 +1,35 @@
-"""Tests which changes of the configuration prevent a resume."""
+"""Tests which changes of the configuration and of the data prevent a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import golden_losses
+import parallel_folder
 import pytest
+import tiny_images
+from inline_run import train_inline
 
-from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible
-from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState
+from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible, require_same_data
+from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState, find
 from gpipe_cli.config import Settings
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.parallel.source import ParallelTextSource
+from gpipe_cli.data.source import Batch, Source, no_report
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
 
 
 def test_only_keys_that_matter_stand_in_the_way_of_a_resume() -> None:
-    saved: dict[str, Json] = {
-        "seed": 1,
-        "pipeline": {"K": 2, "M": 4, "remat": "always"},
-        "model": {"L": 2, "bias": True, "size": [1, 2]},
-    }
-    new: dict[str, Json] = {
-        "seed": 1,
-        "pipeline": {"K": 8, "M": 8, "workers": 4, "devices": None},
-        "model": {"L": 2, "bias": 1, "size": [1, 2], "x": {}},
-    }
-    assert differences(saved, new) == {
-        "pipeline.M": (4, 8),
-        "model.bias": (True, 1),
-        "model.x": ("(not set)", {}),
-    }
+    pipelines = ({"K": 2, "M": 4, "remat": "always"}, {"K": 8, "M": 8, "workers": 4, "devices": None})
+    models = ({"L": 2, "bias": True, "size": [1, 2]}, {"L": 2, "bias": 1, "size": [1, 2], "x": {}})
+    saved, new = ({"seed": 1, "pipeline": p, "model": m} for p, m in zip(pipelines, models, strict=True))
+    assert differences(saved, new) == {"pipeline.M": (4, 8), "model.bias": (True, 1), "model.x": ("(not set)", {})}
     assert not differences(saved, new, [*MAY_DIFFER, "pipeline.M", "model"])
 
 
@@ -63,9 +60,7 @@ def test_schedules_that_add_up_gradients_in_the_same_order_may_replace_each_othe
 
 
 @pytest.mark.parametrize("fingerprint", [None, "digest"])
-def test_data_that_lie_elsewhere_are_compared_by_their_content_where_the_checkpoint_knows_it(
-    fingerprint: str | None,
-) -> None:
+def test_data_that_lie_elsewhere_are_compared_by_their_content_where_it_is_known(fingerprint: str | None) -> None:
     state = RunState(configuration={"data": {"root": "/old"}}, data_fingerprint=fingerprint)
     info = CheckpointInfo(Path("step_00000001"), 1, state, {}, {})
     with pytest.raises(CheckpointError) if fingerprint is None else nullcontext():
@@ -82,3 +77,103 @@ def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
     assert "type: optimizer.lr=1e-05 '~optimizer.eps'" in str(caught.value)
     assert "type: 'checkpoint.allow_changes=[optimizer.lr,optimizer.eps]'" in str(caught.value)
     require_compatible(info, now, ["optimizer.*"])
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+class Known(Source):
+    """Has a given fingerprint, as a data source."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return iter(())
+
+    def evaluation(self, M: int) -> Iterator[Batch]:
+        return iter(())
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> CheckpointInfo:
+    """Makes the checkpoint of a run with `Known("one")`."""
+    state = RunState(data_fingerprint="one")
+    return CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, state, {}, {})
+
+
+def edit(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([f"{lines[0]} {lines[1]} xylophone", *lines[1:]]) + "\n")
+
+
+def test_other_data_are_refused_with_what_to_do_and_may_be_insisted_on(saved: CheckpointInfo) -> None:
+    same, other = Known("one"), Known("two")
+    require_same_data(saved, same, [])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError) as error:
+        require_same_data(saved, other, ["seed"])  # type: ignore[arg-type]
+    said = str(error.value)
+    assert f"{saved.path} was trained on other data" in said and f"checkpoint.init_from={saved.run_dir}\n" in said
+    assert "type: 'checkpoint.allow_changes=[seed,data]'" in said
+    require_same_data(saved, other, ["data"])  # type: ignore[arg-type]
+    require_same_data(replace(saved, state=RunState()), other, [])  # type: ignore[arg-type]
+
+
+def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
+    root, run_dir = parallel_folder.plain(tmp_path / "text"), tmp_path / "run"
+    data = ("data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}")
+    words = ("debug=tiny", *data, "trainer.evaluate_every=null", "trainer.evaluate_first=false", "task.generation=null")
+    train_inline(run_dir, *words, "trainer.steps=1")
+    kept = (run_dir / "vocabulary" / "source.model").read_bytes()
+    edit(root / "train.de")
+    with pytest.raises(ConfigurationError, match=r"source\.model is another vocabulary"):
+        resume = (f"checkpoint.resume={find(run_dir)[0].path}", "checkpoint.allow_changes=[data]")
+        train_inline(run_dir, *words, "trainer.steps=2", *resume)
+    assert (run_dir / "vocabulary" / "source.model").read_bytes() == kept
+
+
+def test_a_run_goes_on_with_its_text_named_otherwise(tmp_path: Path) -> None:
+    root, run_dir = parallel_folder.plain(tmp_path / "text"), tmp_path / "run"
+    words = ["debug=tiny", "data=parallel_text", f"data.cache_dir={tmp_path}", "task.generation=null"]
+    words += ["trainer.evaluate_every=null", "trainer.evaluate_first=false"]
+    older = "~data.strict"  # a run from before there was the key
+    train_inline(run_dir, *words, older, f"data.root={root}", "trainer.steps=1")
+    files = {"train": "train", "dev": "valid", "test": "test"}
+    words += [f"data.{split}={{de: {root}/{name}.de}}" for split, name in files.items()]
+    words.append(f"checkpoint.resume={find(run_dir)[0].path}")
+    assert train_inline(run_dir, *words, "data.strict=true", "trainer.steps=2")[0]["steps"] == 2
+
+
+# --- fingerprints
+
+
+def text(root: Path, cache: Path) -> str:
+    source = ParallelTextSource(str(root), source_vocabulary=300, target_vocabulary=300, cache_dir=str(cache))
+    source.prepare(no_report)
+    return source.fingerprint()
+
+
+def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_path: Path) -> None:
+    here, there = (parallel_folder.plain(tmp_path / name) for name in ("here", "there"))
+    first = text(here, tmp_path / "cache")
+    assert text(there, tmp_path / "elsewhere") == first
+    edit(there / "train.de")
+    assert text(there, tmp_path / "elsewhere") != first
+
+
+def pictures(root: Path) -> str:
+    source = ImageSource("image_folder", tiny_images.CLASSES, str(root), batch_size=2)
+    source.prepare(no_report)
+    return source.fingerprint()
+
+
+def test_images_have_another_fingerprint_when_one_is_added(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for root in (here, there):
+        tiny_images.image_folder(root)
+    assert pictures(there) == pictures(here)
+    tiny_images.save_image(there / "train" / "n00000001" / "new.png", 1)
+    assert pictures(there) != pictures(here)

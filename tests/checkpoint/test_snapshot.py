@@ -76,37 +76,11 @@ def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
     assert bits(load_layer(writer.commit(1, RunState(), 1), "embed").weights["weight"]) == before
 
 
-def test_the_run_state_comes_back(tmp_path: Path) -> None:
-    state = RunState({"epoch": 2, "row": 17}, {"last_epoch": 5}, {"best": 0.1 + 0.2}, {"seed": 1, "model": {"L": 2}})
-    layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
-    writer.begin(7, {name: layer_state(layer, None) for name, layer in layers.items()})
-    writer.wait()
-    writer.commit(7, state, 1)
-    found = latest(tmp_path)[0]
-    assert found is not None
-    assert (found.step, found.state, list(found.layers)) == (7, state, list(layers))
-    assert found.versions["torch"].split("+")[0] == torch.__version__.split("+")[0]
-
-
 def test_layer_names_that_are_no_file_names_are_saved_inside_the_checkpoint(tmp_path: Path) -> None:
     layers: Layers = {name: nn.Linear(1, 1) for name in ("../../outside", "a/b", "encoder.0", "größe %")}
     info = save(tmp_path, 1, layers)
     assert {info.layer_path(name).resolve().parent for name in layers} == {info.path.resolve() / "layers"}
     restore(info, layers, None)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("fused", [False, True])
-def test_optimizer_state_returns_to_the_device_it_came_from(fused: bool, tmp_path: Path) -> None:
-    layer = nn.Linear(4, 3, device="cuda")
-    optimizer = torch.optim.Adam(layer.parameters(), fused=fused)
-    layer(torch.ones(2, 4, device="cuda")).sum().backward()
-    optimizer.step()
-    devices = {key: value.device for key, value in optimizer.state[layer.weight].items()}
-    restore(save(tmp_path, 1, {"layer": layer}, optimizer), {"layer": layer}, optimizer)
-    assert {key: value.device for key, value in optimizer.state[layer.weight].items()} == devices
 
 
 def linear_with_buffer() -> nn.Module:
@@ -143,20 +117,13 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
         layer_state(layer, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"head": None}, "head, head.weight"), ({"embed": LayerState({"weight": torch.zeros(6, 4)})}, "embed.bias")],
-    ids=["layer", "parameter"],
-)
-def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(
-    change: dict[str, LayerState | None], message: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(tmp_path: Path) -> None:
     layers = make_layers()
-    states = {**{name: layer_state(layer, None) for name, layer in layers.items()}, **change}
+    states = {name: layer_state(layer, None) for name, layer in layers.items() if name != "head"}
     writer = CheckpointWriter(tmp_path, 0, names_of(layers))
-    writer.begin(1, {name: state for name, state in states.items() if state is not None})
+    writer.begin(1, {**states, "embed": LayerState({"weight": torch.zeros(6, 4)})})
     writer.wait()
-    with pytest.raises(CheckpointError, match=f"not in both: {message}$"):
+    with pytest.raises(CheckpointError, match=r"not in both: embed\.bias, head, head\.weight$"):
         writer.commit(1, RunState(), 1)
     assert latest(tmp_path)[0] is None
 

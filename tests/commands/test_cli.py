@@ -20,16 +20,15 @@ from small_disk import small_disk
 
 from gpipe_cli.commands import plan, train
 from gpipe_cli.jobs import configuration
+from gpipe_cli.jobs.configuration import LONGEST_NAME, folder_name
 from gpipe_cli.jobs.job import CommandCallback
 
-HELPERS = Path(__file__).parents[1] / "helpers"
-COMMAND = [sys.executable, str(HELPERS / "cli_jobs.py")]
-NO_RANK = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-ENVIRONMENT = {**NO_RANK, "PYTHONPATH": os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])]), "COLUMNS": "100"}
+COMMAND = [sys.executable, cli_jobs.__file__]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "100", "TERM": "xterm"}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    return processes.run(*COMMAND, *words, cwd=folder, COLUMNS="100")
 
 
 def only(folder: Path) -> Path:
@@ -61,16 +60,14 @@ def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(tmp_path: Pa
 def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
     in_a_terminal = [sys.executable, "-c", "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]))"]
     words = [*in_a_terminal, *COMMAND, "pipeline.K=1", "trainer.steps=4", f"seed={cli_jobs.SLOW}"]
-    environment = {**ENVIRONMENT, "TERM": "xterm"}
-    shown = subprocess.run(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, timeout=60).stdout
+    shown = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, check=True, timeout=60).stdout
     assert "━".encode() in shown and b"4/4  loss 1.2500" in shown
 
 
 def start(folder: Path, stdout: int, *words: str) -> subprocess.Popen[bytes]:
     """Starts a slow run of 8 steps."""
     command = [*COMMAND, *words, "pipeline.K=1", "trainer.steps=8", f"seed={cli_jobs.SLOW}"]
-    environment = {**ENVIRONMENT, "TERM": "xterm"}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE)
+    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def test_a_run_whose_pipe_loses_its_reader_goes_on(tmp_path: Path) -> None:
@@ -159,9 +156,7 @@ def test_what_a_launcher_has_set_in_part_is_refused(environment: dict[str, str],
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_ctrl_c_that_a_library_swallows_while_it_composes_ends_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_that_a_library_swallows_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         with suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
@@ -239,7 +234,8 @@ def test_a_function_of_the_user_s_gets_the_typed_keys_alone(tmp_path: Path) -> N
 
 
 def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "pipeline.K=0,2", f"seed=1,{cli_jobs.FAILS}", "trainer.steps=1", "data.cache_dir=a/b")
+    swept = ("pipeline.K=0,2", f"seed=1,{cli_jobs.FAILS}")
+    done = run(tmp_path, "-m", *swept, "trainer.steps=1", "data.cache_dir=a/b")
     assert done.returncode == 1
     directory = only(tmp_path / "sweeps")
     table = json.loads((directory / "sweep.json").read_text())
@@ -262,6 +258,11 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
 def test_a_sweep_s_folders_are_named_by_each_job_s_own_values(subdir: str, names: set[str], tmp_path: Path) -> None:
     run(tmp_path, "-m", "pipeline.K=0,-1", "seed=3", "hydra.sweep.dir=all", f"hydra.sweep.subdir={subdir}")
     assert {path.name for path in (tmp_path / "all").iterdir() if path.is_dir()} == names
+
+
+def test_names_of_job_folders_are_safe() -> None:
+    assert folder_name("++model.L=2,data.root=/a b/c") == "model.L=2,data.root=_a_b_c"
+    assert len(folder_name("x" * 500)) == LONGEST_NAME
 
 
 def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Tests the YAML files and the dataclasses that judge them."""
+"""Tests the YAML files, the dataclasses that judge them, and the page of gpipe-train --help that lists them."""
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
@@ -15,19 +16,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from pydantic import TypeAdapter
 
+from gpipe_cli.commands import train
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.typed_section import RULES
+from gpipe_cli.typed_section import RULES, shown
 
 CONF = Path(__file__).parents[2] / "conf"
 OTHERS = ("hydra", "__pycache__")
 GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in OTHERS)
-OPTIONS = sorted(
-    f"{group}={path.stem}"
-    for group in GROUPS
-    for path in (CONF / group).glob("*.yaml")
-    if path.stem not in ("own", "layers")
-)
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for group in GROUPS for path in (CONF / group).glob("*.yaml"))
+OPTIONS = [option for option in OPTIONS if not option.endswith(("=own", "=layers"))]
 EXPERIMENTS = sorted(f"{path.parent.name}/{path.stem}" for path in (CONF / "experiment").glob("*/*.yaml"))
 
 COMPLETE = [f"task={name}" for name in ("classification", "language_model", "own_loss", "translation")]
@@ -139,3 +137,30 @@ def test_a_module_may_be_typed_as_one_value() -> None:
 def test_the_keys_of_gpipe_verify_are_not_gpipe_train_s() -> None:
     assert "verify" not in composed()
     assert Settings.from_config(composed("verify.steps=3", of="verify")).verify.steps == 3
+
+
+# -- the page of gpipe-train --help ----------------------------------------------------------------------------------
+
+
+PAGE = train.__doc__
+NO_GROUPS = ("hydra", "trainer", "__pycache__")  # what Hydra needs, and what models bring along
+NAMED_GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name not in NO_GROUPS)
+
+
+def test_it_is_short_and_has_the_defaults() -> None:
+    assert len(PAGE.splitlines()) <= 48
+    assert all(len(line) <= 120 for line in PAGE.splitlines())
+    shown_keys = PAGE.partition("Keys (")[2].partition("Groups (")[0]
+    keys = dict(re.findall(r"^    ([a-z_.KM]+) {2,}(\S+)  ", shown_keys, re.M))
+    config = OmegaConf.create(composed())
+    assert len(keys) > 9 and keys == {key: shown(OmegaConf.select(config, key)) for key in keys}
+    assert all(key in known_keys() or key.partition(".")[0] in FREE_FORM for key in keys)
+
+
+@pytest.mark.parametrize("group", NAMED_GROUPS)
+def test_it_names_a_group_with_every_option(group: str) -> None:
+    folder, words = CONF / group, set(PAGE.replace("*", "").split())
+    assert f"\n    {group} " in PAGE
+    paths = list(folder.rglob("*.yaml") if group == "experiment" else folder.glob("*.yaml"))
+    paths = [path for path in paths if "recipe" not in path.parts]  # a part of experiments, and no option
+    assert {path.relative_to(folder).with_suffix("").as_posix() for path in paths} <= words

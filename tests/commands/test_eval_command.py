@@ -1,4 +1,4 @@
-"""Tests gpipe-eval: a checkpoint evaluated again gives what its run found, at any K; evaluated runs are compared."""
+"""Tests gpipe-eval and gpipe-export: a checkpoint gives what its run found at any K; runs compared, weights written."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_tools import OPTIMIZERS, make_layers, parameters_of, save, snapshot, train
 from inline_run import train_inline
 from processes import command, succeeded
+from safetensors.torch import load_file
+from small_disk import small_disk
+from torch import nn
 
+from gpipe_cli.commands import export
 from gpipe_cli.commands.eval import main
 from gpipe_cli.tasks.translation import TranslationTask
 
@@ -44,9 +49,7 @@ def test_a_checkpoint_gives_what_its_run_found_at_any_K(run: tuple[Path, dict[st
     assert (report["step"], report["K"], report["beam"], report["split"]) == (2, K, 2, "dev")
 
 
-def test_report_picture_and_the_translations_that_were_scored_stand_in_the_run(
-    run: tuple[Path, dict[str, float]],
-) -> None:
+def test_the_report_and_the_translations_that_were_scored_stand_in_the_run(run: tuple[Path, dict[str, float]]) -> None:
     folder, found = run
     made = folder / "evaluations" / "step_00000002_dev"
     (made / "translations").mkdir(parents=True)
@@ -80,10 +83,10 @@ def test_it_is_refused_under_torchrun(
 
 
 @pytest.mark.slow
-def test_real_workers_find_the_same(run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["pipeline.K=4 pipeline.workers=2", "pipeline.K=2 pipeline.replicas=2"])
+def test_real_workers_find_the_same(words: str, run: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
     folder, found = run
-    words = [f"checkpoint={folder}", f"output={tmp_path}", "pipeline.K=4", "pipeline.workers=2"]
-    said = succeeded(command("eval", *words))
+    said = succeeded(command("eval", f"checkpoint={folder}", f"output={tmp_path}", *words.split()))
     assert json.loads((tmp_path / "evaluation.json").read_text())["numbers"] == found
     assert "bleu_average" in said and "sw" in said
 
@@ -105,9 +108,7 @@ def report(folder: Path, run: str, parameters: int, bleu: dict[str, float], **ch
     return str(folder / run)
 
 
-def test_runs_are_compared_by_resource_and_with_their_baselines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_compared_by_resource_and_with_baselines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     narrow = report(tmp_path, "narrow", 100, {"de": 30.0, "ru": 20.0, "sw": 10.0})
     deep = report(tmp_path, "deep", 300, {"de": 33.0, "ru": 25.0, "sw": 18.0})
     report(tmp_path / "sweep", "0_sw", 80, {"sw": 12.5})
@@ -128,3 +129,59 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
     assert "the evaluations differ in beam" in capsys.readouterr().err
     assert main([f"compare=[{report(tmp_path, 'torn', 1, scores, sizes=[])}]"]) == 2
     assert "evaluation.json is damaged: sizes: Input should be an object" in capsys.readouterr().err
+
+
+# -- gpipe-export ----------------------------------------------------------------------------------------------------
+
+
+def test_an_exported_model_loads_into_the_plain_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = {name.replace("/", "_"): layer for name, layer in make_layers().items()}
+    optimizer = OPTIMIZERS["Adam"](parameters_of(layers))
+    train(layers, [optimizer], range(2))
+    save(tmp_path / "run", 2, layers, optimizer)
+    path = tmp_path / "model.safetensors"
+    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={path}"]) == 0
+    assert "10 tensors of 4 layers" in capsys.readouterr().out
+    plain = nn.ModuleDict({name.replace("/", "_"): layer for name, layer in make_layers(seed=1).items()})
+    plain.load_state_dict(load_file(path))
+    assert snapshot(dict(plain.items()), []) == snapshot(layers, [])
+
+
+def test_a_run_alone_is_exported_into_its_directory(tmp_path: Path) -> None:
+    save(tmp_path, 1, make_layers())
+    assert export.main([str(tmp_path)]) == 0
+    assert len(load_file(tmp_path / "model.safetensors")) == 10
+
+
+def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = make_layers()
+    save(tmp_path, 1, layers, best=1)
+    save(tmp_path, 2, layers, best=1)
+    for step, wanted in (("best", 1), ("last", 2), ("1", 1)):
+        target = tmp_path / f"{step}.safetensors"
+        assert export.main([f"checkpoint={tmp_path}", f"output={target}", f"step={step}"]) == 0
+        assert f"from step {wanted} of" in capsys.readouterr().out
+    assert export.main([f"checkpoint={tmp_path}", f"output={tmp_path / 'x.safetensors'}", "step=7"]) == 2
+    assert "it has kept: 1, 2" in capsys.readouterr().err
+
+
+def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, make_layers())
+    output = tmp_path / "model.safetensors"
+    output.write_text("mine")
+    words = [f"checkpoint={tmp_path}", f"output={output}"]
+    assert export.main(words) == 2
+    assert "overwrite=true" in capsys.readouterr().err and output.read_text() == "mine"
+    assert export.main([*words, "overwrite=true"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+)
+def test_a_refusing_disk_is_told(options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "run", 1, {"wide": nn.Linear(100, 100)})
+    with small_disk(tmp_path / "disk", options) as disk:
+        assert export.main([str(tmp_path / "run"), f"output={disk / 'model.safetensors'}"]) == 1
+        assert not list(disk.iterdir())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"model.safetensors cannot be written: {reason} (room left: " in line

@@ -1,4 +1,4 @@
-"""Tests gpipe-translate: lines in, translations out, in order, by any number of cells; with overrides."""
+"""Tests gpipe-translate and gpipe-generate: lines in, texts out, in order, by any number of cells; with overrides."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from inline_run import train_inline
 from run_files import rows
 
-from gpipe_cli.commands import translate
+from gpipe_cli.commands import generate, translate
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import reopen
 
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
@@ -66,9 +69,8 @@ def test_each_line_has_its_translation_in_its_place(run: Path, tmp_path: Path, r
     assert translated(run, turned, *INLINE) == reference[::-1]
 
 
-@pytest.mark.slow
-def test_four_cells_on_two_workers_say_the_same(run: Path, source: Path, reference: list[str]) -> None:
-    assert translated(run, source, "pipeline.K=4", "pipeline.workers=2") == reference
+def test_four_cells_on_three_workers_say_the_same(run: Path, source: Path, reference: list[str]) -> None:
+    assert translated(run, source, "pipeline.K=4", "pipeline.workers=3") == reference
 
 
 def test_a_run_translates_where_its_data_is_not(
@@ -82,9 +84,7 @@ def test_a_run_translates_where_its_data_is_not(
 
 
 @pytest.mark.slow
-def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_nothing_else(
-    run: Path, reference: list[str]
-) -> None:
+def test_a_line_is_answered_before_the_input_ends_and_nothing_else_printed(run: Path, reference: list[str]) -> None:
     words = [sys.executable, "-m", "gpipe_cli.commands.translate", f"checkpoint={run}", *INLINE]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -110,9 +110,7 @@ def test_a_line_is_answered_before_the_input_ends_and_standard_output_holds_noth
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_call_says_what_to_type(
-    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_call_is_told(words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert translate.main([word.format(run=run) for word in words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
@@ -153,3 +151,53 @@ def test_a_changed_vocabulary_is_refused_in_one_line(
     assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
     printed = capsys.readouterr().err
     assert "is another vocabulary than" in printed and "Traceback" not in printed
+
+
+# -- gpipe-generate --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lm_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains a language model on text of its own for one step; what it says is nonsense."""
+    folder = tmp_path_factory.mktemp("lm_run")
+    lines = [f"{number} {one} on the {two}" for number, (one, two) in enumerate([("cat", "mat"), ("dog", "log")] * 99)]
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    words = ["debug=tiny", "model=transformer_lm", "model.L=1", "data=text", f"data.root={folder / 'text.txt'}"]
+    words += ["data.vocabulary=60", f"data.cache_dir={folder / 'cache'}", "trainer.steps=1", "pipeline.K=2"]
+    train_inline(folder / "lm_run", *words, "trainer.evaluate_every=null", "data.held_out=0.1", "pipeline.M=2")
+    (folder / "text.txt").unlink()
+    return folder / "lm_run"
+
+
+def continued(lm_run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert generate.main([f"checkpoint={lm_run}", "length=6", *INLINE, *words]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+def test_each_beginning_has_its_text_at_any_K(lm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lines.txt").write_text("7 cat on\n\n8 dog\n")
+    words = [f"input={tmp_path / 'lines.txt'}", "seed=3", "temperature=2", "samples=2"]
+    found = continued(lm_run, capsys, *words)
+    assert len(set(found)) == 6
+    begins = ["7 cat on", "", "8 dog"]
+    assert [text[: len(begin)] for text, begin in zip(found[::2], begins, strict=True)] == begins
+    assert continued(lm_run, capsys, *words, "pipeline.K=3", "pipeline.M=3") == found
+    scored = continued(lm_run, capsys, *words, "scores=true")
+    assert [line.partition("\t")[2] for line in scored] == found
+    assert all(float(line.partition("\t")[0]) < 0 for line in scored)
+
+
+def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(lm_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    greedy = ("prompt=", "temperature=0")
+    assert continued(lm_run, capsys, *greedy) == continued(lm_run, capsys, *greedy, "seed=9")
+    assert continued(lm_run, capsys, "prompt=7 cat = 8", "top_k=1")[0].startswith("7 cat")
+
+
+def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
+    info = SimpleNamespace(run_dir=Path("lm_run"))
+    prepared = SimpleNamespace(config={"data": {}, "task": {"generation": {"beam": 8}}})
+    lm_run: Any = SimpleNamespace(info=info, prepared=prepared)
+    with pytest.raises(ConfigurationError, match="use gpipe-translate"):
+        generate.worker_config(lm_run, {})

@@ -115,12 +115,7 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
         ("    def loss(self", "    def lose(self", [], "abstract"),
         ("class Spirals(Source)", "class Spirals", [], "is no subclass of gpipe_cli.data.source.Source"),
         (', reduction="sum"), torch.zeros(0, dtype=torch.float64)', ', reduction="sum")', [], "loss() must return two"),
-        (
-            "return torch.stack([nll.double(), correct.double()])",
-            "return nll.double()",
-            [],
-            "evaluate() must return a v",
-        ),
+        ("return torch.stack([nll.double(), correct.double()])", "return nll.double()", [], "evaluate() must return"),
         ("Batch(pieces[replica", "Batch(pieces + pieces[replica", [], "gave 8 micro-batches"),
     ],
 )

@@ -1,8 +1,9 @@
-"""Tests what every source promises: equal batches from any position, equal division, shares as in the formula."""
+"""Tests what every source promises: equal batches from any position, equal division, links that are followed."""
 
 from __future__ import annotations
 
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
@@ -10,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import parallel_folder
 import pytest
 import tiny_images
 import torch
+from text_sources import refusal_of
+from tiny_images import write_shards
 from torch.utils.data import Dataset
 
 from gpipe_cli.data.cldr.source import TextSource, TranslationSource
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.sampling import temperature_shares
-from gpipe_cli.data.source import Batch, no_report, permutation, read_ahead
+from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.data.torch_datasets import DatasetSource
+from gpipe_cli.data.tree import files_below
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
@@ -74,9 +81,8 @@ def digits(cache: str) -> DigitsSource:
     return prepared(DigitsSource(batch_size=10, image_size=8))
 
 
-every_source = pytest.mark.parametrize(
-    "make", [translation, text, examples, images, digits], ids=lambda make: make.__name__
-)
+SOURCES = [translation, text, examples, images, digits]
+every_source = pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
 
 
 def first(batches: Iterator[Batch], count: int) -> list[Batch]:
@@ -159,10 +165,7 @@ def test_held_out_samples_decode_to_their_reference(cache: str) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [
-        ({"batch_size": None}, r"data\.batch_tokens"),
-        ({"languages": ["xx"]}, r"data\.languages: no language 'xx'"),
-    ],
+    [({"batch_size": None}, r"data\.batch_tokens"), ({"languages": ["xx"]}, r"data\.languages: no language 'xx'")],
 )
 def test_a_wrong_value_names_its_key_and_limit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -203,9 +206,7 @@ def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [10, 10, 10, 10, 10]), (False, [10, 10, 10, 10, 7])])
-def test_an_epoch_has_every_example_once_with_its_last_ones_or_without(
-    cache: str, drop_last: bool, sizes: list[int]
-) -> None:
+def test_an_epoch_has_every_example_once_or_drops_the_last(cache: str, drop_last: bool, sizes: list[int]) -> None:
     batches = first(examples(cache, drop_last=drop_last).train(None, 2, 0, 1), 5)
     assert [len(rows(batch)) for batch in batches] == sizes
     seen = [int(target) for batch in batches for _, (targets,) in batch.micro_batches for target in targets]
@@ -237,22 +238,6 @@ def test_shares_follow_the_formula() -> None:
     assert temperature_shares([32, 1], 5.0).tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
-def test_a_permutation_is_a_pure_function_of_its_key() -> None:
-    assert permutation(8, 0, "a").tolist() == [6, 0, 5, 4, 3, 1, 2, 7]
-    assert sorted(permutation(1000, 1).tolist()) == [*range(1000)]
-
-
-def test_reading_ahead_keeps_order_and_passes_errors_on() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(5)
-        raise RuntimeError("disk")
-
-    ahead = read_ahead(numbers())
-    assert [next(ahead) for _ in range(5)] == [0, 1, 2, 3, 4]
-    with pytest.raises(RuntimeError, match="disk"):
-        next(ahead)
-
-
 class NotingReads(Numbers):
     """Notes the indices that this process reads."""
 
@@ -272,3 +257,47 @@ def test_loader_processes_alone_read_examples() -> None:
     next(source.train(None, 2, 0, 1))
     assert [len(batch.micro_batches) for batch in source.evaluation(2)] == [2]
     assert train.read == evaluation.read == []
+
+
+# -- links in folders of data ----------------------------------------------------------------------------------------
+
+
+def test_links_are_followed_into_other_folders_and_never_in_a_circle(tmp_path: Path) -> None:
+    for name in ("root/a/1.txt", "root/b.txt", "disk/2.txt", "disk/.hidden"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for link, target in (("root/a/disk", "../../disk"), ("root/a/up", ".."), ("disk/self", "."), ("root/b", "a")):
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "root" / "gone.bak").symlink_to("/nowhere")  # no text: passed over
+    root = tmp_path / "root"
+    found = [Path(file).relative_to(root).as_posix() for file in files_below(root, lambda name: name.endswith(".txt"))]
+    assert found == ["a/1.txt", "a/disk/2.txt", "b/1.txt", "b/disk/2.txt", "b.txt"]
+
+
+DEAD = {  # what becomes a link that leads nowhere
+    "a text": "text/a.txt",
+    "a folder of text": "text/more",
+    "text itself": "text",
+    "a side of parallel text": "parallel/train.de",
+    "a language": "parallel/de-en",
+    "an image": "images/train/n00000001/n00000001_1.JPEG",
+    "a class": "images/train/n0.3",
+    "a split": "images/val",
+    "a shard": "shards/birds-train-0001.tar",
+}
+
+
+@pytest.mark.parametrize("what", DEAD)
+def test_a_link_that_leads_nowhere_is_refused_by_its_name_and_target(what: str, tmp_path: Path) -> None:
+    parallel_folder.plain(tmp_path / "parallel", dev="dev")
+    parallel_folder.write(tmp_path / "text" / "a.txt", ["one", "", "two"])
+    tiny_images.image_folder(tmp_path / "images")
+    (tmp_path / "shards").mkdir()
+    for split in ("train", "val"):
+        write_shards(tmp_path / "images" / split, tmp_path / "shards" / f"birds-{split}", 6)
+    link = tmp_path / DEAD[what]
+    shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
+    link.symlink_to("/not/mounted")
+    root, kinds = tmp_path / Path(DEAD[what]).parts[0], {"text": TextFilesSource, "parallel": ParallelTextSource}
+    said = refusal_of(kinds[root.name], root, {}) if root.name in kinds else tiny_images.refusal(root)
+    assert f"{link} links to /not/mounted, which is not there: mount it, or remove the link" in said

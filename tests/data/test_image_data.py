@@ -1,20 +1,29 @@
-"""Tests images in files: the layouts of the real data sets, half-unpacked folders and broken files."""
+"""Tests images in files: layouts of the real data sets, half-unpacked folders, unusual and broken files, transforms."""
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_images
 import torch
+from PIL import ExifTags, Image
 from tiny_images import CLASSES, COLOURS, opened, refusal
 from torch import Tensor
 
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.images.files import BrokenImageError, ImageFiles, decode
+from gpipe_cli.data.images.source import ImageSource
+from gpipe_cli.data.images.transforms import GREY, central_crop, cut_out, shift_colours
+from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.errors import ConfigurationError
 
 
@@ -70,18 +79,12 @@ def unsorted(root: Path) -> None:
         (lambda root: (root / "val").rename(root / "dev"), {}, "has no folder 'val', only dev, train"),
         (unsorted, {}, "no class folders, only ILSVRC2012_val_00000001.JPEG"),
         (lambda root: (root / "train" / "n00000009").mkdir(), {}, "class folders without an image"),
-        (
-            lambda root: tiny_images.save_image(root / "val" / "zebra" / "1.png", 0),
-            {},
-            "is of class 'zebra'",
-        ),
+        (lambda root: tiny_images.save_image(root / "val" / "zebra" / "1.png", 0), {}, "is of class 'zebra'"),
         (lambda root: None, {"classes": 1000}, "has 3 classes, but data.classes=1000"),
         (lambda root: None, {"images": [12, 7]}, "12 training and 6 evaluation images, not 12 and 7"),
     ],
 )
-def test_what_is_missing_in_a_folder_is_named(
-    spoilt: Any, changes: dict[str, Any], message: str, own_folder: Path
-) -> None:
+def test_what_a_folder_lacks_is_named(spoilt: Any, changes: dict[str, Any], message: str, own_folder: Path) -> None:
     spoilt(own_folder)
     assert message in refusal(own_folder, **changes)
 
@@ -105,9 +108,7 @@ def spoil(root: Path, *names: str) -> list[str]:
 BROKEN = ("train/n00000000/n00000000_3.JPEG", "train/n00000001/n00000001_0.JPEG")  # numbers 3 and 4 of the list
 
 
-def test_broken_training_images_are_replaced_by_the_next_good_one_named_and_counted(
-    own_folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_training_images_are_replaced_and_counted(own_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = first(opened(own_folder, batch_size=12).train(None, 1, 0, 1), 1)[0]
     paths = spoil(own_folder, *BROKEN)
     source = opened(own_folder, batch_size=12, broken_images_limit=2)
@@ -131,3 +132,198 @@ def test_broken_evaluation_images_are_left_out_and_the_parts_stay_even(own_folde
     (batch,) = source.evaluation(2)
     assert [labels.tolist() for _, (labels,) in batch.micro_batches] == [[1, 1], [2, 2]]
     assert len(source.broken_images) == 2
+
+
+# --- transforms
+
+
+def test_the_central_crop_keeps_the_middle_seven_eighths() -> None:
+    image = torch.randint(0, 256, (3, 80, 160), dtype=torch.uint8)
+    assert torch.equal(central_crop(image, 0.875), image[:, 5:75, 10:150])
+
+
+def test_brightness_moves_all_channels_alike_by_at_most_its_share() -> None:
+    torch.manual_seed(0)
+    image = torch.full((3, 2, 2), 128, dtype=torch.uint8)
+    shifts = torch.stack([shift_colours(image, 0.125, 0.0)[:, 0, 0].int() - 128 for _ in range(300)])
+    assert (shifts == shifts[:, :1]).all()
+    assert (int(shifts.min()), int(shifts.max())) == (pytest.approx(-32, abs=1), pytest.approx(32, abs=1))
+
+
+def test_chroma_moves_red_green_and_blue_as_cb_and_cr_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *size, dtype: torch.tensor([0.5, 1.0, 0.75], dtype=dtype))
+    image = torch.full((3, 1, 1), 100, dtype=torch.uint8)  # draws: no brightness, Cb + 0.1, Cr + 0.05
+    # 255 · (1.402 · 0.05, −0.344136 · 0.1 − 0.714136 · 0.05, 1.772 · 0.1) = 17.9, −17.9, 45.2
+    assert shift_colours(image, 0.125, 0.1).flatten().tolist() == [118, 82, 145]
+
+
+@pytest.mark.parametrize(
+    ("centre", "rows", "columns"), [((8, 8), slice(6, 10), slice(6, 10)), ((0, 15), slice(0, 2), slice(13, 16))]
+)
+def test_cutout_fills_a_square_around_any_pixel(
+    centre: tuple[int, int], rows: slice, columns: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = iter(centre)
+    monkeypatch.setattr(torch, "randint", lambda high, size: torch.tensor(next(draws)))
+    image = torch.zeros(3, 16, 16, dtype=torch.uint8)
+    expected = image.clone()
+    expected[:, rows, columns] = GREY
+    assert torch.equal(cut_out(image, 0.25), expected)
+    assert not image.any()
+
+
+# -- files of unusual kinds; none can fill the memory ----------------------------------------------------------------
+
+
+RAMP = np.linspace(0, 255, 64).reshape(8, 8)  # an image's values, from 0 to 255
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def array(values: np.ndarray[Any, Any], kind: str, **options: Any) -> bytes:
+    return encoded(Image.fromarray(values), kind, **options)
+
+
+def png(colour: int, samples: np.ndarray[Any, Any]) -> bytes:
+    """Returns a PNG of 16 bits a sample; Pillow itself writes only grey ones."""
+    height, width = samples.shape[:2]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+GREY_PNG, COLOUR, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 4, 6  # PNG's numbers
+WIDE = np.round(RAMP * 257)
+OPAQUE = np.full((8, 8), 65_535.0)
+EIGHT_BITS = {
+    "16-bit PNG": png(GREY_PNG, WIDE),
+    "16-bit PNG in colour": png(COLOUR, np.stack([WIDE] * 3, -1)),
+    "16-bit PNG with transparency": png(GREY_ALPHA, np.stack([WIDE, OPAQUE], -1)),
+    "16-bit PNG in colour with transparency": png(COLOUR_ALPHA, np.stack([WIDE] * 3 + [OPAQUE], -1)),
+    "16-bit TIFF": array(WIDE.astype(np.uint16), "TIFF"),
+    "16-bit PGM": b"P5 8 8 65535\n" + WIDE.astype(">u2").tobytes(),
+    "float TIFF": array((RAMP / 255).astype(np.float32), "TIFF"),
+    "8-bit TIFF": array(np.round(RAMP).astype(np.uint8), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_values_of_more_bits_are_scaled_to_bytes(kind: str) -> None:
+    expected = torch.from_numpy(RAMP).expand(3, 8, 8)
+    assert (decode(io.BytesIO(EIGHT_BITS[kind])) - expected).abs().max() <= 1
+
+
+def tiff_of_12_bits(values: np.ndarray[Any, Any]) -> bytes:
+    """Returns a TIFF of 12 bits a sample, packed without gaps, which Pillow reads and does not write."""
+    bits = "".join(f"{value:012b}" for value in values.ravel().tolist())
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big")
+    height, width = values.shape
+    short = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 277: 1, 278: height}
+    tags = {**{tag: (3, value) for tag, value in short.items()}, 273: (4, 8), 279: (4, len(data))}
+    entries = [struct.pack("<HHII", tag, kind, 1, value) for tag, (kind, value) in sorted(tags.items())]
+    head = b"II*\0" + struct.pack("<I", 8 + len(data))
+    return head + data + struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
+
+
+def test_fewer_bits_than_the_16_of_their_file_are_told_by_it_or_by_a_key_and_never_black() -> None:
+    twelve = np.round(RAMP / 255 * 4095).astype(np.uint16)
+    expected = torch.from_numpy(RAMP).expand(3, 8, 8)
+    for content, bits in (
+        (tiff_of_12_bits(twelve), None),
+        (array(twelve, "PNG"), 12),
+        (array(twelve >> 2, "TIFF"), 10),
+    ):
+        assert (decode(io.BytesIO(content), bits) - expected).abs().max() <= 1
+    for kind in ("PNG", "TIFF"):
+        with pytest.raises(ValueError, match=r"at most 12 of its 16 bits are used: set data\.bits=12 or 10, or 16"):
+            decode(io.BytesIO(array(twelve, kind)))
+    assert decode(io.BytesIO(array(twelve, "PNG")), 16).max() == 15
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "GIF"])
+def test_what_is_transparent_is_white_and_a_gif_is_its_first_frame(mode: str) -> None:
+    image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    image.paste((0, 0, 200, 255), (0, 0, 2, 4))
+    if mode == "GIF":
+        content = encoded(image, "GIF", save_all=True, append_images=[Image.new("RGBA", (4, 4), "red")])
+    else:
+        options = {"transparency": 1} if mode == "P" else {}
+        palette = Image.fromarray(np.array([[0, 0, 1, 1]] * 4, np.uint8), "P")
+        palette.putpalette([0, 0, 200, 0, 0, 0])
+        content = encoded(palette if mode == "P" else image.convert(mode), "TIFF" if mode == "PA" else "PNG", **options)
+    read = decode(io.BytesIO(content))
+    assert (read[:, :, 2:] == 255).all() and read[:2, :, :2].max() < 60
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (array((RAMP - 1).astype(np.float32), "TIFF"), r"floats from -1 to 254"),
+        (array(np.full((4, 4), np.nan, np.float32), "TIFF"), r"floats from nan to nan"),
+        (array((RAMP * 1e6).astype(np.int32), "TIFF"), r"32-bit integers, whose range is not known"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"UnidentifiedImageError"),
+    ],
+    ids=["floats", "nan", "integers", "a program in PostScript"],
+)
+def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.tif").write_bytes(content)
+    with pytest.raises(BrokenImageError, match=reason):
+        ImageFiles(tmp_path, ["odd.tif"], [0], ["a"]).read(0)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("CMYK", "JPEG"), ("P", "PNG"), ("RGBA", "PNG")])
+def test_whatever_the_colours_an_image_has_three_channels(mode: str, kind: str) -> None:
+    read = decode(io.BytesIO(encoded(Image.new("RGB", (20, 20), (250, 250, 250)).convert(mode), kind)))
+    assert read.shape == (3, 20, 20) and read.double().mean() == pytest.approx(250, abs=3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])  # Pillow turns the second by itself
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_turned_once_as_its_exif_data_say(orientation: int, kind: str) -> None:
+    squares = np.array([[0, 90], [180, 255], [30, 200]], np.uint8)
+    upright = Image.fromarray(np.kron(squares, np.ones((16, 16), np.uint8)))
+    turns = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # Pillow's number of the turn that the orientation undoes
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(turns[orientation]))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    read = decode(io.BytesIO(encoded(stored, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))))
+    assert (read[0].int() - torch.from_numpy(np.array(upright)).int()).abs().max() < 20
+
+
+def test_damaged_exif_data_do_not_make_an_image_broken(recwarn: pytest.WarningsRecorder) -> None:
+    recwarn.clear()
+    content = encoded(Image.new("RGB", (8, 8), (9, 9, 9)), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert decode(io.BytesIO(content)).shape == (3, 8, 8)
+    assert not recwarn.list
+
+
+def test_an_image_of_more_pixels_than_allowed_is_broken_before_it_is_unpacked(recwarn: pytest.WarningsRecorder) -> None:
+    head = struct.pack(">IIBBBBB", 10_000, 10_000, 8, GREY_PNG, 0, 0, 0)
+    small = png(GREY_PNG, WIDE)
+    bomb = small[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + small[33:]
+    with pytest.raises(Exception, match=r"\(100000000 pixels\) exceeds limit of 89478485 pixels"):
+        decode(io.BytesIO(bomb))
+    assert not recwarn.list
+
+
+def test_files_of_other_kinds_are_told_each_time_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "images"
+    tiny_images.image_folder(root)
+    for name in ("notes.txt", "more.TXT", "photo.heic", "README"):
+        (root / "train" / "n00000001" / name).touch()
+    os.mkfifo(root / "val" / "n00000000" / "pipe.png")  # would be waited for
+    for _ in range(2):
+        caplog.clear()
+        source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0)
+        source.prepare(no_report)
+        assert "4 files are left out, no images (2 .txt, 1 without, 1 .heic): n00000001/README, " in caplog.text
+        assert source.prepared_defects == {"other_files": 5}
+        assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-import numpy as np
 import parallel_folder
 import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import write_po
 from inline_run import train_inline
+from parallel_folder import corpus
 from preparation_jobs import prepare
 from run_files import bytes_of, rows
-from text_sources import defects, places, prepared, refusal_of
+from text_sources import defects, places, prepared, refusal_of, sentences
 
 from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.lines import reading, texts_in
@@ -54,20 +54,8 @@ def opus(tmp_path: Path) -> Path:
 
 
 def sides_read(made: ParallelTextSource, side: int = 0) -> list[str]:
-    """Returns the training sentences of one side of a store, decoded and sorted."""
-    store, texts = made._store, []
-    for number, size in enumerate(store.sizes.values()):
-        ids, lengths = store.gather(store.locate(np.full(size, number), np.arange(size)))[side]
-        vocabulary = (store.source_vocabulary, store.target_vocabulary)[side]
-        texts += [vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])]
-    return sorted(texts)
-
-
-def corpus(stem: Path, first: int, last: int, sides: tuple[str, str] = ("de", "en")) -> None:
-    """Writes STEM.de beside STEM.en: German training pairs from one number to another."""
-    pairs = parallel_folder.pairs_of("de", last)[first:]
-    for column, side in enumerate(sides):
-        parallel_folder.write(stem.with_name(f"{stem.name}.{side}"), [pair[column] for pair in pairs])
+    """Returns the training sentences of one side, sorted."""
+    return sorted(text for code in made.sizes for text in sentences(made._store, code, side))
 
 
 @pytest.fixture
@@ -407,9 +395,7 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
     assert none.sizes == parallel_folder.SIZES and [kind for kind, *_ in places(none)] == ["no_dev", "no_dev"]
 
 
-def test_dev_text_of_a_language_whose_training_text_has_another_name_is_told(
-    opus: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_dev_text_without_training_text_of_that_name_is_told(opus: Path, caplog: pytest.LogCaptureFixture) -> None:
     (opus / "sw-en" / "opus.sw-en-train.sw").rename(opus / "sw-en" / "opus.sw-en-train.swa")
     assert [*source(opus, on_defect={"no_dev": "drop"}).sizes] == ["de", "fi", "swa"]
     assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
@@ -437,9 +423,8 @@ def test_pairs_that_are_held_out_or_copied_are_dropped_or_kept_and_counted(root:
     spoil(root / "train.de", 9, (root / "dev.de").read_bytes().split(b"\n")[3])  # translated otherwise: another pair
     spoil_both(root, 10, b"one line", b"one line")
     made = source(root)
-    assert sorted(places(made)) == [
-        *(("copied", "train.de", 10), ("held_out", "train.de", 7), ("held_out", "train.de", 8))
-    ]
+    found = [("copied", "train.de", 10), ("held_out", "train.de", 7), ("held_out", "train.de", 8)]
+    assert sorted(places(made)) == found
     assert made.sizes == {"de": 298} and source(root, on_defect={"copied": "drop"}).sizes == {"de": 297}
     kept = source(root, on_defect={"held_out": "keep"})
     assert kept.prepared_defects == {"held_out": 2, "copied": 1} and kept.sizes == {"de": 300}
@@ -456,9 +441,7 @@ def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) ->
     assert shared.target_vocabulary is shared.source_vocabulary
 
 
-def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vocabulary_may_be_as_small_as_its_text_and_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"source_vocabulary": 9000, "target_vocabulary": 9000}
     for _ in range(2):
         caplog.clear()
@@ -471,14 +454,8 @@ def test_a_vocabulary_may_be_as_small_as_the_text_and_says_so_each_time(
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        (
-            {"source_vocabulary": 9000},
-            r"data\.source_vocabulary=9000, but this corpus supports \d+ pieces: use data\.so",
-        ),
-        (
-            {"target_vocabulary": 8},
-            r"data\.target_vocabulary=8, but the characters .* alone need \d+ pieces: use data\.",
-        ),
+        ({"source_vocabulary": 9000}, r"data\.source_vocabulary=9000, but this corpus supports \d+ pieces: use data\."),
+        ({"target_vocabulary": 8}, r"data\.target_vocabulary=8, but the characters .* need \d+ pieces: use data\."),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_is_told_by_our_keys_alone(sizes: dict[str, int], said: str, root: Path) -> None:

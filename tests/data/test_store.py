@@ -1,4 +1,4 @@
-"""Tests the store against its text, and a preparation that is killed and continues."""
+"""Tests the store against its text, a preparation that is killed and continues, and the mini-batches made of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parallel_folder
 import preparation_jobs
 import pytest
+from launch_command import wait_for
 from run_files import bytes_of
+from text_sources import sentences
 
-from gpipe_cli.data.source import no_report
+from gpipe_cli.data.sampling import temperature_shares
+from gpipe_cli.data.source import Batch, Report, no_report
 from gpipe_cli.data.store import LanguageSummary, Sizes, Store, interleave, write_description, write_shard
+from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, width_of
+from gpipe_cli.data.translation import PairSource
+from gpipe_cli.errors import ConfigurationError
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +38,9 @@ def store(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report)
 
 
-def pairs_of(store: Store, code: str) -> list[tuple[str, str]]:
-    """Returns the decoded pairs, in the order of the disk."""
-    count, number = store.sizes[code], [*store.languages].index(code)
-    sides = store.gather(store.locate(np.full(count, number), np.arange(count)))
-    vocabularies = store.source_vocabulary, store.target_vocabulary
-    texts = [
-        [vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])]
-        for (ids, lengths), vocabulary in zip(sides, vocabularies, strict=True)
-    ]
-    return list(zip(*texts, strict=True))
-
-
 def test_the_pairs_lie_shuffled(store: Store) -> None:
     text = [pair.target for pair in parallel_folder.pairs_of("de", 300)]
-    places = [text.index(target) for _, target in pairs_of(store, "de") if target in text]
+    places = [text.index(target) for target in sentences(store, "de", 1) if target in text]
     assert len(places) > 200
     assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2
 
@@ -57,16 +54,14 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
         pytest.param("shards", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_preparation_goes_on_to_the_same_bytes(
-    text: str, done: int, root: Path, store: Store, tmp_path: Path
-) -> None:
+def test_a_killed_preparation_goes_on_alike(text: str, done: int, root: Path, store: Store, tmp_path: Path) -> None:
     words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "2", text, str(done)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "stopped\n"
         process.send_signal(signal.SIGKILL)
     (left,) = tmp_path.glob(".partial-*")
-    _wait_for_the_end_of_group(process.pid)
+    wait_for(lambda: _has_ended(process.pid))
     before = {path: path.stat().st_mtime_ns for path in (*left.rglob("*.json"), *left.glob("*.model"))}
     done_again: list[Path] = []
 
@@ -78,15 +73,13 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
     assert before and not left.exists() and not done_again
 
 
-def _wait_for_the_end_of_group(group: int) -> None:
-    """Waits until the killed process' own processes have ended."""
-    for _ in range(200):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    raise AssertionError("the processes of a killed preparation live on")
+def _has_ended(group: int) -> bool:
+    """Returns whether the killed process' own processes have ended."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def test_a_store_is_made_again_only_when_a_file_has_changed(tmp_path: Path) -> None:
@@ -108,3 +101,165 @@ def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> 
     wide = Store(tmp_path)
     rows = wide.locate(np.array([0, 0]), np.array([1, 0]))
     assert [side[0].tolist() for side in wide.gather(rows)] == [[2, 1, 70_000], [4, 65_536, 3]]
+
+
+# -- mini-batches: nothing is lost or repeated, each is a sample, loads are balanced, shapes are few -----------------
+
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class OfStore(PairSource):
+    """Reads a store that is already there, with blocks of 16 and shards of 64 pairs."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        keys = {"batch_size": None, "batch_tokens": 300, "temperature": 1.0, "max_length": 96, "seed": 3}
+        super().__init__(**{**keys, "evaluation_per_language": 3, **changes})
+        self._folder = folder
+
+    def _open(self, report: Report) -> Store:
+        return Store(self._folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = parallel_folder.opus(tmp_path_factory.mktemp("text"))
+    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = parallel_folder.opus(tmp_path_factory.mktemp("text"), sizes={"de": 300})
+    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
+
+
+def opened(folder: Path, **changes: Any) -> OfStore:
+    source = OfStore(folder, **changes)
+    source.prepare(no_report)
+    return source
+
+
+def first(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return list(islice(batches, count))
+
+
+def pairs_in(batch: Batch) -> list[Pair]:
+    """Returns source and target ids of every pair, without padding, in order."""
+    found: list[Pair] = []
+    for (source, _), (target,) in batch.micro_batches:
+        for row, out in zip(source.tolist(), target.tolist(), strict=True):
+            found.append((tuple(filter(None, row)), tuple(filter(None, out))))
+    return found
+
+
+def pairs_of_text(store: Store, code: str) -> list[Pair]:
+    """Encodes each line of the text with the store's vocabularies, in a plain loop."""
+    text = parallel_folder.pairs_of(code, parallel_folder.SIZES[code])
+    sides = [
+        [(*ids, 3) for ids in vocabulary.encode([pair[side] for pair in text])]
+        for side, vocabulary in enumerate((store.source_vocabulary, store.target_vocabulary))
+    ]
+    return list(zip(*sides, strict=True))
+
+
+def read_until(source: PairSource, pairs: int) -> list[Pair]:
+    """Returns at least so many pairs."""
+    found: list[Pair] = []
+    for batch in source.train(None, 1, 0, 1):
+        found += pairs_in(batch)
+        if len(found) >= pairs:
+            break
+    return found
+
+
+# --- every pair once
+
+
+@pytest.mark.parametrize("size", [{"batch_tokens": 300}, {"batch_size": 7, "batch_tokens": None}], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_pair_comes_once_per_epoch_as_in_a_plain_loop(size: dict[str, Any], chunks: int, alone: Path) -> None:
+    source = opened(alone, **size)
+    counts = Counter(read_until(source, chunks * source._chunk))
+    wanted = Counter(pairs_of_text(Store(alone), "de"))
+    epochs, rest = divmod(chunks * source._chunk, 300)
+    assert epochs and sum(counts.values()) == epochs * 300 + rest
+    assert set(counts) == set(wanted)  # shards of 64 and blocks of 16: none is lost at an end
+    # Several sentences may have the same ids. In the epoch under way each has come once or not at all.
+    assert all(epochs * n <= counts[pair] <= (epochs + 1) * n for pair, n in wanted.items())
+
+
+# --- temperature
+
+
+@pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
+def test_languages_come_as_often_as_the_formula_says(temperature: float, folder: Path) -> None:
+    source = opened(folder, temperature=temperature, batch_size=9, batch_tokens=None)
+    languages = {pair: code for code in parallel_folder.SIZES for pair in pairs_of_text(Store(folder), code)}
+    read = read_until(source, 10 * source._chunk)
+    counts = Counter(languages[pair] for pair in read)
+    shares = temperature_shares(list(parallel_folder.SIZES.values()), temperature)
+    for code, share in zip(parallel_folder.SIZES, shares, strict=True):
+        assert abs(counts[code] - share * len(read)) < 0.02 * len(read)  # a few have the same ids in two languages
+
+
+# --- shapes and balance
+
+
+def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Draws lengths from a few words to the limit."""
+    draw = np.random.default_rng(seed)
+    target = np.clip(draw.lognormal(3.0, 0.6, count), 2, 96).astype(np.int64)
+    return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target
+
+
+def padded_tokens(source: np.ndarray, target: np.ndarray) -> int:
+    return len(source) * int(width_of(source.max()) + width_of(target.max()))
+
+
+Parts = list[tuple[np.ndarray, np.ndarray]]
+
+
+def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[Parts]:
+    """Returns the source and target lengths in each micro-batch of chunks of 64 mini-batches of about `pairs` pairs."""
+    made = []
+    for seed in range(chunks):
+        source, target = lengths(64 * pairs, seed)
+        for groups in dealt(source, target, 64, equal_pairs):
+            s, t = source[np.concatenate(groups)], target[np.concatenate(groups)]
+            made.append([(s[at], t[at]) for at in micro_batches([len(group) for group in groups], parts)])
+    return made
+
+
+@pytest.mark.parametrize("size", [{"batch_tokens": 900}, {"batch_size": 48, "batch_tokens": None}], ids=str)
+@pytest.mark.parametrize("M", [1, 4])
+def test_a_mini_batch_is_a_sample_of_the_corpus(M: int, size: dict[str, Any], folder: Path) -> None:
+    targets = [
+        np.concatenate([(out != 0).sum(1).numpy() for _, (out,) in batch.micro_batches])
+        for batch in first(opened(folder, **size).train(None, M, 0, 1), 64)
+    ]
+    corpus = np.concatenate(targets)
+    assert np.mean([of.std() for of in targets]) > 0.9 * corpus.std()
+    assert np.std([of.mean() for of in targets]) < 0.25 * corpus.std()
+
+
+@pytest.mark.parametrize(("equal_pairs", "mean"), [(True, 1.12), (False, 1.1)])
+@pytest.mark.parametrize(("pairs", "parts"), [(150, 4), (600, 4), (600, 8)])
+def test_mini_batches_are_of_one_size_and_their_micro_batches_balanced_with_little_padding(
+    pairs: int, parts: int, equal_pairs: bool, mean: float
+) -> None:
+    batches = deal(pairs, equal_pairs, parts)
+    counts = [sum(len(target) for _, target in batch) for batch in batches]
+    tokens = np.array([sum(target.sum() for _, target in batch) for batch in batches])
+    assert {*counts} == {pairs} if equal_pairs else np.abs(tokens / tokens.mean() - 1).max() < 0.15
+    assert min(counts) >= least_pairs(pairs)
+    loads = np.array([[padded_tokens(*part) for part in batch] for batch in batches])
+    real = sum(int(source.sum() + target.sum()) for batch in batches for source, target in batch)
+    assert loads.shape == (len(batches), parts) and 1 - real / loads.sum() < 0.2
+    excess = loads.max(1) / loads.mean(1)
+    assert pairs < 600 or (excess.mean() < mean and excess.max() < 1.6)
+
+
+def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
+    said = r"divided into 16 micro-batches .*: raise data\.batch_tokens or lower pipeline\.M"
+    with pytest.raises(ConfigurationError, match=said):
+        opened(folder).train(None, 8, 0, 2)

@@ -1,4 +1,4 @@
-"""Tests that all ranks take the same decision about devices and backend, or refuse and say what to do."""
+"""Tests that all ranks decide alike about devices and backend, the tree by which they meet, and shares of a state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from own_plan import OWN, planned
 from torch.distributed import HashStore, Store
 
+from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.distributed import world
+from gpipe_cli.distributed.exchange import family
+from gpipe_cli.distributed.optimizer_shards import shares
 from gpipe_cli.distributed.world import CPU, choose_backend, choose_device
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.context import GROUP_TIMEOUT_SECONDS, Context
@@ -75,11 +79,7 @@ def test_all_ranks_decide_alike(ranks: Ranks, devices: list[str], backend: str) 
 
 
 @pytest.mark.parametrize(
-    ("devices", "reason"),
-    [
-        (UNEQUAL_MACHINES, "8 workers have 6 GPUs"),
-        (ONE_ON_A_CPU, "3 workers have 2 GPUs"),
-    ],
+    ("devices", "reason"), [(UNEQUAL_MACHINES, "8 workers have 6 GPUs"), (ONE_ON_A_CPU, "3 workers have 2 GPUs")]
 )
 def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(ranks: Ranks, devices: list[str], reason: str) -> None:
     answers = ranks.backends(devices, backend="nccl")
@@ -190,3 +190,51 @@ def test_every_group_waits_as_long_as_the_first_and_those_of_the_cpu_are_made_be
         assert [call.args[1].total_seconds() for call in made.call_args_list] == [GROUP_TIMEOUT_SECONDS]
     finally:
         dist.destroy_process_group()
+
+
+# -- the tree of ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 9, 64, 100])
+def test_each_rank_is_the_child_of_one_and_log2_messages_from_rank_0(size: int) -> None:
+    parents = {child: rank for rank in range(size) for child in family(rank, size)[1]}
+    assert parents == {rank: family(rank, size)[0] for rank in range(1, size)}
+
+    def depth(rank: int) -> int:
+        return 1 + depth(parents[rank]) if rank else 0
+
+    assert max(map(depth, range(size))) <= (size - 1).bit_length()
+    assert len(family(0, size)[1]) == (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_every_rank_reads_what_each_has_written_in_their_order(backend: str) -> None:
+    size = 6
+    totals = [[*(0.1 * (rank + step) for rank in range(size)), size] for step in range(2)]
+    gathered = [[rank] for rank in range(size)]
+    expected = [[totals, [[] if rank else gathered, {"from": 0}]] for rank in range(size)]
+    assert run_workers("group_jobs:meet", size, {"backend": backend}) == expected
+
+
+# -- an optimizer's state divided among replicas ---------------------------------------------------------------------
+
+
+def test_shares_are_even_and_the_same_everywhere() -> None:
+    sizes = [100, 1, 60, 40, 40, 0, 59]
+    owners = shares(sizes, 3)
+    assert owners == shares(list(sizes), 3)
+    loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(3)]
+    assert loads == [100, 100, 100]
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_divided_updates_and_early_sums_have_the_bits_of_whole_ones(replicas: int) -> None:
+    assert run_workers("group_jobs:shard", replicas, {}) == []
+
+
+def test_a_plan_counts_the_largest_share() -> None:
+    words = (*OWN, "pipeline.K=2", "pipeline.M=4", "pipeline.replicas=4", "optimizer=adam")
+    whole, divided = planned(*words), planned(*words, "pipeline.shard_optimizer=true")
+    assert divided.cells[0].optimizer == pytest.approx(whole.cells[0].optimizer / 4)
+    assert divided.cells[0].gradients == whole.cells[0].gradients
+    assert divided.memory < whole.memory

@@ -55,12 +55,7 @@ def train(layers: Layers, optimizers: Sequence[Optimizer], steps: Sequence[int])
 
 
 def save(
-    run_dir: Path,
-    step: int,
-    layers: Layers,
-    optimizer: Optimizer | None = None,
-    keep: int = 2,
-    best: int | None = None,
+    run_dir: Path, step: int, layers: Layers, optimizer: Optimizer | None = None, keep: int = 2, best: int | None = None
 ) -> CheckpointInfo:
     """Saves everything as the only worker; ``best``: the step with the best evaluation so far."""
     run_dir.mkdir(parents=True, exist_ok=True)

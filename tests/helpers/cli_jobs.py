@@ -39,29 +39,15 @@ def train(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def progress(step: int, steps: int | None) -> dict[str, Any]:
-    return {
-        "kind": "progress",
-        "step": step,
-        "steps": steps,
-        "done": step / steps if steps else None,
-        "loss": 5 / step,
-        "lr": 1e-3,
-        "examples_per_second": 800.0,
-        "bubble": 0.2,
-        "skipped_updates": 0,
-    }
+    done = step / steps if steps else None
+    figures = {"loss": 5 / step, "lr": 1e-3, "examples_per_second": 800.0, "bubble": 0.2, "skipped_updates": 0}
+    return {"kind": "progress", "step": step, "steps": steps, "done": done, **figures}
 
 
 def summary(K: int, seed: int) -> dict[str, Any]:
-    return {
-        "loss": 1 / K,
-        "examples_per_second": 100.0 * K,
-        "bubble": 0.1,
-        "bubble_predicted": 0.12,
-        "wall_seconds": 2.5,
-        "evaluation": {"nll": 2.25, "accuracy": (90 + seed) / 100},
-        "stopped_by": "steps",
-    }
+    evaluation = {"nll": 2.25, "accuracy": (90 + seed) / 100}
+    figures = {"loss": 1 / K, "examples_per_second": 100.0 * K, "bubble": 0.1, "bubble_predicted": 0.12}
+    return {**figures, "wall_seconds": 2.5, "evaluation": evaluation, "stopped_by": "steps"}
 
 
 if __name__ == "__main__":

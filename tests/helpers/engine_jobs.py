@@ -15,24 +15,22 @@ from small_models import (
     CPU,
     build_all,
     descend,
+    engine_of,
     mini_batch,
-    other_bits,
+    other_values,
     plain_step,
     seen_after,
     small_model,
-    token_loss,
     varying_model,
     weight_of,
 )
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.partition.partition import cell_layers
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
-from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput
+from gpipe_cli.pipeline.cell import BuiltLayer
+from gpipe_cli.pipeline.engine import StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
-from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT
@@ -79,13 +77,8 @@ def sizes_of(layers: Sequence[BuiltLayer], K: int) -> list[int]:
 def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
     """Runs some steps of gradient descent; returns the losses, gradients and buffers of each, as far as held here."""
     layers = case.layers()
-    noise = NoiseSource(1, 0, CPU)
-    cells = [
-        Cell(k, [layers[i] for i in numbers], noise)
-        for k, numbers in enumerate(cell_layers(sizes_of(layers, case.K)))
-        if placement[k] == worker
-    ]
-    engine = Engine(cells, placement, transport, token_loss, 1, CPU)
+    engine = engine_of(layers, sizes_of(layers, case.K), placement=placement, transport=transport, worker=worker)
+    cells = [*engine.cells.values()]
     lists = scheduled(case.kind, placement, case.M, case.remat)
     posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
@@ -133,6 +126,7 @@ def compare(context: Context, config: dict[str, Any]) -> list[str]:
             else:
                 transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
             case = Case(4, 5, kind, policy, 11, True, 0.2, varying)
-            ours = other_bits(run_case(case, placement, context.rank, transport), alone[varying])
+            seen = run_case(case, placement, context.rank, transport)
+            ours = other_values(seen, alone[varying], ("losses", "gradients", "buffers"), (0, 0))
             found += [f"worker {context.rank}, {wire}, {case}: {text}" for text in ours]
     return of_all(found)

@@ -58,9 +58,8 @@ def ends_of(kind: str, failures: tuple[str, ...], number: int = 1, **others: Any
     """
     global failing, countdown
     layers = [LayerBuilder(name, partial(Layer, name)) for name in "ab"]
-    pipeline = Pipeline.of(
-        layers, nn.functional.mse_loss, (X[:2], Y[:2]), K=2, M=4, schedule=kind, partition=[1, 1], **others
-    )
+    others |= {"K": 2, "M": 4, "schedule": kind, "partition": [1, 1]}
+    pipeline = Pipeline.of(layers, nn.functional.mse_loss, (X[:2], Y[:2]), **others)
     caught: list[BaseException] = []
     for failing in failures[:1]:  # before any shape is known to the next worker
         countdown = number
@@ -96,9 +95,8 @@ def main() -> None:
         rank = dist.get_rank()
         for place in PLACES:
             found, caught = ends_of(kind, (place,), 1 + (kind == "gpipe"))
-            memory = sum(
-                isinstance(error, ValueError if place == "lengths" else torch.OutOfMemoryError) for error in caught
-            )
+            kind_of_error = ValueError if place == "lengths" else torch.OutOfMemoryError
+            memory = sum(isinstance(error, kind_of_error) for error in caught)
             print(f"rank {rank}, {kind}, {place}: {found == right}, {memory} caught, {str(caught[0])[:200]}\n", end="")
     groups = [dist.new_group([number]) for number in range(2)]
     found, _ = ends_of("gpipe", (), group=groups[rank])

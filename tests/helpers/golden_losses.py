@@ -20,17 +20,16 @@ FOLDER = Path(__file__).parents[1] / "golden"
 GROUPS = {"gpipe": ["gpipe"], "1f1b": ["1f1b", "interleaved_1f1b", "zero_bubble"]}
 STEPS = 12
 # debug=tiny makes them small; what is drawn at random (dropout, drop path) is on in all of them.
+DROPOUT = ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"]
 MODELS = {
     "transformer": [
+        *DROPOUT,
         "model.positions=sinusoids",
-        "model.dropout=0.1",
-        "model.input_dropout=0.1",
-        "model.attention_dropout=0.1",
         "task.generation=null",
         "optimizer=adam",
         "optimizer.lr=0.003",
     ],
-    "transformer_lm": ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"],
+    "transformer_lm": DROPOUT,
     "amoebanet": ["model.dropout=0.2", "model.drop_path_keep=0.7"],
 }
 

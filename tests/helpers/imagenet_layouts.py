@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tiny_images
-from image_tars import write_tar
+from tiny_images import write_tar
 
 WNIDS = ("n01440764", "n01443537", "n01484850")
 NUMBERS = {"n01440764": 449, "n01443537": 450, "n01484850": 5}  # ILSVRC2012_ID: in another order than the wnids

@@ -52,15 +52,9 @@ def _joined(context: Context) -> Any:
 def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     print("a line from C-level stdout", flush=True)
     context.emit({"event": "hello", "text": "line\nbreak"})
-    return {
-        "rank": context.rank,
-        "world_size": context.world_size,
-        "config": config,
-        "cwd": str(Path.cwd()),
-        "threads": os.environ["OMP_NUM_THREADS"],
-        "helpers": os.environ["TORCHINDUCTOR_COMPILE_THREADS"],
-        "sys_path": sys.path,
-    }
+    threads, helpers = os.environ["OMP_NUM_THREADS"], os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
+    found = {"cwd": str(Path.cwd()), "threads": threads, "helpers": helpers, "sys_path": sys.path}
+    return {"rank": context.rank, "world_size": context.world_size, "config": config, **found}
 
 
 def all_reduce(context: Context, config: dict[str, Any]) -> float:
@@ -89,14 +83,6 @@ def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
     torch.distributed.recv(torch.zeros(1), CULPRIT)
 
 
-def kill_beside_recv(context: Context, config: dict[str, Any]) -> None:
-    torch = _joined(context)
-    if context.rank == CULPRIT:
-        print("allocating", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.distributed.recv(torch.zeros(1), CULPRIT)
-
-
 def kill_beside_device(context: Context, config: dict[str, Any]) -> None:
     """One rank is killed while the others wait inside a call that never returns to Python, as a GPU's."""
     _joined(context)
@@ -119,20 +105,6 @@ def fail_on_full_disk(context: Context, config: dict[str, Any]) -> None:
     fill(Path(config["fill"]))
     print("a line that finds no room", flush=True)
     raise OSError(errno.ENOSPC, "No space left on device", "/shared/x")
-
-
-def refuse_configuration(context: Context, config: dict[str, Any]) -> None:
-    raise ConfigurationError("pipeline.K=9 but the model has 8 layers: use pipeline.K<=8")
-
-
-def exit_hard(context: Context, config: dict[str, Any]) -> None:
-    _sleep_as_peer(context)
-    os._exit(3)
-
-
-def crash(context: Context, config: dict[str, Any]) -> None:
-    _sleep_as_peer(context)
-    ctypes.string_at(0)
 
 
 def return_unwritable(context: Context, config: dict[str, Any]) -> Any:

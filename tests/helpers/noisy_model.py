@@ -75,12 +75,11 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise to every weight in an update; each group counts them."""
+    """Adds noise to every weight in an update."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
-            group["updates"] = group.get("updates", 0) + 1
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=0.01)

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from in_backward import in_backward
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.data.source import Batch
@@ -161,12 +160,21 @@ class Ending(Stepping):
 
 def die(*_: object) -> None:
     """Ends this process as the environment says (HOW)."""
+    print("the last line of the log", flush=True)
     if os.environ["HOW"] == "exit":
         os._exit(3)
     if os.environ["HOW"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if os.environ["HOW"] == "crash":
         ctypes.string_at(0)
+
+
+def in_backward(x: Tensor, act: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """Returns the same values; ``act`` is called with their gradient, and may return another one."""
+    inner = x.clone()
+    if inner.requires_grad:
+        inner.register_hook(act)  # type: ignore[no-untyped-call]  # torch's own
+    return inner.clone()
 
 
 class Doomed(Stepping):

@@ -48,3 +48,10 @@ def _write_splits(folder: Path, prefix: str, code: str, size: int, dev: str = "d
         pairs = pairs_of(code, size if split == "train" else 20, split)
         write(folder / f"{prefix}{name}.{code}", [pair.source for pair in pairs])
         write(folder / f"{prefix}{name}.en", [pair.target for pair in pairs])
+
+
+def corpus(stem: Path, first: int, last: int, sides: tuple[str, str] = ("de", "en"), split: str = "train") -> None:
+    """Writes STEM.de beside STEM.en: German pairs of a split from one number to another."""
+    for column, side in enumerate(sides):
+        lines = [pair[column] for pair in pairs_of("de", last, split)[first:]]
+        write(stem.with_name(f"{stem.name}.{side}"), lines)

@@ -51,9 +51,8 @@ def check_rules(lists: InstructionLists, placement: Sequence[int], M: int, polic
     for cell in cells:
         for m in range(M):
             assert ops[Op.FORWARD, cell, m], f"no forward {cell}.{m}"
-            assert (policy is not None) == (ops[Op.BACKWARD, cell, m] or ops[Op.WEIGHT_GRADIENT, cell, m]), (
-                f"{cell}.{m}"
-            )
+            has_backward = ops[Op.BACKWARD, cell, m] or ops[Op.WEIGHT_GRADIENT, cell, m]
+            assert (policy is not None) == has_backward, f"{cell}.{m}"
             assert ops[Op.WEIGHT_GRADIENT, cell, m] == ops[Op.INPUT_GRADIENT, cell, m], f"half a backward {cell}.{m}"
     if policy is not None:
         keep = kept_graphs(policy, len(placement), M)

@@ -16,6 +16,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
 from gpipe_cli.pipeline.engine import Engine, StepInput, StepRecord
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 WORDS, WIDTH = 11, 8
@@ -175,11 +176,15 @@ def engine_of(
     cuts: Sequence[int],
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     compiles: bool = False,
+    placement: Sequence[int] | None = None,
+    transport: Transport | None = None,
+    worker: int = 0,
 ) -> Engine:
-    """Returns the engine of one worker that has all cells; ``cuts``: the number of layers of each."""
-    noise, taken = NoiseSource(1, 0, CPU), iter(layers)
+    """Returns the engine of a worker, which has all cells if none is given; ``cuts``: the number of layers of each."""
+    noise, taken, placement = NoiseSource(1, 0, CPU), iter(layers), placement or (0,) * len(cuts)
     cells = [Cell(k, [next(taken) for _ in range(size)], noise, None, compiles) for k, size in enumerate(cuts)]
-    return Engine(cells, (0,) * len(cells), None, token_loss, 1, CPU, autocast)
+    own = [cell for cell, of in zip(cells, placement, strict=True) if of == worker]
+    return Engine(own, placement, transport, token_loss, 1, CPU, autocast)
 
 
 def train_step(
@@ -211,12 +216,8 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
 def seen_after(cells: Sequence[Cell], record: StepRecord) -> dict[str, dict[Any, Any]]:
     """Returns losses, gradients and buffers after a step, of the cells that are here."""
     held = dict(named for cell in cells for named in cell.parameters())
-    buffers = {
-        f"{layer.name}.{name}": value.clone()
-        for cell in cells
-        for layer in cell.layers
-        for name, value in layer.module.named_buffers()
-    }
+    layers = [layer for cell in cells for layer in cell.layers]
+    buffers = {f"{layer.name}.{name}": b.clone() for layer in layers for name, b in layer.module.named_buffers()}
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in held.items()}
     return {"losses": {k: v.item() for k, v in record.losses.items()}, "gradients": gradients, "buffers": buffers}
 
@@ -230,37 +231,31 @@ def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
                 parameter.grad = None
 
 
-def differences(
-    case: object, ours: Sequence[dict[str, Any]], plain: Sequence[dict[str, Any]], rtol: float, atol: float
+def other_values(
+    seen: Sequence[dict[str, Any]],
+    reference: Sequence[dict[str, Any]],
+    parts: Sequence[str],
+    close: tuple[float, float],
 ) -> list[str]:
-    """Lists the parameters whose gradients differ from the plain model's in a step, or are missing there."""
+    """Returns the parts of `seen_after`'s steps that differ from those of the reference.
+
+    Args:
+        close: by how much numbers may differ, relatively and absolutely; (0, 0): in no bit.
+    """
     return [
-        f"{case}, step {step}: gradient of {name} is {gradient}, not {theirs['gradients'][name]}"
-        for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True))
-        for name, gradient in mine["gradients"].items()
-        if not _is_close(gradient, theirs["gradients"][name], rtol, atol)
+        f"step {step}: {part} of {name} is {value}, not {then[part][name]}"
+        for step, (now, then) in enumerate(zip(seen, reference, strict=True))
+        for part in parts
+        for name, value in now[part].items()
+        if not _is_close(value, then[part][name], *close)
     ]
 
 
-def _is_close(gradient: Tensor | None, expected: Tensor | None, rtol: float, atol: float) -> bool:
-    if gradient is None or expected is None:
-        return gradient is expected
-    return torch.allclose(gradient, expected, rtol, atol * max(1.0, expected.abs().max().item()))
-
-
-def other_bits(
-    seen: Sequence[dict[str, dict[Any, Any]]],
-    reference: Sequence[dict[str, dict[Any, Any]]],
-    parts: Sequence[str] = ("losses", "gradients", "buffers"),
-) -> list[str]:
-    """Returns the parts of `seen_after`'s steps that have other bits than those of the reference."""
-    found = []
-    for step, (now, then) in enumerate(zip(seen, reference, strict=True)):
-        for part in parts:
-            for name, value in now[part].items():
-                same = torch.equal(value, then[part][name]) if isinstance(value, Tensor) else value == then[part][name]
-                found += [] if same else [f"step {step}: {part} of {name}"]
-    return found
+def _is_close(value: Any, expected: Any, rtol: float, atol: float) -> bool:
+    if not isinstance(value, Tensor) or expected is None:
+        return value is expected or value == expected
+    exact = torch.equal(value, expected)
+    return exact or (rtol > 0 and torch.allclose(value, expected, rtol, atol * max(1.0, expected.abs().max().item())))
 
 
 def plain_step(layers: Sequence[BuiltLayer], micro_batches: Sequence[MicroBatch], step: int, seed: int = 1) -> float:

@@ -7,7 +7,6 @@ those see late_device.py.
 
 from __future__ import annotations
 
-import atexit
 import os
 import subprocess
 import sys
@@ -115,7 +114,6 @@ def register() -> None:
     }
     vars(module).update(made)
     torch._register_device_module(NAME, module)
-    atexit.register(lambda: print(f"waits {device.waits()} operations {device.operations()}", flush=True))
     for name in made.keys() & vars(torch.cuda).keys() - {"Event", "Stream"}:
         setattr(torch.cuda, name, made[name])
     fork_rng = torch.random.fork_rng
@@ -138,14 +136,14 @@ def replace_nccl() -> None:
 
         def __init__(self, options: Any, kind: str) -> None:
             super().__init__(options.group_rank, options.group_size)
-            self.gloo = dist.ProcessGroupGloo(
-                options.store, options.group_rank, options.group_size, timeout=options.timeout
-            )
+            place = options.store, options.group_rank, options.group_size
+            self.gloo = dist.ProcessGroupGloo(*place, timeout=options.timeout)
             bound = getattr(options.process_group, "bound_device_id", None)
             if bound is not None:
                 assert kind == "ProcessGroupNCCL2", "a bound group of the older class has one queue"
                 self.bound_device_id = bound
-            print(f"{kind} of {options.group_size} waits {options.timeout.total_seconds():.0f} s", flush=True)
+            told = f"{kind} of {options.group_size}, bound to {bound}, waits {options.timeout.total_seconds():.0f} s"
+            print(told, flush=True)
 
         def _get_backend(self, device: Any) -> Any:
             assert device.type == NAME, f"No backend type associated with device type {device.type}"

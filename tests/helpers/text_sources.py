@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from gpipe_cli.data.source import no_report
+from gpipe_cli.data.store import Store
 from gpipe_cli.errors import ConfigurationError
 
 Kind = TypeVar("Kind")
@@ -38,3 +40,11 @@ def defects(made: Any) -> dict[str, Any]:
 def places(made: Any) -> list[tuple[str, str, int]]:
     """Returns kind, file and line of every defect."""
     return [(one["kind"], Path(one["file"]).name, one["line"]) for one in defects(made)["defects"]]
+
+
+def sentences(store: Store, code: str, side: int) -> list[str]:
+    """Returns the training sentences of a language on one side of a store, decoded, in the order of the disk."""
+    count, number = store.sizes[code], [*store.languages].index(code)
+    ids, lengths = store.gather(store.locate(np.full(count, number), np.arange(count)))[side]
+    vocabulary = (store.source_vocabulary, store.target_vocabulary)[side]
+    return [vocabulary.decode(of.tolist()) for of in np.split(ids, np.cumsum(lengths)[:-1])]

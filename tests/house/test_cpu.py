@@ -6,20 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from gpipe_cli import cpu
-from gpipe_cli.cpu import as_worker, free_memory, usable_cores, usable_memory
-
-
-def test_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    with as_worker(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
-    with as_worker(None):
-        assert torch.get_num_threads() == before
-
+from gpipe_cli.cpu import free_memory, usable_cores, usable_memory
 
 V1, V2 = "9:name=systemd:/x\n5:cpu,cpuacct:/job/step\n4:memory:/job/step\n0::/x\n", "0::/user.slice/job.scope\n"
 MIB = 1 << 20

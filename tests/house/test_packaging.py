@@ -63,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
     "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
     "commands": {
-        *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal"),
+        *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal")
     },
 }
 

@@ -68,9 +68,7 @@ class Script:
         return [None if (path := start["checkpoint"]["resume"]) is None else Path(path).name for start in self.starts]
 
 
-def test_a_killed_worker_s_run_starts_again_from_the_newest_checkpoint_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Script(tmp_path)
     made = script.run(failed(**KILLED), failed(**KILLED), None, save_steps=(5, 7))
     assert script.resumed == [None, "step_00000005", "step_00000007"]

@@ -1,20 +1,30 @@
-"""Tests what `Pipeline` promises to a program around it: its modules, modes and random numbers stay its own."""
+"""Tests what `Pipeline` promises to a program around it: what is its own stays so, and its bits are gpipe-train's."""
 
 from __future__ import annotations
 
+import pickle
+import random
 import re
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import failing_loop
 import pytest
 import torch
+from failing_loop import PLACES, ends_of
+from inline_run import train_inline
 from processes import TORCHRUN, run, succeeded
+from run_files import losses as losses_of
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from gpipe_cli import LayerBuilder, Pipeline
+from gpipe_cli.distributed.step_message import BatchShape, PlanMessage
+from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.pipeline.cell import LayerFailed, failed
 
 X, Y = torch.linspace(-1, 1, 16).view(8, 2), torch.zeros(8, 2)
 
@@ -62,10 +72,8 @@ def test_parts_built_in_evaluation_mode_stay_in_it() -> None:
     for _ in range(2):
         pipeline.step(X, Y)
         pipeline.forward(X, Y)
-    assert [part.training for layer in pipeline.layers for part in layer.module.modules()] == [
-        *(False, True),
-        *(True, True, False),
-    ]
+    modes = [part.training for layer in pipeline.layers for part in layer.module.modules()]
+    assert modes == [False, True, True, True, False]
     assert int(pipeline.state_dict()["layer 0.num_batches_tracked"]) == 0
 
 
@@ -183,3 +191,113 @@ def test_the_fine_tuning_example_trains_on_two_workers_as_on_one(tmp_path: Path)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", alone)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.3
+
+
+# -- calls that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "zero_bubble"])
+def test_steps_and_evaluations_that_fail_change_nothing(kind: str) -> None:
+    right, _ = ends_of(kind, ())
+    found, caught = ends_of(kind, PLACES, 2)
+    assert found == right
+    assert len(caught) == len(PLACES) + 1
+
+
+def test_what_a_layer_raises_is_caught_by_its_own_class() -> None:
+    _, caught = ends_of("gpipe", ("b forward",))
+    assert isinstance(caught[0], torch.OutOfMemoryError)
+    assert isinstance(caught[0], LayerFailed)
+    assert str(caught[0]) == "cell 1, layer 'b', micro-batch 0"
+    for kind in (torch.OutOfMemoryError, KeyError, FileNotFoundError, UnicodeDecodeError, StopIteration):
+        again = pickle.loads(pickle.dumps(failed("cell 0", kind)))
+        assert (str(again), type(again).__name__) == ("cell 0", "LayerFailed")
+        assert isinstance(again, kind) == (kind is not StopIteration)
+
+
+@pytest.mark.slow
+def test_the_other_workers_raise_the_same_and_all_go_on() -> None:
+    """Each case is a pipeline of its own in processes that have a group; the last have one process each."""
+    said = succeeded(run(*TORCHRUN, failing_loop.__file__))
+    cases = re.findall(r"^rank (\d), (\w+), ([\w ]+): True, 2 caught, (.*)$", said, re.MULTILINE)
+    assert len(cases) == 2 * 2 * len(PLACES), said
+    for rank, _, place, text in cases:
+        failed_here = rank == ("1" if place[0] == "b" else "0")
+        assert failed_here or f"rank {1 - int(rank)} has failed, and all is as before this call" in text
+    assert len(re.findall(r"^rank \d, alone: 23$", said, re.MULTILINE)) == 2, said
+
+
+# -- a loop of one's own ---------------------------------------------------------------------------------------------
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAME = (
+    *("model=layers", "model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
+    *("task._target_=torch.nn.functional.cross_entropy", "optimizer._target_=torch.optim.AdamW", "optimizer.lr=0.005"),
+    *("lr_schedule=constant", "trainer.gradient_clip=null", "trainer.steps=8", "trainer.evaluate_every=null"),
+    *("pipeline.K=2", "pipeline.workers=1", "pipeline.M=4", "pipeline.schedule=1f1b", "pipeline.remat=always"),
+    *("pipeline.threads=1", "seed=0"),
+)
+
+
+def test_a_loop_of_one_s_own_has_the_losses_of_gpipe_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = succeeded(run(*TORCHRUN, EXAMPLES / "own_loop.py", OMP_NUM_THREADS="1"))
+    assert re.search(r"^\d+ of 128 are right$", said, re.MULTILINE)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    train_inline(tmp_path, *SAME)
+    assert [float(loss) for loss in re.findall(r"loss (\S+)", said)] == losses_of(tmp_path)
+    assert len(losses_of(tmp_path)) == 8
+
+
+class Frozen(torch.nn.Linear):
+    """Begins without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.requires_grad_(False)
+
+
+def test_weights_unfrozen_between_two_steps_learn_at_every_k() -> None:
+    x, y, found = torch.ones(4, 2), torch.zeros(4, 2), []
+    for K in (1, 2):
+        layers = [LayerBuilder("trunk", Frozen), LayerBuilder("head", partial(torch.nn.Linear, 2, 2))]
+        pipeline = Pipeline.of(layers, mse_loss, (x[:2], y[:2]), K=K, M=2)
+        pipeline.step(x, y)
+        for parameter in pipeline.parameters():
+            parameter.requires_grad_()
+        pipeline.step(x, y)
+        found.append([parameter.grad for parameter in pipeline.parameters()])
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(*found, strict=True))
+
+
+class Short(torch.nn.Module):
+    """Returns as many rows as the values say, or another type."""
+
+    def __init__(self, changes: str) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes == "type":
+            return x.double() if x[0, 0] > 1 else x
+        return x[: 1 if random.random() < 0.5 else 2] if self.training else x
+
+
+@pytest.mark.parametrize(("changes", "said"), [("shape", r"float32\[[12], 2\]"), ("type", r"float64\[2, 2\]")])
+@pytest.mark.parametrize("K", [1, 2])
+def test_what_a_message_could_not_follow_is_refused_by_name_at_every_k(K: int, changes: str, said: str) -> None:
+    x = torch.zeros(40, 2)
+    x[2:] = 2
+    layers = [LayerBuilder("short", partial(Short, changes)), LayerBuilder("end", torch.nn.Identity)]
+    pipeline = Pipeline.of(layers, lambda o, t: o.mean(), (x[:2], x[:2]), K=K, M=20)
+    with pytest.raises(LayerFailed, match=rf"layer 'short', micro-batch \d+: it passes on {said}, where .* before"):
+        pipeline.step(x, x)
+
+
+def test_targets_of_another_type_are_a_form_of_their_own() -> None:
+    hard, soft = torch.tensor([0, 1]), torch.tensor([0.4, 0.6])
+    cpu = torch.device("cpu")
+    message = PlanMessage(World(0, 1, 1, cpu, cpu, None, None, None), BatchShape((2,), (1,)), 2)
+    message.write_plan([((torch.ones(2, 2),), (targets,)) for targets in (hard, soft)], [2, 2])
+    message.run()
+    assert len(set(message.read_plan("train").signatures)) == 2

@@ -7,7 +7,6 @@ from schedule_rules import scheduled
 
 from gpipe_cli.metrics.breakdown import count_computations, even_durations, mean_breakdown, simulate_with
 from gpipe_cli.schedule.instruction import InstructionLists, Op
-from gpipe_cli.svg import draw_shares
 
 
 def durations(lists: InstructionLists, forward: list[float], backward: list[float]) -> dict[tuple[Op, int], float]:
@@ -42,10 +41,3 @@ def test_the_shares_of_a_step_by_hand() -> None:
     expected["load_imbalance"] = (2 * 21 - 2 * 18) / 60
     assert shares == pytest.approx(expected) and sum(shares.values()) == pytest.approx(1)
     assert bubble == pytest.approx(1 - 24 / 42)
-
-
-def test_the_picture_of_the_shares_is_drawn() -> None:
-    paper = {"computation": 0.656, "recomputation": 0.225, "bubble": 0.041}
-    rest = {"load_imbalance": 0.032, "setup": 0.029, "weight_update": 0.017}
-    drawing = draw_shares({"the paper": paper | rest}, "Table 4")
-    assert str(drawing).count("<path") > 6 and "computation 65.6%" in drawing.alt

@@ -1,15 +1,24 @@
-"""Tests metrics.jsonl: what other programs read of a run, step by step."""
+"""Tests the files that a run writes: what other programs read of it, on disks that are full, read-only or gone."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from composed import checked
+from inline_run import train_inline
+from own_model import WORDS
 from run_files import rows
+from small_disk import fill, small_disk
 
+from gpipe_cli.checkpoint.files import latest
+from gpipe_cli.disk import DiskError
 from gpipe_cli.factory.build import build_task
 from gpipe_cli.json_files import read_rows
 from gpipe_cli.metrics.journal import Journal
@@ -46,3 +55,88 @@ def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, p
     assert warnings == [f"{tmp_path}/metrics.jsonl: damaged and skipped: line {place + 1}"]
     kept, _ = read_rows(tmp_path / "metrics.jsonl")
     assert kept == [{"step": 2 - place}]
+
+
+# -- disks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "size=40k") as folder:
+        yield folder
+
+
+def test_a_row_that_finds_no_room_leaves_no_part_of_it(disk: Path) -> None:
+    path = disk / "m.jsonl"
+    file = MetricsFile(path, 0)
+    file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
+    filler = fill(disk)
+    said = r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
+    with pytest.raises(DiskError, match=said):
+        file.write({"step": 2, "text": "y" * 4000})
+    filler.unlink()
+    file.write({"step": 3})
+    file.close()
+    assert [row["step"] for row in rows(path)] == [1, 3]
+
+
+def move_away(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replace_by_a_copy(folder: Path) -> None:
+    move_away(folder)
+    shutil.copytree(folder.with_name("elsewhere"), folder)
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, move_away, replace_by_a_copy], ids=["removed", "moved", "replaced"])
+def test_a_run_whose_directory_vanishes_does_not_make_it_again(lose: Callable[[Path], None], tmp_path: Path) -> None:
+    run_dir, steps = tmp_path / "run", list[int]()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("kind") == "progress":
+            steps.append(event["step"])
+            if event["step"] == 2:
+                lose(run_dir)
+
+    with pytest.raises(DiskError, match="cannot be written: it, or a folder above it, was moved, deleted"):
+        train_inline(run_dir, *WORDS, "trainer.steps=5", "pipeline.K=1", "checkpoint.every=4", on_event=on_event)
+    assert steps == [1, 2]
+    assert lose is replace_by_a_copy or not run_dir.exists()
+
+
+def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine\n")
+    (tmp_path / "m.jsonl").symlink_to(outside)
+    with pytest.raises(DiskError, match=r"m\.jsonl cannot be written: Too many levels of symbolic links"):
+        MetricsFile(tmp_path / "m.jsonl", 0)
+    os.link(outside, tmp_path / "e.jsonl")  # a name of its own, as an archive can unpack one
+    with pytest.raises(DiskError, match="it has another name elsewhere"):
+        MetricsFile(tmp_path / "e.jsonl", 0)
+    assert outside.read_text() == "mine\n"
+
+
+def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "run", "size=900k"), pytest.raises(DiskError) as caught:
+        train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")
+    text = str(caught.value)
+    assert "\n" not in text and "step_00000001.partial cannot be written: No space left on device (room left:" in text
+
+
+def test_a_run_goes_on_although_the_metrics_find_no_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "full", "size=8k") as folder:
+        (folder / "metrics").touch()
+        fill(folder)
+        (tmp_path / "run").mkdir()
+        file = tmp_path / "run" / "metrics.jsonl"
+        file.touch()
+        subprocess.run(["mount", "--bind", folder / "metrics", file], check=True)
+        try:
+            _, events = train_inline(tmp_path / "run", *WORDS, "trainer.steps=2", "pipeline.K=1")
+        finally:
+            subprocess.run(["umount", file], check=True)
+    said = [event["text"] for event in events if event["kind"] == "warning"]
+    assert sum("metrics.jsonl cannot be written: No space left on device" in text for text in said) == 1
+    chosen = latest(tmp_path / "run")[0]
+    assert chosen is not None and chosen.step == 2

@@ -59,20 +59,9 @@ class Run:
 
 
 def recorded(kind: str, directory: Path) -> Run:
-    words = [
-        "debug=tiny",
-        "pipeline.K=4",
-        "pipeline.M=3",
-        "pipeline.workers=2",
-        f"pipeline.schedule={kind}",
-        "trainer.steps=3",
-        "trainer.trace_steps=[2,3]",
-        "trainer.evaluate_first=false",
-        "trainer.evaluate_every=null",
-        "task.generation=null",
-        "logging.every=3",
-        "logging.tensorboard=false",
-    ]
+    words = ["debug=tiny", "pipeline.K=4", "pipeline.M=3", "pipeline.workers=2", f"pipeline.schedule={kind}"]
+    words += ["trainer.steps=3", "trainer.trace_steps=[2,3]", "trainer.evaluate_first=false", "logging.every=3"]
+    words += ["trainer.evaluate_every=null", "task.generation=null", "logging.tensorboard=false"]
     content = {"settings": checked(*words).config, "started_at": time.time()}
     job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
     return Run(directory, launch(job, lambda event: None), kind)

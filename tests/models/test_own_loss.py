@@ -9,7 +9,7 @@ import torch
 from inline_run import train_inline
 from own_module import HalfEmpty, PaddedTexts, TiedTexts, WithDividedLoss, WithLoss, smoothed_loss
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.planted_faults import verified
 from gpipe_cli.commands import export
@@ -33,15 +33,21 @@ def trained(folder: Path, *words: str) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_micro_batches_count_by_their_targets(tmp_path: Path) -> None:
-    """Each has another number of targets, so that the mean of their means would be another loss."""
+def plainly_trained(kind: type[WithLoss | WithDividedLoss], data: type[PaddedTexts]) -> nn.Module:
+    """Returns a module after a step on a whole mini-batch."""
     torch.manual_seed(SEED)
-    module = WithLoss()
-    ((ids,), (targets,)) = next(PaddedTexts(8, SEED).train(None, 1, 0, 1)).micro_batches[0]
+    module = kind()
+    ((ids,), (targets,)) = next(data(8, SEED).train(None, 1, 0, 1)).micro_batches[0]
     loss = module(ids, targets.masked_fill(targets == 0, -100)).loss
     assert loss is not None
     loss.backward()
     torch.optim.SGD(module.parameters(), LR).step()
+    return module
+
+
+def test_micro_batches_count_by_their_targets(tmp_path: Path) -> None:
+    """Each has another number of targets, so that the mean of their means would be another loss."""
+    module = plainly_trained(WithLoss, PaddedTexts)
     one, four = (trained(tmp_path / f"k{K}", *WORDS, f"pipeline.K={K}", "pipeline.M=4") for K in (1, 4))
     for name, parameter in module.named_parameters():
         assert torch.equal(one[name], four[name])
@@ -52,13 +58,7 @@ def test_a_micro_batch_without_targets_contributes_nothing(tmp_path: Path) -> No
     """Its mean is not a number, and nor are the gradients of a sum divided by a count."""
     words = [*COMMON, "model.module._target_=own_module.WithDividedLoss", "data._target_=own_module.HalfEmpty"]
     words += ["data.batch_size=8", "task=own_loss", "task.ignored=0", "pipeline.M=2"]
-    torch.manual_seed(SEED)
-    module = WithDividedLoss()
-    ((ids,), (targets,)) = next(HalfEmpty(8, SEED).train(None, 1, 0, 1)).micro_batches[0]
-    loss = module(ids, targets.masked_fill(targets == 0, -100)).loss
-    assert loss is not None
-    loss.backward()
-    torch.optim.SGD(module.parameters(), LR).step()
+    module = plainly_trained(WithDividedLoss, HalfEmpty)
     for kind, K in (("gpipe", 2), ("zero_bubble", 1)):
         ours = trained(tmp_path / kind, *words, f"pipeline.K={K}", f"pipeline.schedule={kind}")
         for name, parameter in module.named_parameters():

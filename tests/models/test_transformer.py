@@ -24,6 +24,7 @@ from gpipe_cli.partition.cost import count_parameters
 from gpipe_cli.partition.tie_search import find_ties
 
 WORDS, PAD = 13, 0
+FEED_FORWARD = partial(FeedForward, 128, 96, 0.1)
 small = partial(transformer, L=2, H=24, A=2, d_model=16, source_vocabulary=WORDS, target_vocabulary=WORDS)
 small_lm = partial(transformer_lm, L=2, H=24, A=2, d_model=16, vocabulary=WORDS, final_norm=True)
 
@@ -79,13 +80,8 @@ def copy_attention(
 
 @torch.no_grad()
 def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
-    ours = build(
-        [
-            LayerBuilder("attention", partial(EncoderAttention, 128, 2, 0.1, 0.0)),
-            LayerBuilder("feed_forward", partial(FeedForward, 128, 96, 0.1)),
-        ]
-    )
-    attention, feed_forward = ours["attention"], ours["feed_forward"]
+    sublayers = {"attention": partial(EncoderAttention, 128, 2, 0.1, 0.0), "feed_forward": FEED_FORWARD}
+    attention, feed_forward = build([LayerBuilder(*named) for named in sublayers.items()]).values()
     assert isinstance(attention, EncoderAttention) and isinstance(feed_forward, FeedForward)
     theirs = nn.TransformerEncoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
     copy_attention(attention, theirs.norm1, theirs.self_attn)
@@ -97,14 +93,12 @@ def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
 
 @torch.no_grad()
 def test_decoder_sublayers_compute_what_torchs_decoder_layer_does() -> None:
-    ours = build(
-        [
-            LayerBuilder("self_attention", partial(CausalAttention, 128, 2, 0.1, 0.0)),
-            LayerBuilder("cross_attention", partial(CrossAttention, 128, 2, 0.1, 0.0)),
-            LayerBuilder("feed_forward", partial(FeedForward, 128, 96, 0.1)),
-        ]
-    )
-    causal, cross, feed_forward = ours.values()
+    sublayers = {
+        "causal": partial(CausalAttention, 128, 2, 0.1, 0.0),
+        "cross": partial(CrossAttention, 128, 2, 0.1, 0.0),
+    }
+    builders = [LayerBuilder(*named) for named in {**sublayers, "feed_forward": FEED_FORWARD}.items()]
+    causal, cross, feed_forward = build(builders).values()
     assert isinstance(causal, CausalAttention) and isinstance(cross, CrossAttention)
     assert isinstance(feed_forward, FeedForward)
     theirs = nn.TransformerDecoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
@@ -172,11 +166,7 @@ def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> No
 
 @pytest.mark.parametrize(
     ("keys", "factor"),
-    [
-        ({}, 8**-0.5),
-        ({"depth_scale_layers": "one"}, 4**-0.5),
-        ({"depth_scaled_init": False}, 1.0),
-    ],
+    [({}, 8**-0.5), ({"depth_scale_layers": "one"}, 4**-0.5), ({"depth_scaled_init": False}, 1.0)],
     ids=str,
 )
 def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: dict[str, Any], factor: float) -> None:

@@ -1,17 +1,26 @@
-"""Tests weights that do not learn: nothing changes them, and optimizer, plans and gpipe-verify know it."""
+"""Tests weights that do not learn, frozen or used by nothing: nothing changes them, at any K and number of replicas."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import own_model
+import pytest
 import torch
+from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_plan import planned
+from processes import command, succeeded
 
 from benchmarks.planted_faults import verified
+from gpipe_cli import Pipeline
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
+from gpipe_cli.distributed.step_message import BatchShape, StepMessage
+from gpipe_cli.distributed.world import World
+from gpipe_cli.pipeline.engine import StepRecord
+from gpipe_cli.pipeline.gradients import UnusedParameters
+from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
@@ -40,3 +49,62 @@ def test_a_plan_has_neither_gradients_nor_optimizer_state_for_frozen_weights() -
     assert (frozen.gradients, frozen.optimizer, frozen.average) == (0, 0, 4 * 1544)
     assert learning.gradients == 4 * 90
     assert learning.optimizer > 0
+
+
+# -- parameters that nothing used: torch leaves them alone -----------------------------------------------------------
+
+
+WORDS = (*own_model.WORDS, DECAY, "trainer.steps=4", "seed=0")
+IDLE = (*WORDS, "+model.middle=Idle", "pipeline.M=2")
+CUT_OFF = (*WORDS, "model._target_=own_model.cut_off", "pipeline.M=2")
+
+
+@pytest.mark.parametrize("words", [IDLE, CUT_OFF], ids=["idle", "cut off"])
+def test_decay_leaves_unused_weights_alone_at_every_k(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for K in ("1", "2", "4"):
+        train_inline(tmp_path / K, *words, f"pipeline.K={K}", "pipeline.workers=1")
+    one, *others = (saved(tmp_path / K, 4) for K in "124")
+    assert not any(changed(one, other) for other in others)
+    names = ["middle/weight:spare.weight", *(["first/weight:weight"] if words is CUT_OFF else [])]
+    pipeline = Pipeline.of(own_model.layers("Idle"), torch.nn.functional.cross_entropy, digits(), K=1, M=2)
+    fresh = pipeline.state_dict()
+    for name in names:
+        assert torch.equal(one[name], fresh[name.replace("/weight:", ".")]), name
+        assert not any(key.startswith(name.replace("weight:", "optimizer:", 1)) for key in one)
+    assert not torch.equal(one["last/weight:weight"], fresh["last.weight"])
+
+
+def test_workers_and_replicas_agree_about_what_is_used(tmp_path: Path) -> None:
+    train_inline(tmp_path / "one", *CUT_OFF, "pipeline.K=2", "pipeline.workers=1")
+    words = ("pipeline.K=2", "pipeline.workers=2", f"hydra.run.dir={tmp_path / 'two'}")
+    succeeded(command("train", *CUT_OFF, *words))
+    assert not changed(saved(tmp_path / "one", 4), saved(tmp_path / "two", 4))
+    words = ("pipeline.M=1", "pipeline.K=1", "pipeline.replicas=2", f"hydra.run.dir={tmp_path / 'both'}")
+    succeeded(command("train", *IDLE, *words))
+    train_inline(tmp_path / "alone", *IDLE, "pipeline.K=1")
+    assert not changed(saved(tmp_path / "alone", 4), saved(tmp_path / "both", 4))
+
+
+def test_gpipe_verify_agrees(tmp_path: Path) -> None:
+    report = verified(tmp_path, *IDLE, "pipeline.K=2", subject=False)
+    assert report["agrees"], report["findings"]
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+
+
+def test_a_digit_for_each_parameter_counts_its_users_to_the_last() -> None:
+    names = [f"p{number}" for number in range(200)]
+    own = {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
+    for number, parameter in enumerate(own.values()):
+        parameter.grad = torch.ones(1) if number % 3 else None
+    unused, cpu = UnusedParameters(own), torch.device("cpu")
+    places, world = {name: place for place, name in enumerate(names)}, World(0, 1, 1, cpu, cpu, None, None, None)
+    message = StepMessage(world, BatchShape((), ()), 1, 1, [-1], places, names, 3, LossFunctionTask(len))
+    unused.fill(own.values())
+    unused.owners = ["p0", "p0", "p0"]
+    message.write_result(StepRecord(), torch.zeros(200, dtype=torch.float64), unused.used())
+    message.run()
+    unused.clear(message.read_used)
+    assert [p.grad is None for p in own.values()] == [number > 0 and number % 3 == 0 for number in range(200)]

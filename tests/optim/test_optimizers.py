@@ -1,16 +1,20 @@
-"""Tests TensorFlow's RMSProp against numbers worked out by hand, and that only matrices decay, with every optimizer."""
+"""Tests optimizers and learning-rate schedules by hand and against torch's, and that only matrices decay."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.factory.build import build_lr_schedule, build_optimizer
 from gpipe_cli.factory.groups import Groups
+from gpipe_cli.optim import lr_schedules
+from gpipe_cli.optim.adafactor import Adafactor
 from gpipe_cli.optim.optimizers import TFRMSprop
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -58,9 +62,7 @@ def section(name: str, **keys: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("shapes", [[(2, 3), (3,)], []], ids=["both", "nothing"])
-def test_every_optimizer_takes_groups_and_has_the_same_ones_on_every_worker(
-    name: str, shapes: list[tuple[int, ...]]
-) -> None:
+def test_every_optimizer_takes_groups_the_same_ones_on_every_worker(name: str, shapes: list[tuple[int, ...]]) -> None:
     words = section(name, lr=0.5, groups=[{"only": "vectors", "weight_decay": 0.25, "lr_factor": 3}])
     groups = Groups(words)
     vectors, matrices = groups.key("b", [3]), groups.key("embedding", [2, 3])
@@ -75,3 +77,114 @@ def test_every_optimizer_takes_groups_and_has_the_same_ones_on_every_worker(
     assert [group["weight_decay"] for group in optimizer.param_groups] == [words["weight_decay"], 0.25]
     assert schedule.get_last_lr() == [0.5, 1.5]
     assert all((parameter != 1).all() for parameter in parameters)
+
+
+# -- Adafactor -------------------------------------------------------------------------------------------------------
+
+
+def adafactor_weight(values: list[object]) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def step(optimizer: Adafactor, parameter: nn.Parameter, gradient: list[object]) -> None:
+    parameter.grad = torch.tensor(gradient, dtype=torch.float64)
+    optimizer.step()
+
+
+# A vector, beta1 0.5, beta2 0.75, no eps, clip 1, lr 0.5, then 0.25; w begins at (1, 1).
+# t = 1, g = (3, 4): V = 0.25·(9, 16) = (2.25, 4); u = (3/1.5, 4/2) = (2, 2), rms 2, clipped (1, 1);
+#     m = 0.5·0.5·(1, 1) = (0.25, 0.25)
+# t = 2, g = (0, 2): V = 0.75·(2.25, 4) + 0.25·(0, 4) = (1.6875, 4); u = (0, 1), rms √½, not clipped;
+#     m = 0.5·(0.25, 0.25) + 0.5·0.25·(0, 1) = (0.125, 0.25)
+def test_a_vector_by_hand() -> None:
+    parameter = adafactor_weight([1.0, 1.0])
+    optimizer = Adafactor([parameter], lr=0.5, beta1=0.5, beta2=0.75, eps=0.0)
+    step(optimizer, parameter, [3.0, 4.0])
+    assert parameter.tolist() == pytest.approx([0.75, 0.75], rel=1e-14)
+    optimizer.param_groups[0]["lr"] = 0.25
+    step(optimizer, parameter, [0.0, 2.0])
+    assert parameter.tolist() == pytest.approx([0.625, 0.5], rel=1e-14)
+
+
+# Their squares are eps = 1e-30 alone, and the product of two of those is 0 in float32.
+@pytest.mark.parametrize("gradient", [[[0.0, 0.0], [0.0, 0.0]], [[2.0, 0.0], [0.0, 0.0]]], ids=["all", "row, column"])
+def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[list[float]]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.tensor(gradient)
+    Adafactor([parameter], lr=0.5, beta1=0.0).step()
+    assert parameter[parameter.grad == 0].tolist() == pytest.approx([1.0] * int((parameter.grad == 0).sum()), abs=0)
+    assert bool(parameter.isfinite().all())
+
+
+def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
+    parameter = adafactor_weight([0.0])
+    optimizer = Adafactor([parameter], lr=1.0, beta1=0.0, decay_exponent=0.5, eps=0.0, clip=None)
+    for gradient in (1.0, 1.0, 1.0, 3.0):  # 1 − 4^−0.5 = ½: V = ½·1 + ½·9 = 5
+        step(optimizer, parameter, [gradient])
+    assert parameter.item() == pytest.approx(-3 - 3 / math.sqrt(5), rel=1e-14)
+
+
+def test_without_momentum_it_is_torchs() -> None:
+    """There updates are scaled by the parameter, and lr counts while it is below 1/√t."""
+    torch.manual_seed(0)
+    values: list[Tensor] = [torch.randn(3, 4, 5, dtype=torch.float64), torch.randn(6, dtype=torch.float64)]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    own = Adafactor(ours, lr=0.01, beta1=0.0, eps=0.0, parameter_scale=True, weight_decay=0.1)
+    reference = torch.optim.Adafactor(theirs, lr=0.01, eps=(None, 1e-3), weight_decay=0.1)
+    for _ in range(5):
+        for left, right in zip(ours, theirs, strict=True):
+            left.grad = torch.randn_like(left)
+            right.grad = left.grad.clone()
+        own.step()
+        reference.step()
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=0.0)
+
+
+# -- learning-rate schedules -----------------------------------------------------------------------------------------
+
+
+def rates(make: Any, updates: int, lr: float = 1.0, **keys: Any) -> list[float]:
+    """Returns the learning rates of the first updates."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    schedule = make(optimizer, **keys)
+    used = []
+    for _ in range(updates):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return used
+
+
+def test_inverse_sqrt_peaks_at_the_end_of_its_warm_up() -> None:
+    expected = [0.5, 1.0, 1.5, 2.0, 2.0 * (4 / 5) ** 0.5, 2.0 * (4 / 6) ** 0.5]
+    assert rates(lr_schedules.inverse_sqrt, 6, lr=2.0, warmup_steps=4) == pytest.approx(expected)
+
+
+def test_the_transformer_schedule_is_the_recipe_s_formula() -> None:
+    expected = [3 * 0.25 * min((t + 1) ** -0.5, (t + 1) / 8) for t in range(6)]
+    assert rates(lr_schedules.transformer, 6, d_model=16, factor=3.0, warmup_steps=4) == pytest.approx(expected)
+
+
+def test_cosine_rises_falls_and_stays_at_its_end() -> None:
+    expected = [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]  # 2 steps up, half a cosine over 2, then `final`
+    assert rates(lr_schedules.cosine, 6, steps=4, warmup_steps=2, final=0.5) == pytest.approx(expected)
+
+
+def test_a_cosine_shorter_than_its_warm_up_rises_for_half_of_its_steps() -> None:
+    assert rates(lr_schedules.cosine, 4, steps=4, warmup_steps=50) == pytest.approx([0.5, 1.0, 1.0, 0.5])
+
+
+def test_constant_is_constant_after_its_warm_up() -> None:
+    assert rates(lr_schedules.constant, 4, warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(lr_schedules.constant, 2) == [1.0, 1.0]
+
+
+def test_exponential_falls_in_stairs_that_count_from_the_first_step_down_to_its_floor() -> None:
+    stairs = {"rate": 0.5, "decay_every": 2.5, "warmup_steps": 2, "floor": 0.2}  # stairs end after steps 2.5, 5, 7.5
+    assert rates(lr_schedules.exponential, 9, **stairs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.2]
+
+
+def test_exponential_in_epochs_has_the_same_stairs() -> None:
+    epochs = {"rate": 0.5, "decay_epochs": 2.0, "warmup_epochs": 1.6, "floor": 0.0, "examples": 10, "batch_size": 8}
+    assert rates(lr_schedules.exponential_epochs, 6, **epochs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25]  # 1.25 steps each

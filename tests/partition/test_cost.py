@@ -59,61 +59,64 @@ class TakesGradient(nn.Linear):
             return x + torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
-class TestFlops:
-    def test_a_linear_layer_costs_its_products_and_its_outputs(self) -> None:
-        (cost,) = layer_costs(builders(partial(nn.Linear, 8, 16)), floats(BATCH, 8), "flops")
-        assert (cost.flops, cost.cost, cost.parameters) == (2 * BATCH * 8 * 16, 2 * BATCH * 8 * 16 + BATCH * 16, 144)
-
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_attention_counts_scores_and_sums(self, causal: bool) -> None:
-        (cost,) = layer_costs(builders(partial(Attention, 32, 4, causal)), floats(BATCH, 10, 32), "flops")
-        assert cost.flops == 2 * BATCH * 10 * 32 * 4 * 32 + 2 * (2 * BATCH * 10 * 10 * 32)
-
-    def test_equal_layers_with_equal_inputs_are_built_and_run_once_however_many_there_are(self) -> None:
-        Counted.built = Counted.run = 0
-        layers = [LayerBuilder(str(i), partial(Counted, 8)) for i in range(3326)]
-        costs = layer_costs(layers, floats(BATCH, 8), "flops")
-        assert (Counted.built, Counted.run) == (1, 1)
-        assert [cost.name for cost in costs] == [layer.name for layer in layers]
+def test_a_linear_layer_costs_its_products_and_its_outputs() -> None:
+    (cost,) = layer_costs(builders(partial(nn.Linear, 8, 16)), floats(BATCH, 8), "flops")
+    assert (cost.flops, cost.cost, cost.parameters) == (2 * BATCH * 8 * 16, 2 * BATCH * 8 * 16 + BATCH * 16, 144)
 
 
-class TestOtherWays:
-    def test_a_layer_whose_forward_takes_a_gradient_is_counted(self) -> None:
-        linear, relu = layer_costs(builders(partial(TakesGradient, 8, 8), nn.ReLU), floats(BATCH, 8), "flops")
-        assert linear.flops == 2 * 2 * BATCH * 8 * 8 and relu.flops == 0
-
-    def test_parameters(self) -> None:
-        costs = layer_costs(builders(partial(nn.Linear, 8, 16), nn.ReLU), floats(BATCH, 8), "parameters")
-        assert [(cost.cost, cost.flops) for cost in costs] == [(144.0, None), (0.0, None)]
-
-    def test_declared(self) -> None:
-        costs = layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, 2.5)), floats(BATCH, 8), "declared")
-        assert [cost.cost for cost in costs] == [1.0, 2.5]
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_counts_scores_and_sums(causal: bool) -> None:
+    (cost,) = layer_costs(builders(partial(Attention, 32, 4, causal)), floats(BATCH, 10, 32), "flops")
+    assert cost.flops == 2 * BATCH * 10 * 32 * 4 * 32 + 2 * (2 * BATCH * 10 * 10 * 32)
 
 
-class TestErrors:
-    def test_declared_without_a_cost_names_the_layer(self) -> None:
-        with pytest.raises(
-            CostError, match=r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
-        ):
-            layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, None)), floats(BATCH, 8), "declared")
+def test_equal_layers_with_equal_inputs_are_built_and_run_once_however_many_there_are() -> None:
+    Counted.built = Counted.run = 0
+    layers = [LayerBuilder(str(i), partial(Counted, 8)) for i in range(3326)]
+    costs = layer_costs(layers, floats(BATCH, 8), "flops")
+    assert (Counted.built, Counted.run) == (1, 1)
+    assert [cost.name for cost in costs] == [layer.name for layer in layers]
 
-    def test_a_layer_that_cannot_be_built(self) -> None:
-        with pytest.raises(CostError, match="layer 'layer0' cannot be built: TypeError"):
-            layer_costs(builders(partial(nn.Linear, 8)), floats(BATCH, 8), "flops")
 
-    @pytest.mark.parametrize(
-        ("build", "message"),
-        [
-            (lambda: nn.LazyLinear(4), r"'layer0': parameter 'weight' gets its shape only .* nn.Linear\(in_features"),
-            (
-                lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]),
-                r"'layer0': parameter '0' is complex \(complex64\): .* torch.view_as_complex",
-            ),
-        ],
-        ids=["lazy", "complex"],
-    )
-    def test_lazy_and_complex_parameters(self, build: Any, message: str) -> None:
-        for how in ("flops", "parameters"):
-            with pytest.raises(CostError, match=message):
-                layer_costs(builders(build), floats(2, 3), how)
+def test_a_layer_whose_forward_takes_a_gradient_is_counted() -> None:
+    linear, relu = layer_costs(builders(partial(TakesGradient, 8, 8), nn.ReLU), floats(BATCH, 8), "flops")
+    assert linear.flops == 2 * 2 * BATCH * 8 * 8 and relu.flops == 0
+
+
+def test_parameters_count() -> None:
+    costs = layer_costs(builders(partial(nn.Linear, 8, 16), nn.ReLU), floats(BATCH, 8), "parameters")
+    assert [(cost.cost, cost.flops) for cost in costs] == [(144.0, None), (0.0, None)]
+
+
+def test_a_declared_cost_is_taken() -> None:
+    costs = layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, 2.5)), floats(BATCH, 8), "declared")
+    assert [cost.cost for cost in costs] == [1.0, 2.5]
+
+
+def test_a_layer_without_a_declared_cost_is_named() -> None:
+    with pytest.raises(
+        CostError, match=r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
+    ):
+        layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, None)), floats(BATCH, 8), "declared")
+
+
+def test_a_layer_that_cannot_be_built_is_named() -> None:
+    with pytest.raises(CostError, match="layer 'layer0' cannot be built: TypeError"):
+        layer_costs(builders(partial(nn.Linear, 8)), floats(BATCH, 8), "flops")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.LazyLinear(4), r"'layer0': parameter 'weight' gets its shape only .* nn.Linear\(in_features"),
+        (
+            lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]),
+            r"'layer0': parameter '0' is complex \(complex64\): .* torch.view_as_complex",
+        ),
+    ],
+    ids=["lazy", "complex"],
+)
+def test_lazy_and_complex_parameters_are_refused(build: Any, message: str) -> None:
+    for how in ("flops", "parameters"):
+        with pytest.raises(CostError, match=message):
+            layer_costs(builders(build), floats(2, 3), how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,15 +11,73 @@ from typing import Any, cast
 import pytest
 import torch
 from inline_run import train_inline
-from mixture_of_experts import layers
-from own_model import DIGITS
+from own_model import DIGITS, Flatten
+from torch import Tensor, nn
 
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.partition.cost import LayerCost, layer_costs
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.planner.measure.layer_facts import measure_model
+
+Rows = tuple[Tensor, Tensor, Tensor]  # the chosen rows, which rows they are, and all rows
+
+
+class Experts(nn.Module):
+    """Sends each row to one expert."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * gates[rows, None])
+        return x + out
+
+
+class Choose(nn.Module):
+    def forward(self, x: Tensor) -> Rows:
+        chosen = x.sum(-1) > 0
+        return x[chosen], chosen, x
+
+
+class Change(nn.Linear):
+    def forward(self, given: Rows) -> Rows:  # type: ignore[override]  # takes rows
+        rows, chosen, x = given
+        return super().forward(rows).relu(), chosen, x
+
+
+class PutBack(nn.Module):
+    def forward(self, given: Rows) -> Tensor:
+        rows, chosen, x = given
+        out = x.clone()
+        out[chosen] = rows
+        return out
+
+
+def layers(width: int = 8) -> list[LayerBuilder]:
+    """Returns eight layers; behind `choose` and `change` the shapes depend on values."""
+    return [
+        LayerBuilder("flatten", Flatten),
+        LayerBuilder("first", partial(nn.Linear, 192, width)),
+        LayerBuilder("experts_0", partial(Experts, width, 3)),
+        LayerBuilder("experts_1", partial(Experts, width, 3)),
+        LayerBuilder("choose", Choose),
+        LayerBuilder("change", partial(Change, width, width)),
+        LayerBuilder("put_back", PutBack),
+        LayerBuilder("last", partial(nn.Linear, width, 10)),
+    ]
+
+
+# -- costs and cuts --------------------------------------------------------------------------------------------------
+
 
 IMAGES = torch.zeros(6, 3, 8, 8, dtype=torch.uint8, device="meta")
 EXAMPLE: MicroBatch = ((IMAGES,), (torch.zeros(6, dtype=torch.long, device="meta"),))
@@ -27,19 +86,8 @@ JOINED = ["choose", "change"]
 
 def cut(words: dict[str, Any]) -> tuple[list[int], list[str]]:
     said: list[str] = []
-    config = SimpleNamespace(
-        **{
-            "schedule": "gpipe",
-            "partition": "auto",
-            "cost": "flops",
-            "M": 1,
-            "K": 1,
-            "policy": "never",
-            "devices": None,
-            "speeds": [],
-            **words,
-        }
-    )
+    usual = {"schedule": "gpipe", "partition": "auto", "cost": "flops", "M": 1, "K": 1, "policy": "never"}
+    config = SimpleNamespace(**{**usual, "devices": None, "speeds": [], **words})
     return cut_model(layers(), cast(PipelineConfig, config), 1, EXAMPLE, None, said.append).sizes, said
 
 
@@ -83,7 +131,7 @@ def test_a_cut_that_is_asked_for_there_is_refused_in_words(words: dict[str, Any]
 
 
 def test_it_trains_with_the_same_bits_at_every_k(tmp_path: Path) -> None:
-    words = (*DIGITS, "model._target_=mixture_of_experts.layers", "trainer.steps=3", "pipeline.workers=1")
+    words = (*DIGITS, "model._target_=test_drawn_values.layers", "trainer.steps=3", "pipeline.workers=1")
     found = []
     for K in (1, 6):
         summary, events = train_inline(tmp_path / str(K), *words, f"pipeline.K={K}", "trainer.evaluate_first=false")

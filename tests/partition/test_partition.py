@@ -9,12 +9,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gpipe_cli.partition.partition import (
-    OBJECTIVES,
-    PartitionError,
-    cell_layers,
-    partition,
-)
+from gpipe_cli.partition.partition import OBJECTIVES, PartitionError, cell_layers, partition
 
 Costs = Sequence[float]
 ROUNDED = 1 + Fraction(1, 10**12)
@@ -38,37 +33,32 @@ def squares(costs: Costs, sizes: Sequence[int]) -> Fraction:
     return sum((cell * cell for cell in exact_cells(costs, sizes)), Fraction(0))
 
 
-def small_integers(draw: random.Random) -> float:
-    return draw.choice([0, 0, 1, 2, 3, 7])
+DRAWS: dict[str, Callable[[random.Random], float]] = {
+    "small integers": lambda draw: draw.choice([0, 0, 1, 2, 3, 7]),
+    "tenths": lambda draw: draw.randint(1, 9) / 10,
+    "of every size": lambda draw: 10.0 ** draw.uniform(-9, 9),
+}
 
 
-def tenths(draw: random.Random) -> float:
-    return draw.randint(1, 9) / 10
-
-
-def of_every_size(draw: random.Random) -> float:
-    return 10.0 ** draw.uniform(-9, 9)
-
-
-def cases(draw_cost: Callable[[random.Random], float]) -> Iterator[tuple[list[float], int]]:
-    draw = random.Random(f"cuts of {draw_cost.__name__}")
+def cases(kind: str) -> Iterator[tuple[list[float], int]]:
+    draw = random.Random(f"cuts of {kind}")
     for _ in range(150):
-        costs = [draw_cost(draw) for _ in range(draw.randint(1, 10))]
+        costs = [DRAWS[kind](draw) for _ in range(draw.randint(1, 10))]
         if any(costs):
             yield costs, draw.randint(1, len(costs))
 
 
-@pytest.mark.parametrize("draw_cost", [small_integers, tenths, of_every_size])
+@pytest.mark.parametrize("kind", DRAWS)
 class TestAgainstAllCuts:
-    def test_min_max_breaks_ties_by_variance(self, draw_cost: Callable[[random.Random], float]) -> None:
-        for costs, K in cases(draw_cost):
+    def test_min_max_breaks_ties_by_variance(self, kind: str) -> None:
+        for costs, K in cases(kind):
             best = min(dearest(costs, sizes) for sizes in every_cut(len(costs), K))
             least = min(squares(costs, s) for s in every_cut(len(costs), K) if dearest(costs, s) == best)
             found = partition(costs, K, "min_max")
             assert dearest(costs, found) <= best * ROUNDED and squares(costs, found) <= least * ROUNDED, (costs, K)
 
-    def test_min_variance_finds_the_least_variance(self, draw_cost: Callable[[random.Random], float]) -> None:
-        for costs, K in cases(draw_cost):
+    def test_min_variance_finds_the_least_variance(self, kind: str) -> None:
+        for costs, K in cases(kind):
             least = min(squares(costs, sizes) for sizes in every_cut(len(costs), K))
             assert squares(costs, partition(costs, K, "min_variance")) <= least * ROUNDED, (costs, K)
 
@@ -95,11 +85,11 @@ class TestBothObjectives:
         assert str(caught.value) == message
 
 
-class TestExplicitSizes:
-    def test_are_taken_as_they_are(self) -> None:
-        assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
+def test_sizes_that_are_given_are_taken_as_they_are() -> None:
+    assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
 
-    @pytest.mark.parametrize(("sizes", "K"), [([2, 2], 3), ([4, 0], 2), ([2, 1], 2), ([3, 3], 2)])
-    def test_must_fit(self, sizes: list[int], K: int) -> None:
-        with pytest.raises(PartitionError, match=f"pipeline.K={K} sizes of 1 or more .* the model's 4 layers"):
-            partition([1, 1, 1, 1], K, sizes)
+
+@pytest.mark.parametrize(("sizes", "K"), [([2, 2], 3), ([4, 0], 2), ([2, 1], 2), ([3, 3], 2)])
+def test_sizes_that_are_given_must_fit(sizes: list[int], K: int) -> None:
+    with pytest.raises(PartitionError, match=f"pipeline.K={K} sizes of 1 or more .* the model's 4 layers"):
+        partition([1, 1, 1, 1], K, sizes)

@@ -69,16 +69,8 @@ def frozen(*sizes: int) -> nn.Module:
     ("tied", "last", "message"),
     [
         ({"weight": "tabel.weight"}, nn.Linear, "'softmax': its parameter 'weight' is tied to 'tabel.weight', "),
-        (
-            {"wieght": "table.weight"},
-            nn.Linear,
-            "'wieght' is tied to 'table.weight', but it has only weight, bias",
-        ),
-        (
-            {"bias": "table.weight"},
-            nn.Linear,
-            r"one is float32\[7\] and the other float32\[7, 8\]: they must be",
-        ),
+        ({"wieght": "table.weight"}, nn.Linear, "'wieght' is tied to 'table.weight', but it has only weight, bias"),
+        ({"bias": "table.weight"}, nn.Linear, r"one is float32\[7\] and the other float32\[7, 8\]: they must be"),
         ({"weight": "table.weight"}, frozen, r"one is float32\[7, 8\], frozen and the other float32\[7, 8\]"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests that BatchNorm's moving averages follow the whole mini-batch, for every M, K and remat policy."""
+"""Tests sums over a mini-batch and over replicas: BatchNorm's moving averages, and gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, finish_batchnorm
+from gpipe_cli.pipeline.gradients import fill_gradients, squared_norms
 
 EXAMPLES = torch.randn(11, 6, generator=torch.Generator().manual_seed(3)) * 2 + 1
-LAYERS = [
-    LayerBuilder("norm", partial(nn.BatchNorm1d, 6, momentum=0.3)),
-    LayerBuilder("linear", partial(nn.Linear, 6, 4)),
-]
+NORM = LayerBuilder("norm", partial(nn.BatchNorm1d, 6, momentum=0.3))
+LAYERS = [NORM, LayerBuilder("linear", partial(nn.Linear, 6, 4))]
 
 
 def squares(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,3 +75,37 @@ def test_a_subclass_keeps_its_own_forward_and_the_users_module_stays_as_it_is() 
 
 def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch() -> None:
     assert run_workers("group_jobs:normalise", 2, {}) == []
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.slow)])  # two have one order alone
+def test_the_bits_of_a_sum_over_replicas_do_not_depend_on_a_number_s_place_in_the_tensor(replicas: int) -> None:
+    assert run_workers("group_jobs:sums", replicas, {}) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_norms_of_all_parameters_have_the_bits_of_one_norm_each(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(), (0,), (3,), (257, 65), (9, 5, 4, 4), (100_003,)]
+    gradients = [torch.randn(shape).to(dtype) for shape in shapes]
+    gradients[4] = gradients[4].to(memory_format=torch.channels_last)
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in (*gradients, gradients[2])]
+    for parameter, gradient in zip(parameters, gradients, strict=False):  # the last has none
+        parameter.grad = gradient
+    one_each = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    assert torch.equal(squared_norms(parameters), torch.stack([*one_each, torch.tensor(0.0, dtype=torch.float64)]))
+
+
+def test_a_sparse_gradient_counts_as_a_dense_one() -> None:
+    tables = [nn.Embedding(5, 2, sparse=sparse) for sparse in (True, False)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        for ids in ([1, 1, 3], [3, 4, 4]):
+            table(torch.tensor(ids)).square().sum().backward()
+    parameters = [table.weight for table in tables]
+    fill_gradients(parameters)
+    assert parameters[0].grad is not None and parameters[1].grad is not None
+    assert torch.allclose(parameters[0].grad, parameters[1].grad)
+    assert squared_norms(parameters)[0] > 0

@@ -1,16 +1,23 @@
-"""Tests that compiled layers give the same bits for every cut, schedule and remat policy, and keep their names."""
+"""Tests compiled layers and weights cast once a step: the same bits for every cut, schedule and remat policy."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from small_models import build_all, engine_of, gradients_of, mini_batch, small_model, train_step
+from small_models import CPU, build_all, engine_of, gradients_of, mini_batch, small_model, train_step
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpipe_cli.pipeline.cell import compile_layer
+from gpipe_cli.pipeline.cell import BuiltLayer, compile_layer
+from gpipe_cli.pipeline.weight_casts import WeightCasts
+from gpipe_cli.schedule.orders import KINDS
 
 M = 4
 
@@ -36,17 +43,13 @@ def trained(cuts: list[int], kind: str, remat: str) -> dict[str, Tensor]:
 CASES = [([3, 4], "gpipe", "always"), ([1, 2, 2, 2], "1f1b", "except_last"), ([3, 4], "zero_bubble", "never")]
 
 
-def assert_same_bits(cases: list[tuple[list[int], str, str]]) -> None:
-    for cuts, kind, remat in cases:
+@pytest.mark.slow(2)
+def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
+    for cuts, kind, remat in CASES:
         whole = trained([7], "gpipe" if kind == "gpipe" else "1f1b", "never")
         found = trained(cuts, kind, remat)
         assert found.keys() == whole.keys()
         assert [name for name in whole if not torch.equal(found[name], whole[name])] == [], (cuts, kind, remat)
-
-
-@pytest.mark.slow(2)
-def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
-    assert_same_bits(CASES)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -81,3 +84,103 @@ def test_a_layer_with_begin_step_stays_as_it_is() -> None:
             pass
 
     assert not compile_layer(nn.Sequential(Stepping(3, 3)))
+
+
+# -- weights cast once -----------------------------------------------------------------------------------------------
+
+
+def half() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+def gradients(layers: list[BuiltLayer], kind: str, cuts: list[int], steps: int = 2) -> dict[str, Tensor]:
+    """Returns the gradients of some steps together; ``cuts``: the number of layers of each cell."""
+    engine = engine_of(layers, cuts, half)
+    for step in range(steps):
+        train_step(engine, kind, "except_last", mini_batch(step, 8, M), step)
+    return gradients_of(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bit_changes_for_any_cut_and_schedule(kind: str) -> None:
+    with patch.object(WeightCasts, "used_on", lambda *_: nullcontext()):
+        plain = gradients(build_all(small_model(dropout=0.3)), "gpipe" if kind == "gpipe" else "1f1b", [7])
+    for cuts in ([7], [3, 4], [1, 2, 2, 2]):
+        found = gradients(build_all(small_model(dropout=0.3)), kind, cuts)
+        assert found.keys() == plain.keys()
+        assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the casts of parameters to half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            self.counts[id(args[0])] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches(alike: bool) -> None:
+    """Beside autocast's own, for the first micro-batch: of the run, where layers use their weights alike in all."""
+    layers = build_all(small_model())
+    for module in (layer.module for layer in layers if alike):
+        vars(module)["graph_varies"] = False
+    with CastCounter() as counter:
+        found = gradients(layers, "gpipe", [3, 4], steps=3)
+    assert set(counter.counts.values()) == {3 + (1 if alike else 3)}
+    assert all(map(torch.equal, found.values(), gradients(build_all(small_model()), "gpipe", [7], steps=3).values()))
+
+
+def test_a_weight_that_is_replaced_between_two_steps_stays_so() -> None:
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    casts = WeightCasts([layer], alike=True)
+    for weight in (layer.weight, nn.Parameter(torch.zeros(4, 4))):
+        layer.weight = weight
+        casts.forget()
+        for _ in range(2):
+            with half(), casts.used_on(CPU):
+                output = layer(x)
+    assert layer.weight is weight
+    assert torch.equal(output, layer.bias.bfloat16().expand(2, 4))
+
+
+class Odd(nn.Module):
+    """Uses one weight twice, one in float32, one in a matrix product and as it is, and one for its type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.wide, self.both, self.once, self.typed = (nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.typed(x.to(self.typed.weight.dtype) / 3)
+        x = self.once(self.twice(self.twice(x)))
+        with torch.autocast("cpu", enabled=False):
+            x = self.wide(x.float())
+        return self.both(x) + self.both.weight.sum()
+
+
+def test_other_uses_of_a_weight_are_left_to_autocast() -> None:
+    layer = Odd()
+    casts = WeightCasts([layer])
+    with half():
+        with casts.used_on(CPU):
+            expected = layer(torch.ones(2, 4))
+        with casts.used_on(CPU):
+            assert torch.equal(layer(torch.ones(2, 4)), expected)
+            changed = [name for name, value in layer.named_parameters() if value.dtype is torch.bfloat16]
+    assert changed == ["both.bias", "once.weight", "once.bias", "typed.bias"]
+    assert all(isinstance(value, nn.Parameter) for value in layer.parameters())
+
+
+def test_a_weight_that_two_layers_share_is_left_to_autocast() -> None:
+    shared = nn.Linear(4, 4)
+    layers = [nn.Sequential(shared), nn.Sequential(shared)]
+    casts = WeightCasts(layers)
+    with half(), casts.used_on(CPU):
+        layers[1](torch.ones(2, 4))
+    assert casts.held == []

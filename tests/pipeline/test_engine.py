@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
-from in_backward import in_backward
+from own_model import in_backward
 from schedule_rules import scheduled
-from small_models import build_all, differences, engine_of, mini_batch, other_bits, small_model, token_loss, train_step
+from small_models import build_all, engine_of, mini_batch, other_values, small_model, token_loss, train_step
 from torch import Tensor, nn
 
 from gpipe_cli.bench.workers import run_workers
@@ -36,23 +36,12 @@ def test_every_gradient_equals_the_plain_models(K: int) -> None:
     for case in all_cases(K):
         seen, plain = run_case(case, (0,) * K, 0, None), run_plain(case)
         assert seen[0]["gradients"].keys() == plain[0]["gradients"].keys()
-        assert not differences(case, seen, plain, *CLOSE)
+        assert not other_values(seen, plain, ["gradients"], CLOSE), case
     assert plain[0]["gradients"]["first.spare.weight"] is None
 
 
 def test_workers_wires_and_numbers_of_kept_graphs_change_no_bit() -> None:
     assert run_workers("engine_jobs:compare", 2, {}) == []
-
-
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("batchnorm", [False, True])
-def test_cells_and_rematerialization_change_no_bit(kind: str, batchnorm: bool) -> None:
-    reference = None
-    for K in (1, 2, 3, 7):
-        for remat in ("always", "except_last", "never"):
-            seen = run_case(Case(K, 4, kind, remat, 11, batchnorm, 0.3), (0,) * K, 0, None)
-            reference = reference or seen
-            assert other_bits(seen, reference) == [], (K, remat)
 
 
 def test_positions_beyond_the_model_s_end_are_named() -> None:

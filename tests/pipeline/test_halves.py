@@ -23,10 +23,7 @@ def gradients(module: nn.Module, inputs: Sequence[Tensor], in_halves: bool) -> t
     found: list[Tensor | None] = []
     waited = []
     for micro_batch in range(2):
-        leaves = [
-            (tensor + micro_batch).detach().requires_grad_() if tensor.is_floating_point() else tensor
-            for tensor in inputs
-        ]
+        leaves = [(tensor + micro_batch).detach().requires_grad_() for tensor in inputs]
         torch.manual_seed(micro_batch)
         roots = [root for root in as_tensors(module(*leaves)) if root.requires_grad]
         seeds = [torch.randn(root.shape) for root in roots]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from noisy_model import Latent, Layer, Noise
-from torch import Tensor, nn
+from noisy_model import Layer, Noise
+from torch import Tensor
 
 from gpipe_cli import LayerBuilder, Pipeline
 from gpipe_cli.schedule.schedule import REMAT
@@ -45,17 +45,6 @@ def test_noise_in_backward_and_in_the_loss_is_the_same_for_every_k_schedule_and_
     assert len({*losses}) == 1
     assert all(torch.allclose(other, by_kind[0], atol=1e-5) for other in by_kind)
     assert not torch.allclose(gradients(1, step=1), by_kind[0], atol=1e-2)
-
-
-def test_noise_in_evaluation_is_the_same_for_every_k_and_another_in_every_call() -> None:
-    def outputs(K: int) -> list[Tensor]:
-        layers = [LayerBuilder(str(number), partial(Latent, 3, 3)) for number in range(4)]
-        pipeline = Pipeline.of(layers, nn.functional.mse_loss, (X[:2], Y[:2]), K=K, M=4)
-        return [torch.cat([pair[0][0] for pair in pipeline.forward(X, Y)]) for _ in range(2)]
-
-    one, two, four = outputs(1), outputs(2), outputs(4)
-    assert all(torch.equal(*pair) for other in (two, four) for pair in zip(one, other, strict=True))
-    assert not torch.equal(*one)
 
 
 def test_the_program_s_own_random_numbers_go_on_as_if_the_pipeline_drew_none() -> None:

@@ -125,12 +125,6 @@ def test_any_cut_shares_the_work_and_waits_for_the_largest_layer() -> None:
     assert scarce > 8 * 3 + (1 + 2 + 3) * 0.75 / 4
 
 
-def test_where_no_graph_fits_there_is_no_bound() -> None:
-    assert step_bound([even(1)], (0,), 4, [0.5], False) == inf
-    assert bound_of_any_cut([even(1)], [1], 4, 0.5, 0.5, False) == inf
-    assert bound_of_any_cut([even(1, 0)], [1], 4, 1, -1, False) == inf
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
-"""Tests gpipe-plan against what a run allocates, against closed formulas, and against trying everything by hand."""
+"""Tests gpipe-plan against what a run allocates, closed formulas and trying by hand, and that a run's cut fits."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from own_plan import OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
-from gpipe_cli.partition.cost import LayerCost, LayerTimes
-from gpipe_cli.partition.model_profile import ModelProfile
+from gpipe_cli.factory.build import build_model
+from gpipe_cli.factory.example import example_micro_batch
+from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cutter import MARGIN
+from gpipe_cli.partition.tie_search import find_ties
 from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
+from gpipe_cli.planner.fitting_cut import cut_for_run
+from gpipe_cli.planner.planner import Planner
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(
@@ -116,29 +122,6 @@ def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
     assert made.step_seconds == pytest.approx((forward + backward) / 1e9, rel=0.01)
 
 
-@pytest.mark.slow
-def test_the_times_of_a_cell_are_those_of_its_layers_and_the_loss_is_in_the_last(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    from gpipe_cli.planner import planner
-
-    def table(builders: Any, *arguments: Any) -> ModelProfile:
-        times = LayerTimes(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-        layers = [LayerCost(builder.name, 0, None, None, 6.0, measured=times) for builder in builders]
-        loss = LayerTimes(10.0, 20.0, 30.0, 40.0, 50.0, 0.0)
-        return ModelProfile(layers, loss)
-
-    monkeypatch.setattr(planner, "profile_layers", table)
-    monkeypatch.setenv("GPIPE_CACHE", str(tmp_path))
-    made = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.partition=[6,2]", "model.layers=8")
-    first, last = made.cells
-    assert first.seconds == LayerTimes(6, 12, 18, 24, 24, 0)  # nobody waits for its first half
-    assert last.seconds == LayerTimes(2, 24, 36, 48, 60, 12)
-    assert first.share == 36 / 108
-    by_time = planned(*OWN[:-1], "plan.device=this", "pipeline.K=2", "pipeline.cost=profile", "model.layers=8")
-    assert [cell.layers for cell in by_time.cells] == [7, 1]  # 7 · 6 s, and 6 s with a loss of 60
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -167,12 +150,8 @@ def test_a_user_s_own_model_data_and_task(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [parse_bytes(text, "x") for text in ("16GB", "16 GiB", "1.5e9", 7)] == [
-        16 * 10**9,
-        16 << 30,
-        1_500_000_000,
-        7,
-    ]
+    for text, number in {"16GB": 16 * 10**9, "16 GiB": 16 << 30, "1.5e9": 1_500_000_000, 7: 7}.items():
+        assert parse_bytes(text, "x") == number
 
 
 def test_a_device_can_be_described_by_its_figures() -> None:
@@ -192,3 +171,31 @@ def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory()
     fitting = planned(*words, f"pipeline.devices=[{{memory: 80GB}},{{memory: {small}}}]")
     assert fitting.fits and fitting.cells[0].layers > even.cells[0].layers
     assert [worker.limit for worker in fitting.workers_plan] == [80e9, float(small)]
+
+
+# -- the cut that a run makes ----------------------------------------------------------------------------------------
+
+
+WORDS = ("model=transformer_lm_small", "pipeline.K=2", "pipeline.workers=2", "pipeline.cost=flops")
+WORDS += ("plan.device=a10", "plan.kernels=cpu")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule: str) -> None:
+    request = make_request((*WORDS, f"pipeline.schedule={schedule}"))
+    settings = request.settings
+    example, _ = example_micro_batch(settings, settings.pipeline.M, False)
+    builders = build_model(settings.model)
+    costs, ties = layer_costs(builders, example[0], "flops"), find_ties(builders)
+    planner = Planner(settings, request.options)
+    even = planner.plan()
+    first, second = (cell.layers for cell in even.cells)
+    fewer = planner.plan(replace(settings.pipeline, partition=[first + 2, second - 2]))
+    assert fewer.workers_plan[1].total < even.workers_plan[1].total
+    small = f"{fewer.workers_plan[1].total * (1 + MARGIN):.0f}"
+    devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
+    cut = cut_for_run(builders, devices, example, inf, costs, ties)
+    assert first < cut.sizes[0] <= first + 2
+    planned = Planner(devices, request.options).plan()
+    assert [cell.layers for cell in planned.cells] == cut.sizes and planned.fits
+    assert cut_for_run(builders, settings, example, inf, costs, ties).sizes == [cell.layers for cell in even.cells]

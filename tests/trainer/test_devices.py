@@ -19,8 +19,7 @@ from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
 
@@ -48,11 +47,7 @@ def test_an_upload_needs_what_it_does(fault: str | None, monkeypatch: pytest.Mon
 TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.evaluate_every=2")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param((), marks=pytest.mark.slow), TIED],
-    ids=["plain", "tied and averaged"],
-)
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.slow), TIED], ids=["plain", "tied and averaged"])
 def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_path: Path) -> None:
     small = (*SMALL, "trainer.steps=2")
     for K in (1, 2, 4):

@@ -1,32 +1,26 @@
-"""Tests that `gpipe-train` gives the same bits at every K, as processes or as one, resumed or not, swept or not."""
+"""Tests that `gpipe-train` gives the same bits at every K, as processes or as one, resumed or not, with ties or not."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import own_model
 import pytest
+import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
-from processes import TORCHRUN, TRAIN, command, run, succeeded
-from run_files import rows
+from processes import TORCHRUN, TRAIN, command, run, signalled, succeeded
+from run_files import losses, rows
 
-from gpipe_cli.checkpoint.files import step_directory
+from gpipe_cli.checkpoint.files import open_checkpoint, step_directory
+from gpipe_cli.checkpoint.layer_state import export_state_dict
 
 COMMON = [
-    "debug=tiny",
-    "trainer.steps=20",
-    "trainer.evaluate_every=10",
-    "checkpoint.every=5",
-    "model.dropout=0.1",
-    "model.input_dropout=0.1",
-    "model.attention_dropout=0.1",
-    "model.tie_embeddings=true",
-    "task.generation=null",
+    *("debug=tiny", "trainer.steps=20", "trainer.evaluate_every=10", "checkpoint.every=5", "model.dropout=0.1"),
+    *("model.input_dropout=0.1", "model.attention_dropout=0.1", "model.tie_embeddings=true", "task.generation=null"),
     "logging.tensorboard=false",
 ]
 WHOLE = ["pipeline.K=1", "pipeline.workers=1"]
@@ -41,23 +35,6 @@ def train(folder: Path, *words: str) -> Path:
         return run_dir
     succeeded(command("train", *COMMON, f"hydra.run.dir={run_dir}", *words, cwd=folder))
     return run_dir
-
-
-def signalled(words: list[str], run_dir: Path, steps: int, number: signal.Signals) -> int:
-    """Runs the command beside ``run_dir``, sends it a signal after so many steps, and returns its exit code."""
-    with subprocess.Popen(words, cwd=run_dir.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
-        metrics = run_dir / "metrics.jsonl"
-        while running.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= steps):
-            time.sleep(0.01)
-        running.send_signal(number)
-        running.communicate(timeout=60)
-    return running.returncode
-
-
-def losses(run_dir: Path) -> list[float]:
-    steps = rows(run_dir / "metrics.jsonl")
-    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1))
-    return [row["loss"] for row in steps]
 
 
 def evaluations(run_dir: Path) -> list[dict[str, Any]]:
@@ -106,9 +83,7 @@ def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Pat
 
 
 @pytest.mark.slow(2)
-def test_torchrun_s_processes_train_save_when_asked_to_stop_and_go_on_with_the_same_bits(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_torchrun_s_processes_save_when_asked_to_stop_and_go_on_with_the_same_bits(whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [*TORCHRUN, *TRAIN, *COMMON, f"hydra.run.dir={run_dir}", "pipeline.K=4", "checkpoint.every=null"]
     assert signalled(words, run_dir, 3, signal.SIGTERM) != 0
@@ -130,3 +105,66 @@ def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: P
     first, last = ([evaluations(run)[place]["nll"] for run in (one, two)] for place in (0, -1))
     assert first[1] == pytest.approx(first[0], rel=1e-5)
     assert last[1] == pytest.approx(last[0], rel=1e-3)
+
+
+# -- tied parameters -------------------------------------------------------------------------------------------------
+
+
+STEPS = 3
+TIED = (
+    *(*own_model.WORDS, "model._target_=own_model.with_ties", "optimizer=adam", "optimizer.lr=0.01", "pipeline.M=3"),
+    *("trainer.average=0.9", "trainer.gradient_clip=0.1", "checkpoint.every=1", "checkpoint.keep=9"),
+)
+NAMES = ("first.weight", "back.weight", "last.weight")
+
+
+def trained(folder: Path, *words: str) -> dict[str, torch.Tensor]:
+    """Returns all that the last checkpoint holds."""
+    train_inline(folder, *TIED, f"trainer.steps={STEPS}", *words)
+    return saved(folder, STEPS)
+
+
+@pytest.fixture(scope="module")
+def tied_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trains with one cell."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    trained(folder, "pipeline.K=1")
+    return folder
+
+
+def test_every_cut_gives_the_same_files_and_evaluations_change_nothing(tmp_path: Path, tied_run: Path) -> None:
+    """Each of the three layers that use the parameter is on a worker of its own."""
+    words = (f"trainer.steps={STEPS}", "pipeline.K=4", "pipeline.partition=[2,1,1,1]", "pipeline.workers=3")
+    more = ("pipeline.remat=always", "trainer.evaluate_every=1", "logging.tensorboard=false")
+    succeeded(command("train", *TIED, *words, *more, f"hydra.run.dir={tmp_path}"))
+    assert not changed(saved(tmp_path, STEPS), saved(tied_run, STEPS))
+
+
+def test_modules_that_builders_share_train_as_declared_ties_do_at_every_cut(tmp_path: Path) -> None:
+    words = ("+model.kind=shared", "pipeline.schedule=zero_bubble")
+    one, five = (trained(tmp_path / K, f"pipeline.K={K}", *words) for K in "15")
+    assert not changed(one, five)
+    layers = open_checkpoint(step_directory(tmp_path / "1", STEPS)).layers.values()
+    assert [file.tied for file in layers] == [{}, {}, {}, *[{"weight": ("first", "weight")}] * 2]
+
+
+def test_a_checkpoint_holds_a_tied_parameter_once_and_an_export_under_every_name(tied_run: Path) -> None:
+    held = {name for name in saved(tied_run, STEPS) if name.endswith(":weight") and not name.startswith("middle")}
+    kinds = ("weight", "average", *(f"optimizer:{key}" for key in ("step", "exp_avg", "exp_avg_sq")))
+    assert held == {f"first/{kind}:weight" for kind in kinds}
+    for average in (False, True):
+        exported = export_state_dict(open_checkpoint(step_directory(tied_run, STEPS)), average)
+        assert all(torch.equal(exported[name], exported[NAMES[0]]) for name in NAMES)
+
+
+def test_a_resume_at_another_k_gives_the_same_files(tmp_path: Path, tied_run: Path) -> None:
+    start = f"checkpoint.resume={step_directory(tied_run, 1)}"
+    assert not changed(trained(tmp_path / "rest", "pipeline.K=4", start), saved(tied_run, STEPS))
+
+
+def test_a_frozen_tied_parameter_stays_what_its_owner_drew(tmp_path: Path) -> None:
+    trained(tmp_path / "tied_run", "+model.kind=frozen", "optimizer.weight_decay=0.1", "pipeline.K=3")
+    folders = (step_directory(tmp_path / "tied_run", step) for step in (1, STEPS))
+    first, last = (export_state_dict(open_checkpoint(folder)) for folder in folders)
+    assert all(torch.equal(last[name], first[NAMES[0]]) for name in NAMES)
+    assert not torch.equal(last["middle.weight"], first["middle.weight"])

@@ -64,8 +64,8 @@ def test_several_gpus_start_and_compute_what_one_does(on_standin: Run, one: Path
         return folder
 
     assert losses(train(2, "pipeline.K=2")) == losses(one)
-    groups = re.findall(r"ProcessGroupNCCL2? of . waits (\d+) s", (tmp_path / "2/workers/rank_0.log").read_text())
-    assert groups == ["1800"] * 5
+    groups = re.findall(r"NCCL2? of ., bound to (.*), waits (\d+) s", (tmp_path / "2/workers/rank_0.log").read_text())
+    assert groups == [("standin:0" if newer else "None", "1800")] * 5  # the older class would use one queue if bound
     both = train(4, "pipeline.K=2", "pipeline.replicas=2", "pipeline.shard_optimizer=true")
     assert rows(both / "evaluations.jsonl")
 
@@ -95,17 +95,3 @@ def test_a_full_gpu_says_what_needs_less(on_standin: Run, tmp_path: Path) -> Non
     done = on_standin("train", *TINY, *words, code=1, STANDIN_MEMORY=2_000_000)
     assert "CUDA out of memory" in done.stderr
     assert re.search(r"pipeline\.remat=always.*pipeline\.M.*plan\.fit", done.stderr.splitlines()[-2])
-
-
-def test_a_step_waits_for_the_device_a_few_times(on_standin: Run, tmp_path: Path) -> None:
-    found = []
-    for steps in (2, 3):
-        folder = tmp_path / str(steps)
-        quiet = (f"trainer.steps={steps}", "trainer.evaluate_every=null", "checkpoint.every=null")
-        on_standin("train", *TINY, *quiet, "trainer.gradient_clip=1", f"hydra.run.dir={folder}")
-        counted = re.search(r"waits (\d+) operations (\d+)", (folder / "workers/rank_0.log").read_text())
-        assert counted
-        found.append([int(each) for each in counted.groups()])
-    waits, operations = (after - before for before, after in zip(*found, strict=True))
-    assert waits <= 3
-    assert operations <= 7000

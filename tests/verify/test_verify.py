@@ -16,6 +16,7 @@ from benchmarks.planted_faults import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.verify.plain import PlainModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,10 +49,8 @@ def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None
     """Embed, judge and head share a matrix; a resume and an evaluation of averages are among the steps."""
     report = verified(tmp_path, "model.tied=shared", "model.batchnorm=false", "trainer.average=0.9")
     assert report["verdict"].startswith("OK, bit for bit"), report["findings"]
-    compared = {
-        name: row(report, 2, name)["compared"] for name in ("gradients", "averages of weights", "weights after")
-    }
-    assert compared == {"gradients": 11, "averages of weights": 11, "weights after": 13}
+    for name, count in {"gradients": 11, "averages of weights": 11, "weights after": 13}.items():
+        assert row(report, 2, name)["compared"] == count
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
@@ -103,14 +102,8 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     "family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=pytest.mark.slow(2))]
 )
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
-    done = command(
-        "verify",
-        f"hydra.run.dir={tmp_path / 'run'}",
-        "debug=tiny",
-        f"model={family}",
-        "pipeline.K=2",
-        "pipeline.workers=2",
-    )
+    words = (f"hydra.run.dir={tmp_path / 'run'}", "debug=tiny", f"model={family}")
+    done = command("verify", *words, "pipeline.K=2", "pipeline.workers=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("OK")
 
@@ -140,3 +133,23 @@ def test_json_is_all_that_standard_output_has(tmp_path: Path, capfd: pytest.Capt
 def test_what_has_no_plain_counterpart_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         verified(tmp_path, *words)
+
+
+# -- float64, where the configured precision differs by more than rounding -------------------------------------------
+
+
+def test_float64_decides_what_is_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 the plain loop's losses are made to differ by a thousandth."""
+    run = PlainModel.run
+
+    def rounded(plain: PlainModel, *arguments: Any) -> Any:
+        step = run(plain, *arguments)
+        if plain.settings.verify.dtype == "configured":
+            step.losses = {place: loss * 1.001 for place, loss in step.losses.items()}
+        return step
+
+    monkeypatch.setattr(PlainModel, "run", rounded)
+    report = verified(tmp_path)
+    assert report["agrees"]
+    assert any("in float32 loss" in note and "in float64 they agree" in note for note in report["notes"])
+    assert "in float64, K=4" in report["verdict"]
