@@ -32,13 +32,6 @@ class Prints(Base):
         return self.head(images.mean((2, 3)))
 
 
-class OneSize(Base):
-    """Holds for two examples only."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(images.mean((2, 3)).view(2, 3))
-
-
 class LargeImages(Base):
     """Takes images of 224 pixels a side, as torchvision's vit_b_16."""
 

@@ -228,11 +228,10 @@ class DrawsInPython(Perceptron):
         return self.second(h) if random.random() < 0.5 else h
 
 
-class ChangesParameter(Perceptron):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.second.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
+class MadeInForward(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        return self.second(h * self.scale)
 
 
 class CountsCalls(Perceptron):
@@ -304,12 +303,6 @@ class ScriptedPart(Perceptron):
     def __init__(self) -> None:
         super().__init__()
         self.second = torch.jit.script(self.second)
-
-
-class MadeInForward(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        return self.second(h * self.scale)
 
 
 class InMemory(Perceptron):

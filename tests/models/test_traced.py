@@ -20,7 +20,6 @@ from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model
 
-SIZE = "        return self.head(images.mean((2, 3)).view(2, 3))"
 LINE = "        if means.sum() > 0:  # the line that the message names"
 
 SEED, LR, M = 7, 0.1, 2
@@ -94,7 +93,6 @@ def test_one_worker_traces_for_all(tmp_path: Path) -> None:
     [
         ("untraceable.Branching", LINE, "depends on the values of a tensor"),
         ("untraceable.Prints", '        print(f"{images.max():.3f}")', "here tracing ends with "),
-        ("untraceable.OneSize", SIZE, "only for mini-batches of 2 examples"),
         ("untraceable.LargeImages", None, "Expected 224 but got 32!"),
         ("untraceable.TwoInputs", None, r"model.inputs=["),
         ("untraceable.Missing", '        torch.load("/nowhere/weights.pt")', "cannot be constructed: "),

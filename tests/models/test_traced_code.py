@@ -52,11 +52,7 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
     [
         ("DrawsInPython", None, "its forward draws from random.Random, whose numbers of one call a trace would keep"),
         ("HooksModule", None, "its module second has a hook on gradients"),
-        (
-            "ChangesParameter",
-            "            self.second.weight.clamp_(-0.1, 0.1)",
-            "here forward changes the parameter second.weight",
-        ),
+        ("MadeInForward", None, "here forward makes the parameter scale: make it in __init__"),
         ("ReplacesBuffer", None, "here forward replaces the buffer centre"),
         ("ChangesBuffer", "        self.centre[:2].mul_(0.9)", "changes centre in place"),
         ("HooksParameter", None, "its parameter second.weight has a hook on its gradient"),
@@ -64,7 +60,6 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("lazy", None, "gets a shape only from the first input"),
         ("spectral_norm", None, "as spectral_norm does"),
         ("ScriptedPart", None, "its module second is made by TorchScript"),
-        ("MadeInForward", None, "here forward makes the parameter scale: make it in __init__"),
         ("InMemory", None, "its buffer centre lies in the memory of the parameter second.weight"),
         ("NamesSome", None, "leaves out first.weight, which layers would train"),
         ("BeginsSteps", None, "has begin_step(), which only a layer of a list"),
@@ -146,6 +141,7 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
         (lambda m, h: m.second(h.detach()).sum().backward() or h, "here forward computes a gradient"),
         (lambda m, h: h - torch.autograd.grad(m.second(h).sum(), h)[0], "here forward computes a gradient"),
         (lambda m, h: h.register_hook(torch.neg) and m.second(h), "here the gradient of a tensor gets a hook"),
+        (lambda m, h: h + m.second.weight.data.clamp_(-1, 1).sum(), "here forward changes the parameter second.weight"),
         (lambda m, h: h.retain_grad() or m.second(h), "leave out retain_grad()"),
         (lambda m, h: copy.deepcopy(m.second)(h), "weights are copied"),
         (lambda m, h: h + torch.rand(8, generator=torch.Generator()), "leave out generator=…"),
