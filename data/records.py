@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import csv
+import gettext
 import io
 import json
 import re
@@ -20,7 +21,7 @@ Row = dict[str, Any]
 Rows = Callable[[BinaryIO], Iterator[Row]]
 
 MOST_BYTES = 256 << 20  # of a file that is read whole
-_DATES = re.compile(rb'^"(?:POT-Creation|PO-Revision)-Date:.*\n', re.MULTILINE)  # a template's are no dates
+_DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 
 
@@ -31,26 +32,36 @@ def _whole(file: BinaryIO) -> bytes:
     return content
 
 
+def _dateless(file: BinaryIO) -> io.BytesIO:
+    return io.BytesIO(_DATES.sub(rb"X-\1-Date:", _whole(file)))  # as long as before: a .mo file has places of texts
+
+
 def _po(file: BinaryIO) -> Iterator[Row]:
     from babel.messages.pofile import read_po
 
-    return _messages(read_po(io.BytesIO(_DATES.sub(b"", _whole(file))), ignore_obsolete=True))
+    return _messages(read_po(_dateless(file), ignore_obsolete=True))
 
 
 def _mo(file: BinaryIO) -> Iterator[Row]:
     from babel.messages.mofile import read_mo
 
-    return _messages(read_mo(io.BytesIO(_whole(file))))
+    return _messages(read_mo(_dateless(file)))
 
 
 def _messages(catalogue: Any) -> Iterator[Row]:
+    """Yields each form of each message; the form for the number 1 is the singular's, wherever it stands."""
+    try:
+        of_one = gettext.c2py(catalogue.plural_expr)(1)
+    except ValueError:
+        of_one = 0
     for message in catalogue:
         ids, texts = (one if isinstance(one, (tuple, list)) else (one,) for one in (message.id, message.string))
         if not ids[0]:
             continue  # the header
         for number, text in enumerate(texts):
-            singular = number == 0 and len(texts) > 1
-            yield {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
+            singular = number == of_one and len(texts) > 1
+            row = {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
+            yield {**row, "comment": " ".join(message.auto_comments)}
 
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:

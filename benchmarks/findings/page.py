@@ -72,6 +72,7 @@ def rates(of: Experiment, figure: str, log: Log) -> str:
 
 def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
     """Yields a row for each variant: its rate, and each figure's mean over seeds with lowest and highest."""
+    last: dict[str, object] = {}
     for variant in of.variants:
         found = [record for seed in of.seeds if (record := log.record(Piece(of, variant, seed)))]
         if not found:
@@ -86,6 +87,11 @@ def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:
             between = f" ({low}…{high})" if len(found) > 1 else ""
             row[NAMES.get(figure, figure)] = shown(figure, fmean(values)) + between
         yield row
+        copies = {name: found[0]["metrics"].get(f"copying_{name}") for name in of.figures}
+        row = {NAMES.get(name, name): shown(name, value) for name, value in copies.items() if value is not None}
+        if row and row != last:  # bilingual variants have test sets of their own
+            yield {"variant": "copying the source", **row}
+        last = row
 
 
 def shown(figure: str, value: float) -> str:

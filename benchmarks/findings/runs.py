@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import messages
 from benchmarks.common import ROOT, run_command
 from benchmarks.findings.bootstrap import sentence_counts
 from benchmarks.findings.pieces import Log, Piece, Record
@@ -53,6 +54,10 @@ def run(piece: Piece, log: Log, runs: Path, sentences: Path) -> Record:
         report = json.loads((folder / "test" / "evaluation.json").read_text())
         metrics |= {name: value for name, value in report["numbers"].items() if "/" not in name}
         counts = {"sizes": report["sizes"], "counts": sentence_counts(folder / "test" / "translations")}
+        texts = {path.stem: path.read_text("utf-8").split("\n")[:-1] for path in folder.glob("test/translations/*.txt")}
+        sides = {code: [*zip(*(line.split("\t")[:2] for line in lines), strict=True)] for code, lines in texts.items()}
+        copies = messages.copying(sides, report["sizes"])
+        metrics |= {f"copying_{name}": value for name, value in copies.items() if "/" not in name}
         sentences.mkdir(parents=True, exist_ok=True)
         (sentences / sentences_name(piece)).write_text(json.dumps(counts, separators=(",", ":")) + "\n")
     record: Record = {"experiment": piece.experiment.name, "piece": piece.name, "seed": piece.seed}

@@ -139,16 +139,24 @@ class Preparation:
             sides = [("vocabulary", wanted.source, [0, 1])]
         else:
             sides = [("source_vocabulary", wanted.source, [0]), ("target_vocabulary", wanted.target, [1])]
+        refused = []
         for (key, size, columns), model in zip(sides, self.draft.models, strict=False):
             if not model.exists():
-                self.report(f"parallel text: {key.replace('_', ' ')}", 0, 0)
                 sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
                 if not sentences:
                     _, found = readable(next(read_pieces(self.pairs[0], self.text.piece)), self.text.max_length)
                     first = found.examples[0] if found.examples else f"the first file is {self.pairs[0].source}"
                     raise ConfigurationError(f"{self.text.named}: no pair of lines has text on both sides; {first}")
-                with whole_file(model) as draft:
-                    draft.write_bytes(train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller))
+                said = f"parallel text: {key.replace('_', ' ')}, {size:,} pieces by {len(sentences):,} sentences"
+                self.report(said, 0, 0)
+                try:
+                    made = train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller)
+                    with whole_file(model) as draft:
+                        draft.write_bytes(made)
+                except ConfigurationError as error:
+                    refused.append(str(error))
+        if refused:
+            raise ConfigurationError("\n".join(refused))
 
     def _vocabulary_pairs(self, lines: Corpora) -> Iterator[tuple[str, str]]:
         """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""

@@ -18,8 +18,8 @@ PLAIN = (".txt", ".text", ".md")
 MOST_LINE = 2**23  # bytes; a longer line is dropped
 MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
 TEXT = "text"  # stands for the language in `Defect`
-Ends = Literal["blank_line", "line"]
-SEPARATORS = {"blank_line": (b"\n\n", b"\n"), "line": (b"\n",)}
+Ends = Literal["blank_line", "line", "file"]
+SEPARATORS = {"blank_line": (b"\n\n", b"\n"), "line": (b"\n",), "file": (b"\n",)}
 
 
 class TextPiece(NamedTuple):
@@ -86,17 +86,17 @@ def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[Te
     """
     number, first, rest = 0, 1, b""
     with reading(path) as file:
-        while block := file.read(size):
-            text = rest + block
+        block = file.read(size)
+        while block:
+            text, block = rest + block, file.read(size)
             cut = next((end for mark in separators if (end := text.rfind(mark) + len(mark)) >= len(mark)), 0)
+            cut = cut if block else len(text)
             rest = text[cut:]
             if cut:
                 yield TextPiece(path, number, first, text[:cut])
                 number, first = number + 1, first + text.count(b"\n", 0, cut)
             elif len(rest) > MOST_LINE:
                 rest = rest[: MOST_LINE + 1]  # enough to see that it is too long
-    if rest:
-        yield TextPiece(path, number, first, rest)
 
 
 def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterator[Document]:
@@ -112,15 +112,16 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
         return
     held, size, first = list[str](), 0, piece.first
     for number, line in _lines(piece, defects):
-        if held and (not line or ends == "line" or size + len(line) > MOST_DOCUMENT):
+        is_end = ends == "line" or (ends == "blank_line" and not line)
+        if held and (is_end or size + len(line) > MOST_DOCUMENT):
             yield Document(first, "\n".join(held))
             held, size = [], 0
-        if line:
+        if line or (held and ends == "file"):
             first = first if held else number
             held.append(line)
             size += len(line) + 1
     if held:
-        yield Document(first, "\n".join(held))
+        yield Document(first, "\n".join(held).rstrip())
 
 
 def _records(piece: TextPiece, key: str, defects: Defects) -> Iterator[Document]:

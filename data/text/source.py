@@ -85,7 +85,7 @@ class TextFilesSource(WindowSource, PreparedSource):
     Args:
         root: a file or a folder, see `files.find_texts`.
         files: a pattern of the paths in these folders, as "**/*.py"; None: files with the endings of text.
-        document: what ends a document of plain text: "blank_line" or "line". A record is a document.
+        document: what ends a document of plain text: "blank_line", "line" or "file". A record is a document.
         json_key: of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each.
         evaluation_root: a file or folder that is held out, in place of a share of `root`.

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, Vanished, cannot_write, own_folder, write_whole, writing
-from ..json_files import skipped
+from ..json_files import read_rows, skipped
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
@@ -96,6 +96,8 @@ class Journal(Notices):
         self._emit({"kind": "begun"})
         self._schedule, self._table = schedule, table
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
+        cells = {row["K"] for row in read_rows(self._metrics.path)[0] if "K" in row}
+        self._cells_before = sorted(cells - {len(schedule.placement)})
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
@@ -140,6 +142,7 @@ class Journal(Notices):
         pairs = zip(self._task.statistics[::2], sums[::2], sums[1::2], strict=True)  # as ("accuracy", "examples")
         row = {
             "step": progress.step,
+            "K": len(placement),
             "loss": result.loss,
             "lr": step.lr,
             "grad_norm": result.gradient_norm,
@@ -223,7 +226,8 @@ class Journal(Notices):
         Raises:
             DiskError: summary.json cannot be written.
         """
-        path, content = self._run_dir / "summary.json", json_safe(values)
+        path = self._run_dir / "summary.json"
+        content = json_safe({**values, "K_before": self._cells_before})
         with writing(path):
             write_whole(path, json.dumps(content, indent=2) + "\n")
         if shares := content["breakdown"]:

@@ -42,6 +42,7 @@ class Summary(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     K: Count
+    K_before: list[int]
     M: Count
     workers: Count
     loss: float | None
@@ -143,7 +144,8 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
     planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
-    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
+    before = [f"until a resume with K={', '.join(map(str, of))}" for of in [summary.get("K_before")] if of]
+    outcome = "; ".join([status if error is None else f"{status}: {error}", *before, *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
 

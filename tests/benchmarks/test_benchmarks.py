@@ -19,6 +19,7 @@ SMALL = {
     "chosen": "real --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
+    "tradeoffs": "--quick",
     "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "quality": "--quick --jobs transformer_lm_small",
 }

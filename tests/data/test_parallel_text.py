@@ -160,11 +160,13 @@ def test_a_catalogue_is_read_by_its_forms_and_never_as_two_files_of_lines(tmp_pa
     )
     forms = [["eine Datei", "one file"], ["Dateien", "files"]]
     assert rows_of(catalogue) == [*forms, ["", "guessed"]]
-    compiled = Catalog("de")
-    compiled.add(("one file", "files"), ("eine Datei", "Dateien"))
-    with (tmp_path / "de.mo").open("wb") as file:
+    compiled = Catalog("ar")
+    compiled.revision_date = "2014-09-05 08:13+Pacific Daylight Time"
+    compiled.add(("one file", "files"), ("none", "one", "two", "three", "eleven", "hundred"))
+    with (tmp_path / "ar.mo").open("wb") as file:
         write_mo(file, compiled)
-    assert rows_of(tmp_path / "de.mo") == forms
+    of_ar = [["none", "files"], ["one", "one file"], ["two", "files"]]
+    assert rows_of(tmp_path / "ar.mo")[:3] == of_ar, "the second form is that of one"
     said = refusal(tmp_path, train={"de": [["de.po", "de.po"]]})
     assert "de.po holds both sides: name it alone, as [de.po]" in said
 
@@ -461,6 +463,14 @@ def test_a_vocabulary_may_be_as_small_as_its_text_and_says_so(root: Path, caplog
 def test_a_vocabulary_that_does_not_fit_is_told_by_our_keys_alone(sizes: dict[str, int], said: str, root: Path) -> None:
     message = refusal(root, **sizes)
     assert re.match(said, message) and not re.search("--|required_chars|src/", message)
+
+
+def test_vocabularies_of_both_sides_are_refused_together(root: Path) -> None:
+    message = refusal(root, source_vocabulary=9000, target_vocabulary=8000)
+    assert re.findall(r"^data\.(\w+)=(\d+), but this corpus supports \d+", message, re.MULTILINE) == [
+        ("source_vocabulary", "9000"),
+        ("target_vocabulary", "8000"),
+    ]
 
 
 # --- a run

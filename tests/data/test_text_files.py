@@ -189,7 +189,7 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
     write(tmp_path / "text" / "b.jsonl", as_json(documents(120)[80:]), ".gz")
     monkeypatch.setattr("gpipe_cli.data.text.source.PIECE", 500)
     wanted = store_bytes(source(tmp_path / "text", preparation_workers=1))
-    assert len(wanted) > 20
+    assert len(wanted) > 15
     assert store_bytes(source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))) == wanted
     changes = {**SMALL, "cache_dir": str(tmp_path / "killed"), "preparation_workers": 1}
     process = multiprocessing.get_context("fork").Process(target=prepare_and_die, args=(tmp_path / "text", changes))
@@ -302,6 +302,18 @@ def test_a_run_goes_on_on_other_text_with_its_vocabulary_or_is_warned(tmp_path: 
     assert f"data.tokenizer={kept}" in told
     assert not any("another vocabulary" in text for text in said[1])
     assert (tmp_path / "next1" / "vocabulary" / "source.model").read_bytes() == kept.read_bytes()
+
+
+def test_line_breaks_and_blank_lines_of_code_are_kept_where_a_file_is_a_document(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    code = {f"{n}.py": f"def f{n}(x):\n    y = x\n\n    return y\n\n\nclass A:\n\tpass" for n in range(20)}
+    files = [write(tmp_path / "code" / name, content) for name, content in code.items()]
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train([str(file) for file in files], vocab_size=300, special_tokens=["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    words = {"tokenizer": str(tmp_path / "tokenizer.json"), "document": "file", "files": "**/*.py"}
+    read = source(tmp_path / "code", **words)
+    assert sorted(texts_of(read) + texts_of(read, "dev")) == sorted(code.values())
 
 
 def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Tests the corpus of translated messages on wheels that are made on the spot."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import zipfile
+from pathlib import Path
+
+import pytest
+from babel.messages.catalog import Catalog
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import write_po
+
+from benchmarks import messages
+
+WORDS = ["page", "user", "image", "password", "group", "report", "address", "archive", "restore", "approve", "every"]
+DRAWN = [random.Random(number).choices(WORDS, k=6) for number in range(200)]
+ENGLISH = [" ".join([*drawn, last]) for drawn in DRAWN for last in ("now", "later")]  # each beside a near copy
+
+
+def wheel(folder: Path, name: str, licence: str, files: dict[str, bytes | str]) -> None:
+    folder.mkdir(exist_ok=True)
+    about = f"Metadata-Version: 2.4\nName: {name}\nVersion: 1.0\nLicense-Expression: {licence}\n"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as made:
+        for file, content in {f"{name}-1.0.dist-info/METADATA": about, **files}.items():
+            made.writestr(file, content)
+
+
+def catalogue(language: str, english: list[str], is_compiled: bool = False) -> bytes:
+    """Returns a catalogue in which each word has the language before it."""
+    made, file = Catalog(language), io.BytesIO()
+    for message in english:
+        made.add(message, " ".join(f"{language}{word}" for word in message.split()))
+    (write_mo if is_compiled else write_po)(file, made)
+    return file.getvalue()
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Writes a package in two languages, and one that is held out as a whole."""
+    monkeypatch.setattr(messages, "FEWEST_LANGUAGES", 2)
+    monkeypatch.setattr(messages, "FEWEST_PAIRS", 100)
+    own = ["run the current script again", *ENGLISH[:5]]
+    for name, english in (("shop", ENGLISH), ("editor", own)):
+        places = {"de": "locale/de/LC_MESSAGES/django.po", "fr": "translations/fr_FR.mo"}
+        files = {f"{name}/{place}": catalogue(of, english, of == "fr") for of, place in places.items()}
+        wheel(tmp_path / "wheels", name, "MIT", {**files, f"{name}-1.0.dist-info/LICENSE": "Permission is granted"})
+    return tmp_path / "wheels"
+
+
+def make(wheels: Path, folder: Path, *more: str) -> Path:
+    messages.main([str(folder), "--wheels", str(wheels), "--second-test", "editor", *more])
+    return folder
+
+
+def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(wheels: Path, tmp_path: Path) -> None:
+    made = make(wheels, tmp_path / "made")
+    sides = {split: set(lines(made / f"corpus/de-en/{split}.en")) for split in ("train", "dev", "test")}
+    assert lines(made / "corpus/fr-en/train.fr")[0].startswith("fr") and not sides["dev"] & sides["test"]
+    for held_out in (sides["dev"], sides["test"]):
+        assert len(held_out) > 9
+        words = [message.split() for message in held_out]
+        assert not [one for one in words for other in sides["train"] if one[:-1] == other.split()[:-1]]
+    assert lines(made / "second_test/de-en/test.en") == ["run the current script again"]
+    assert "Permission is granted" in (made / "notices" / "shop.txt").read_text()
+    counts = json.loads((made / "counts.json").read_text())
+    assert counts["digest"] == json.loads((make(wheels, tmp_path / "again") / "counts.json").read_text())["digest"]
+
+
+def test_what_a_careful_translator_would_leave_out_is_left_out(wheels: Path, tmp_path: Path) -> None:
+    po = """msgid ""
+msgstr ""
+"Content-Type: text/plain; charset=UTF-8\\n"
+"PO-Revision-Date: YEAR-MO-DA HO:MI+ZONE\\n"
+"Plural-Forms: nplurals=3; plural=(n==0 ? 0 : n==1 ? 1 : 2);\\n"
+
+#, fuzzy
+msgid "A guess"
+msgstr "Eine Vermutung"
+
+msgid "Django"
+msgstr "Django"
+
+msgid "Hello %(name)s"
+msgstr "Hallo"
+
+msgid "Read <b>this</b> first"
+msgstr "Lies <b>dies</b> zuerst"
+
+msgid "_Open file"
+msgstr "Datei ö_ffnen"
+
+msgid "Russian words"
+msgstr "русские слова"
+
+#. Default: "Your basket is empty"
+msgid "label_basket_empty"
+msgstr "Ihr Warenkorb ist leer"
+
+msgid "label_other"
+msgstr "Etwas anderes"
+
+msgid "One day"
+msgid_plural "Several days"
+msgstr[0] "Kein Tag"
+msgstr[1] "Ein Tag"
+msgstr[2] "Tage"
+
+#~ msgid "Old message"
+#~ msgstr "Alte Nachricht"
+"""
+    wheel(wheels, "mixed", "BSD", {"mixed/locale/de/LC_MESSAGES/mixed.po": po})
+    made = make(wheels, tmp_path / "made") / "corpus/de-en"
+    kept = dict(zip(lines(made / "train.de"), lines(made / "train.en"), strict=True))
+    ours = {source: english for source, english in kept.items() if not source.startswith("de")}
+    assert ours == {
+        "Lies dies zuerst": "Read this first",
+        "Datei öffnen": "Open file",
+        "Ihr Warenkorb ist leer": "Your basket is empty",
+        "Kein Tag": "Several days",
+        "Ein Tag": "One day",
+        "Tage": "Several days",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "licence", "said"), [("free", "GPL-3.0", "--also free"), ("netbox", "MIT", "machine")]
+)
+def test_a_package_that_must_not_be_mixed_in_is_refused(
+    name: str, licence: str, said: str, wheels: Path, tmp_path: Path
+) -> None:
+    wheel(wheels, name, licence, {f"{name}/locale/de/LC_MESSAGES/x.po": catalogue("de", ENGLISH)})
+    with pytest.raises(SystemExit, match=said):
+        make(wheels, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+    if name == "free":
+        make(wheels, tmp_path / "made", "--also", "free==1.0")
+
+
+def test_the_wheels_are_pinned_with_their_digests() -> None:
+    pinned = [line for line in lines(messages.LISTED) if not line.startswith("#")]
+    assert len(pinned) > 40 and all("==" in line and "--hash=sha256:" in line for line in pinned)
