@@ -27,7 +27,6 @@ import unicodedata
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from statistics import fmean
 from typing import NamedTuple
@@ -104,8 +103,7 @@ def read_wheel(path: Path, named: Sequence[str]) -> Wheel:
             if ending in (".po", ".mo") and not compiled and "/test" not in file:
                 pairs += _read_catalogue(file, wheel.read(file), counts)
     print(f"{name} {version}: {len(pairs):,} pairs; {licence}", flush=True)
-    said = "Its translated messages, cleaned by benchmarks/messages.py, are part of this corpus."
-    notice = [f"{name} {version}", f"Licence: {licence}", said, *(texts or ["The wheel has no text of the licence."])]
+    notice = [f"{name} {version}: its translated messages, cleaned, are in this corpus", f"Licence: {licence}", *texts]
     return name, "\n\n".join(notice), pairs, counts
 
 
@@ -200,7 +198,6 @@ def _marks(text: str) -> list[str]:
     return sorted([*PLACEHOLDER.findall(TAG.sub("", text)), *tags])
 
 
-@lru_cache
 def _script(language: str) -> str:
     first, _, second = language.partition("_")
     return second if len(second) == 4 else str(get_global("likely_subtags")[first].split("_")[1])  # pt_BR has a region

@@ -60,8 +60,8 @@ def _messages(catalogue: Any) -> Iterator[Row]:
             continue  # the header
         for number, text in enumerate(texts):
             singular = number == of_one and len(texts) > 1
-            row = {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
-            yield {**row, "comment": " ".join(message.auto_comments)}
+            sides = {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
+            yield sides | {"comment": " ".join(message.auto_comments)}
 
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:

@@ -56,8 +56,7 @@ def run(piece: Piece, log: Log, runs: Path, sentences: Path) -> Record:
         counts = {"sizes": report["sizes"], "counts": sentence_counts(folder / "test" / "translations")}
         texts = {path.stem: path.read_text("utf-8").split("\n")[:-1] for path in folder.glob("test/translations/*.txt")}
         sides = {code: [*zip(*(line.split("\t")[:2] for line in lines), strict=True)] for code, lines in texts.items()}
-        copies = messages.copying(sides, report["sizes"])
-        metrics |= {f"copying_{name}": value for name, value in copies.items() if "/" not in name}
+        metrics |= {f"copying_{name}": of for name, of in messages.copying(sides, report["sizes"]).items()}
         sentences.mkdir(parents=True, exist_ok=True)
         (sentences / sentences_name(piece)).write_text(json.dumps(counts, separators=(",", ":")) + "\n")
     record: Record = {"experiment": piece.experiment.name, "piece": piece.name, "seed": piece.seed}

@@ -96,8 +96,7 @@ class Journal(Notices):
         self._emit({"kind": "begun"})
         self._schedule, self._table = schedule, table
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
-        cells = {row["K"] for row in read_rows(self._metrics.path)[0] if "K" in row}
-        self._cells_before = sorted(cells - {len(schedule.placement)})
+        self._K_before = {row["K"] for row in read_rows(self._metrics.path)[0] if "K" in row}
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
@@ -227,7 +226,7 @@ class Journal(Notices):
             DiskError: summary.json cannot be written.
         """
         path = self._run_dir / "summary.json"
-        content = json_safe({**values, "K_before": self._cells_before})
+        content = json_safe({**values, "K_before": sorted(self._K_before - {values["K"]})})
         with writing(path):
             write_whole(path, json.dumps(content, indent=2) + "\n")
         if shares := content["breakdown"]:
