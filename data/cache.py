@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..disk import DRAFT, open_for_writing, whole_file, writing
+from ..errors import ConfigurationError
 from ..json_files import WORK, DamagedJson, parse_json, read_json
 from .source import Report, no_report
 
@@ -101,8 +102,11 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
 
 @lru_cache(maxsize=4_096)  # Linux allows a process 65,530 maps
 def mapped_array(path: Path) -> npt.NDArray[Any]:
-    """Returns the array in a file, mapped into memory."""
-    array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+    """Returns the array in a file, mapped into memory; raises ConfigurationError for a damaged file."""
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise ConfigurationError(f"{path} is damaged ({error}): delete its corpus, which is then made anew") from error
     return array
 
 

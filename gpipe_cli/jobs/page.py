@@ -12,8 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from typing_extensions import NotRequired, TypedDict
-
 from gpipe_cli.disk import open_regular
 from gpipe_cli.jobs.trust import PATHS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json
@@ -30,13 +28,6 @@ WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
 Row = Mapping[str, Any]
-
-
-class PlanFile(TypedDict):
-    """Describes plan.json: the plan of the run as it was, and the fastest found (`Plan.to_json`)."""
-
-    own: dict[str, Any]
-    best: NotRequired[dict[str, Any]]
 
 
 def write_page(folder: Path, warn: Callable[[str], None], running: bool = False) -> None:
@@ -57,7 +48,7 @@ def run_page(folder: Path, running: bool = False) -> Document:
     run, planned = read_run(folder, running), folder / PLAN
     plan: Row = {}
     with suppress(OSError, DamagedJson):  # the page then names the command that makes it anew
-        plan = read_json(planned, PlanFile)
+        plan = read_json(planned, dict[str, dict[str, Any]])
     parts = {
         "Did it work": chain(_did_it_work(run, rows), _evaluated(rows, evaluations)),
         "Where did the time go": _where_time_went(run, rows, plan.get("own") or {}),

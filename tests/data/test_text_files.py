@@ -209,6 +209,15 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
 # --- what cannot be used
 
 
+@pytest.mark.parametrize("kept", [0, 9, 130])
+def test_a_damaged_file_of_tokens_is_named(kept: int, tmp_path: Path) -> None:
+    made = source(write(tmp_path / "text" / "a.txt", "\n\n".join(documents())).parent, cache_dir=str(tmp_path / "own"))
+    for torn in made._store.folder.glob("*.train.npy"):
+        os.truncate(torn, kept)
+    with pytest.raises(ConfigurationError, match=r"train\.npy is damaged .*: delete its corpus"):
+        next(made.train(None, 1, 0, 1))
+
+
 @pytest.mark.parametrize(
     ("kind", "file", "line"),
     [
