@@ -115,7 +115,7 @@ def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
     monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert world.join_torchrun("auto", "auto").device.index == (chosen or 1)
+    assert world.join_torchrun(1, "auto", "auto").device.index == (chosen or 1)
 
 
 @pytest.mark.parametrize("installed", [0, 8])
@@ -186,7 +186,7 @@ def test_every_group_waits_as_long_as_the_first_and_those_of_the_cpu_are_made_be
         group: Any = world._new_group(None, LOCAL)
         assert group._seconds == GROUP_TIMEOUT_SECONDS
         with patch.object(dist, "new_group", wraps=dist.new_group) as made:  # those of a program's own group
-            world.join_torchrun("cpu", "auto", dist.group.WORLD)
+            world.join_torchrun(1, "cpu", "auto", dist.group.WORLD)
         assert [call.args[1].total_seconds() for call in made.call_args_list] == [GROUP_TIMEOUT_SECONDS]
     finally:
         dist.destroy_process_group()
