@@ -142,8 +142,7 @@ def replace_nccl() -> None:
             if bound is not None:
                 assert kind == "ProcessGroupNCCL2", "a bound group of the older class has one queue"
                 self.bound_device_id = bound
-            told = f"{kind} of {options.group_size}, bound to {bound}, waits {options.timeout.total_seconds():.0f} s"
-            print(told, flush=True)
+            print(f"{kind} of {options.group_size} waits {options.timeout.total_seconds():.0f} s", flush=True)
 
         def _get_backend(self, device: Any) -> Any:
             assert device.type == NAME, f"No backend type associated with device type {device.type}"
