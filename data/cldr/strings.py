@@ -219,10 +219,6 @@ def render(item: Item, strings: LocaleStrings) -> str | None:
         return None
 
 
-def _name(strings: LocaleStrings, kind: str, key: str) -> str:
-    return strings.names[kind, key]
-
-
 def _list(strings: LocaleStrings, style: str, items: tuple[Item, ...]) -> str:
     texts = [_RENDER[item[0]](strings, *item[1:]) for item in items]
     patterns = strings.lists[style]
@@ -242,16 +238,12 @@ def _money(strings: LocaleStrings, number: str, currency: str) -> str:
     return _fill(pattern, format_number(number, strings), names.get(form, names["other"]))
 
 
-def _unit(strings: LocaleStrings, number: str, unit: str) -> str:
-    return _fill(_plural(strings, strings.units[unit], number), format_number(number, strings))
-
-
-def _relative_time(strings: LocaleStrings, number: str, field: str, direction: str) -> str:
-    return _fill(_plural(strings, strings.relative[field, direction], number), format_number(number, strings))
-
-
-def _language_in_territory(strings: LocaleStrings, language: str, territory: str) -> str:
-    return f"{strings.names['language', language]} ({strings.names['territory', territory]})"
+def _counted(strings: LocaleStrings, forms: Forms, number: str) -> str:
+    pattern = forms.get(strings.plural(Decimal(number)), forms["other"])
+    # "A meter" is right for 1, but some languages use this form for 0 and 1.5 too.
+    if "{0}" not in pattern and number not in ("1", "2"):
+        raise KeyError
+    return _fill(pattern, format_number(number, strings))
 
 
 def _compact(strings: LocaleStrings, number: str) -> str:
@@ -275,21 +267,19 @@ def _date_time(strings: LocaleStrings, style: str, day: int, seconds: int) -> st
     return _fill(strings.patterns["date and time"], time, _date(strings, style, day))
 
 
-def _zone_time(strings: LocaleStrings, seconds: int, zone: str) -> str:
-    return strings.patterns["zone time"] % _Fields(strings, seconds=seconds, zone=strings.names["zone", zone])
-
-
 _RENDER: dict[str, Callable[..., str]] = {
-    "name": _name,
+    "name": lambda of, kind, key: of.names[kind, key],
     "list": _list,
     "money": _money,
-    "unit": _unit,
-    "relative": _relative_time,
+    "unit": lambda of, number, unit: _counted(of, of.units[unit], number),
+    "relative": lambda of, number, *key: _counted(of, of.relative[key], number),
     "compact": _compact,
-    "language in territory": _language_in_territory,
+    "language in territory": lambda of, name, place: f"{of.names['language', name]} ({of.names['territory', place]})",
     "date": _date,
     "date and time": _date_time,
-    "zone time": _zone_time,
+    "zone time": lambda of, time, zone: (
+        of.patterns["zone time"] % _Fields(of, seconds=time, zone=of.names["zone", zone])
+    ),
 }
 
 
@@ -320,14 +310,6 @@ def _fill(pattern: str, *values: str) -> str:
     """Replaces {0} and {1}; `str.format` would fail on other braces."""
     for place, value in enumerate(values):
         pattern = pattern.replace(f"{{{place}}}", value)
-    return pattern
-
-
-def _plural(strings: LocaleStrings, forms: dict[str, str], number: str) -> str:
-    pattern = forms.get(strings.plural(Decimal(number)), forms["other"])
-    # "A meter" is right for 1, but some languages use this form for 0 and 1.5 too.
-    if "{0}" not in pattern and number not in ("1", "2"):
-        raise KeyError
     return pattern
 
 

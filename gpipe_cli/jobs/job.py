@@ -29,8 +29,8 @@ from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
-from gpipe_cli.disk import explain, write_whole
-from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.disk import write_whole
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.page import PAGE, PLAN, write_page
@@ -38,7 +38,7 @@ from gpipe_cli.jobs.run_directory import RESTARTS, Restarts, RunRecord, require_
 from gpipe_cli.launch.join import join, joined, restart_count
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
-from gpipe_cli.terminal.command import FAILED, REFUSED, show
+from gpipe_cli.terminal.command import FAILED, REFUSED, code_and_reason, show
 from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.terminal.text import command_name, relative_paths
 from gpipe_cli.typed_section import typed
@@ -108,19 +108,13 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
                 write_page(run_dir, console.warn)
                 if not is_sweep:
                     console.say(where_it_is(run_dir))
-        except ConfigurationError as error:
-            console.error(relative_paths(f"{command_name()}: {error}"), logged=record.is_open)
-            return REFUSED, math.nan
-        except (WorkerFailed, PlainError) as error:
-            console.error(relative_paths(str(error)))
+        except Exception as error:
+            if (told := code_and_reason(command_name(), error)) is None:
+                raise
+            console.error(told[1], logged=record.is_open or isinstance(error, WorkerFailed))
             if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
                 write_page(run_dir, console.warn)
-            return FAILED, math.nan
-        except (OSError, MemoryError) as error:
-            if (text := explain(error)) is None:
-                raise
-            console.error(relative_paths(f"{command_name()}: {text}"), logged=record.is_open)
-            return FAILED, math.nan
+            return told[0], math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
 

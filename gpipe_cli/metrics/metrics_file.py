@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from ..disk import Vanished, open_for_writing, writing
 from ..json_files import json_lines
@@ -73,13 +74,7 @@ def _write_all(file: io.FileIO, content: bytes) -> None:
 
 def json_safe(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    return value
+    return to_jsonable_python(value, inf_nan_mode="null")
 
 
 def _drop_later_rows(path: Path, step: int) -> list[int]:

@@ -96,23 +96,27 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `commands`
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return work()
-    except ConfigurationError as error:
-        say(f"{name}: {relative_paths(str(error))}")
-        return REFUSED
-    except (PlainError, WorkerFailed) as error:
-        say(relative_paths(str(error)))
-        return FAILED
     except BrokenPipeError:
         if not _reader_is_gone():
             raise  # it was another pipe
         return 0  # a reader that stops early, as `head` does
-    except (OSError, MemoryError) as error:
-        if (text := explain(error)) is None:
+    except Exception as error:
+        if (told := code_and_reason(name, error)) is None:
             raise
-        say(f"{name}: {relative_paths(text)}")
-        return FAILED
+        say(told[1])
+        return told[0]
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def code_and_reason(name: str, error: Exception) -> tuple[int, str] | None:
+    """Returns the exit code of an error and the lines that tell it; None: a fault of the program, for a traceback."""
+    if isinstance(error, ConfigurationError):
+        return REFUSED, f"{name}: {relative_paths(str(error))}"
+    if isinstance(error, (PlainError, WorkerFailed)):
+        return FAILED, relative_paths(str(error))
+    text = explain(error)
+    return None if text is None else (FAILED, f"{name}: {relative_paths(text)}")
 
 
 def show(text: str) -> None:
