@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
 from ..schedule.instruction import Instruction, InstructionLists
 from ..schedule.posting import Posts, post_ahead, post_when_sent
-from ..schedule.schedule import StepSchedule, forward_only, gradients_complete
+from ..schedule.schedule import StepSchedule, forward_only
 from ..tasks.base import Task
 from .step_message import BatchShape, StepMessage
 from .world import World
@@ -146,27 +146,17 @@ class WorkerPipeline:
         """Writes this replica's next mini-batch into the message; no micro-batches are left after its last."""
         self.message.write_plan(micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
-    def train_step(
-        self,
-        mini_batch: MiniBatch,
-        on_complete: Callable[[int], None] | None = None,
-        timed: bool = True,
-    ) -> StepRecord:
+    def train_step(self, mini_batch: MiniBatch, timed: bool = True) -> StepRecord:
         """Runs forward and backward of one mini-batch.
 
         Args:
-            on_complete: called with the number of each cell as soon as its gradients are complete and on their way.
             timed: as in `Engine.train_step`.
         """
         plan = mini_batch.plan
         instructions, posts = self._training(len(plan.signatures))
         scale = mini_batch.loss_scale / plan.total_weight if plan.total_weight else 0.0
         step_input = StepInput(mini_batch.step, mini_batch.steps, plan.signatures, scale, plan.empty)
-        after: dict[int, Callable[[], None]] = {}
-        if on_complete is not None:
-            cells = gradients_complete(instructions)
-            after = {position: partial(on_complete, cell) for position, cell in cells.items()}
-        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, timed, after)
+        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, timed)
 
     def run_forward(
         self,

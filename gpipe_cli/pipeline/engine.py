@@ -175,7 +175,6 @@ class Engine:
         micro_batches: Sequence[MicroBatch] | None,
         posts: Posts | None = None,
         timed: bool = True,
-        after: Mapping[int, Callable[[], None]] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
@@ -185,14 +184,13 @@ class Engine:
             micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
             posts: when receives are posted; None: `post_ahead`.
             timed: the engine's meter records every instruction.
-            after: called when the instruction at that position of the list has run.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
         """
         with self.noise.restored():
             step = _TrainingStep(self, instructions, step_input.signatures, micro_batches, posts, step_input)
-            step.run(self.meter if timed else None, after or {})
+            step.run(self.meter if timed else None)
         for cell in self.cells.values():
             cell.end_step()
         return step.record
@@ -305,8 +303,8 @@ class _Step:
         post = partial(self.engine.post_receive, self.signatures)
         self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
 
-    def run(self, meter: Meter | None, after: Mapping[int, Callable[[], None]]) -> None:
-        """Executes the list, with a time for every instruction where there is a meter; ``after`` as in `train_step`."""
+    def run(self, meter: Meter | None) -> None:
+        """Executes the list, with a time for every instruction where there is a meter."""
         where, handlers = self.engine.where, self.HANDLERS
         position, op = -1, Op.FORWARD
         try:
@@ -320,8 +318,6 @@ class _Step:
                     handlers[op](self, instruction)
                 if meter is not None and started is not None:
                     meter.record(instruction, started)
-                if position in after:
-                    after[position]()
         except BaseException as error:
             self.engine.failed_at = time.time()
             if self.engine.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):

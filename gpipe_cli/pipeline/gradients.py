@@ -82,34 +82,9 @@ def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.Process
     same parameters, and after `fill_gradients` the same of them have a gradient.
     """
     for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        _begin_bucket(bucket, group)()
-
-
-def begin_reduction(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
-    """Starts to sum gradients as `reduce_over_replicas` does; the bits are the same.
-
-    Returns:
-        A function that waits for the sums and puts them in place; all replicas call it at the same place.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    begun = [_begin_bucket(bucket, group) for bucket in buckets(gradients)]
-
-    def finish() -> None:
-        for each in begun:
-            each()
-
-    return finish
-
-
-def _begin_bucket(bucket: Sequence[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
-    flat, put_back = flattened(bucket)
-    finish_sum = begin_sum(flat, group)
-
-    def finish() -> None:
-        finish_sum()
+        flat, put_back = flattened(bucket)
+        sum_over_replicas(flat, group)
         put_back()
-
-    return finish
 
 
 def flattened(bucket: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -165,12 +140,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces ``flat`` by the sum of all replicas' ``flat``; see `begin_sum`."""
-    begin_sum(flat, group)()
-
-
-def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Starts to replace ``flat`` by the sum of all replicas' ``flat``, added up in the order of the replicas.
+    """Replaces ``flat`` by the sum of all replicas' ``flat``, added up in the order of the replicas.
 
     An all-reduce around a ring starts each chunk of the tensor at another replica, so the order in which a number is
     added up would depend on its place in the tensor, and so on the cut. (With two replicas the order does not matter.)
@@ -178,36 +148,22 @@ def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
 
     Args:
         flat: one-dimensional and contiguous; of the same size on all replicas.
-
-    Returns:
-        A function that waits until the sum is there; all replicas call it at the same place.
     """
-    wired = on_wire(flat, group)
-    if wired is not flat:
-        finish_wired = begin_sum(wired, group)
-
-        def copy_back() -> None:
-            finish_wired()
-            flat.copy_(wired)
-
-        return copy_back
-    replicas = group.size()
+    wired, replicas = on_wire(flat, group), group.size()
     if replicas <= 2:
-        return _waiting(dist.all_reduce(flat, group=group, async_op=True))
-    share = -(-flat.numel() // replicas)
-    padded = torch.cat([flat, flat.new_zeros(share * replicas - flat.numel())])
-    mine = torch.empty_like(padded)
-    arrived = _waiting(dist.all_to_all_single(mine, padded, group=group, async_op=True))
-
-    def finish() -> None:
-        arrived()
+        dist.all_reduce(wired, group=group)
+    else:
+        share = -(-wired.numel() // replicas)
+        padded = torch.cat([wired, wired.new_zeros(share * replicas - wired.numel())])
+        mine = torch.empty_like(padded)
+        dist.all_to_all_single(mine, padded, group=group)
         first, *others = mine.view(replicas, share)
         for other in others:
             first.add_(other)
         dist.all_gather_into_tensor(padded, first, group=group)
-        flat.copy_(padded[: flat.numel()])
-
-    return finish
+        wired = padded[: flat.numel()]
+    if wired is not flat:
+        flat.copy_(wired)
 
 
 def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) -> None:
@@ -226,12 +182,3 @@ def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def wire_device(group: dist.ProcessGroup) -> str:
     """Returns the device of the group's messages: NCCL sends from GPUs, others from the CPU."""
     return GPU if dist.get_backend(group) == "nccl" else "cpu"
-
-
-def _waiting(work: dist.Work | None) -> Callable[[], None]:
-    assert work is not None  # this rank is in the group
-
-    def wait() -> None:
-        work.wait()
-
-    return wait

@@ -21,7 +21,6 @@ from .instruction import BACK, Instruction, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
 
 REMAT = ("always", "except_last", "never")
-GRADIENTS = (Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT, Op.SEND_GRADIENT)  # they make or send gradients
 _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: until W, with halves
 
 
@@ -82,12 +81,6 @@ def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -
 @lru_cache(maxsize=16)  # a search plans many cuts of one list
 def _known_lists(kind: str, placement: tuple[int, ...], M: int, keep: tuple[int, ...]) -> list[list[Instruction]]:
     return [_instructions(units, placement, keep) for units in KINDS[kind](placement, M)]
-
-
-def gradients_complete(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """Returns the cells of a list by the position of the last instruction that makes or sends their gradients."""
-    last = {i.cell: position for position, i in enumerate(instructions) if i.op in GRADIENTS}
-    return {position: cell for cell, position in last.items()}
 
 
 def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:

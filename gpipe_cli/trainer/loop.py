@@ -92,7 +92,7 @@ class Trainer:
         where.step = step + 1  # as the console counts
         meter.begin_step()
         mini_batch = MiniBatch(plan, self.batches.take(), step, self.settings.trainer.steps or 0, scale)
-        record = self.pipeline.train_step(mini_batch, on_complete=self.updater.on_cell_complete)
+        record = self.pipeline.train_step(mini_batch)
         result, next_plan = self._meet(record, mini_batch)
         lr = self.updater.learning_rate
         with meter.phase("update", on_device=True), self.around_update(result), where.doing("updating the weights"):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -18,12 +17,10 @@ from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
-from ..launch.messenger import LOCAL
 from ..optim.average import WeightAverage
 from ..optim.noise import SeededUpdates
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.gradients import (
-    begin_reduction,
     clip_factor,
     reduce_over_replicas,
     scale_gradients,
@@ -61,30 +58,11 @@ class Updater:
         self._updates = SeededUpdates(optimizer, names, pipeline.engine.noise)
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
-        # A tied one is complete only when the gradients of all uses are there.
-        tied = {id(parameter) for parameter in self._ties.owners}
-        self._of_cell = {c.number: [p for _, p in c.parameters() if id(p) not in tied] for c in cells}
-        self._begun: dict[int, Callable[[], None]] = {}  # by cell: waits for sums that are under way
 
     @property
     def learning_rate(self) -> float:
         """Returns the learning rate of the optimizer's first group."""
         return float(self._lr_schedule.get_last_lr()[0])
-
-    @property
-    def on_cell_complete(self) -> Callable[[int], None] | None:
-        """Returns what starts to sum a cell's gradients over the replicas while other cells still work.
-
-        None without replicas, and where a sum makes the worker wait for the other replicas.
-        """
-        if self._replica_group is None or dist.get_backend(self._replica_group) == LOCAL:
-            return None
-        return self._begin_reduction
-
-    def _begin_reduction(self, cell: int) -> None:
-        assert self._replica_group is not None
-        self._unused.fill(self._of_cell[cell])
-        self._begun[cell] = begin_reduction(self._of_cell[cell], self._replica_group)
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Sums the gradients over uses and replicas; until the exchange those of unused parameters are zero.
@@ -95,12 +73,7 @@ class Updater:
         self._unused.fill(self._parameters)
         self._unused.owners = self._ties.add_gradients()
         if self._replica_group is not None:
-            begun = {id(parameter) for cell in self._begun for parameter in self._of_cell[cell]}
-            rest = [parameter for parameter in self._parameters if id(parameter) not in begun]
-            reduce_over_replicas(rest, self._replica_group)
-            for finish in self._begun.values():
-                finish()
-            self._begun = {}
+            reduce_over_replicas(self._parameters, self._replica_group)
         scale_gradients(self._parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:

@@ -13,7 +13,7 @@ from gpipe_cli.distributed.optimizer_shards import OptimizerShards
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
-from gpipe_cli.pipeline.gradients import begin_reduction, reduce_over_replicas, sum_over_replicas
+from gpipe_cli.pipeline.gradients import reduce_over_replicas, sum_over_replicas
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
 from gpipe_cli.pipeline.messages.transport import connect_workers
 from gpipe_cli.schedule.instruction import Message
@@ -80,12 +80,11 @@ def weights(replica: int) -> list[nn.Parameter]:
 
 
 def shard(context: Context, config: dict[str, Any]) -> list[str]:
-    """Sums gradients early and divides the optimizer's state; lists what differs from whole sums and states."""
+    """Sums gradients and divides the optimizer's state; lists what differs from whole sums and states."""
     group = joined(context)
     whole, divided = weights(context.rank), weights(context.rank)
     reduce_over_replicas(whole, group)
-    for finish in [begin_reduction(divided[start : start + 2], group) for start in range(0, len(SHAPES), 2)]:
-        finish()
+    reduce_over_replicas(divided, group)
     shards = OptimizerShards(divided, group, lambda value: all_gather_json(value, group))
     everything, share = torch.optim.Adam(whole, lr=0.1), torch.optim.Adam(shards.own, lr=0.1)
     for _ in range(2):

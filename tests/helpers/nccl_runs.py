@@ -103,7 +103,7 @@ class Network:
     def recv(self, tensor: Tensor, src: int, group: Group, tag: int = 0) -> None:
         self.irecv(tensor, src, group, tag).wait()
 
-    def _collective(self, *tensors: Tensor, group: Group, async_op: bool = False) -> Begun:
+    def _collective(self, *tensors: Tensor, group: Group) -> Begun:
         HERE.calls.append(Call("collective", _numbered(group.name), group.ranks, group.name))
         return Begun()
 
@@ -191,7 +191,7 @@ class Run:
         pipeline.ties.spread()
         pipeline.message.run()
         for step in range(2):
-            pipeline.train_step(MiniBatch(plan, micro_batches, step), on_complete=updater.on_cell_complete)
+            pipeline.train_step(MiniBatch(plan, micro_batches, step))
             updater.reduce_gradients()
             updater.squared_norms()
             calls += [Call("compute", "norms"), Call("read", "norms")]
