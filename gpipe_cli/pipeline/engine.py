@@ -231,7 +231,7 @@ class Engine:
             number: steps, and forwards since then; the noise of layers that draw it in evaluation depends on it.
         """
         with torch.no_grad(), self.noise.restored():
-            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches, number).run(None, {})
+            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches, number).run(None)
 
     def forget_failure(self) -> None:
         """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""
