@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import DRAFT, open_for_writing, whole_file, writing
+from ..disk import open_for_writing, whole_file, writing
 from ..errors import ConfigurationError
 from ..json_files import WORK, DamagedJson, parse_json, read_json
 from .source import Report, no_report
@@ -43,28 +43,7 @@ def made(path: Path, make: Callable[[Path], None], report: Report = no_report) -
     return path
 
 
-def made_folder(path: Path, make: Callable[[Path], None], report: Report, usable: Callable[[Path], bool]) -> Path:
-    """Returns a folder, which `make(draft)` makes first unless it is there and usable; one process at a time.
-
-    A draft that a killed process has left is there for the next one; links in it lead elsewhere, and are removed.
-    """
-    if not usable(path):
-        with sole_maker(path, report):
-            if not usable(path):
-                _remove(path)
-                draft = path.with_name(f"{DRAFT}{path.name}")
-                if draft.is_symlink() or not draft.is_dir():
-                    _remove(draft)
-                    draft.mkdir()
-                for entry in draft.rglob("*"):
-                    if entry.is_symlink() or entry.name.startswith(DRAFT):
-                        entry.unlink()
-                make(draft)
-                draft.rename(path)
-    return path
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a file, a folder or a link, not what the link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -22,11 +22,12 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
+from ..disk import DRAFT
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
-from .cache import cache_folder, made_folder, writing_cache
+from .cache import cache_folder, remove, sole_maker, writing_cache
 from .defects import DEFECTS, Defects, Found
-from .source import Report
+from .source import Report, no_report
 from .vocabulary import VocabularySource, keep_vocabularies, smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
@@ -48,25 +49,43 @@ def prepared_folder(
     Raises:
         DiskError: the cache cannot be written.
     """
-
-    def fill(draft: Path) -> None:
-        make(draft)
-        shutil.rmtree(draft / WORK, ignore_errors=True)
-
-    def usable(folder: Path) -> bool:
-        try:
-            read_json(folder / "store.json", description)
-            Defects.read(folder)
-        except FileNotFoundError:
-            return False
-        except DamagedJson as error:
-            report(f"{error}: it is made anew", 0, 0)
-            return False
-        return True
-
     cache = cache_folder(cache_dir)
+    path = cache / name
     with writing_cache(cache):
-        return made_folder(cache / name, fill, report, usable)
+        if not _is_whole(path, description, report):
+            with sole_maker(path, report):
+                if not _is_whole(path, description, no_report):  # another process may have made it meanwhile
+                    remove(path)
+                    draft = _draft_of(path)
+                    make(draft)
+                    shutil.rmtree(draft / WORK, ignore_errors=True)
+                    draft.rename(path)
+    return path
+
+
+def _is_whole(folder: Path, description: type[Any], report: Report) -> bool:
+    """Returns whether a folder is there with JSON that can be read; reports what is damaged."""
+    try:
+        read_json(folder / "store.json", description)
+        Defects.read(folder)
+    except FileNotFoundError:
+        return False
+    except DamagedJson as error:
+        report(f"{error}: it is made anew", 0, 0)
+        return False
+    return True
+
+
+def _draft_of(folder: Path) -> Path:
+    """Returns the folder in which another one is made, with what a killed process has left; links are removed."""
+    draft = folder.with_name(f"{DRAFT}{folder.name}")
+    if draft.is_symlink() or not draft.is_dir():
+        remove(draft)
+        draft.mkdir()
+    for entry in draft.rglob("*"):
+        if entry.is_symlink() or entry.name.startswith(DRAFT):
+            entry.unlink()
+    return draft
 
 
 def digest_of(*content: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,12 +28,6 @@ log = logging.getLogger(__name__)
 VOCABULARY_PAIRS = 56_000  # given to SentencePiece: more cost time and change little
 VOCABULARY_TEMPERATURE = 5.0
 SMALL = 50_000  # pairs, which one process composes in about two seconds
-
-NOTICE = """\
-Made from the Unicode Common Locale Data Repository (CLDR) as packaged by Babel.
-Copyright © 2004-2025 Unicode, Inc. All rights reserved. Used under the Unicode License V3 (SPDX: Unicode-3.0),
-https://www.unicode.org/license.txt; provided "AS IS", without warranty of any kind.
-"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
         summaries[code] = _write_language(folder, code, pairs, vocabulary, parameters.max_length)
     too_long = {code: {"too_long": len(pairs) - summaries[code].pairs} for code, pairs in corpus.items()}
     (folder / DEFECTS).write_text(json.dumps({"counts": too_long}, indent=1), encoding="utf-8")
-    (folder / "NOTICE").write_text(NOTICE, encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name("cldr.NOTICE"), folder / "NOTICE")
     write_description(folder, summaries, Sizes().block, {"cldr": cldr_version(), "parameters": asdict(parameters)})
     report("translation corpus", 1, 1)
 

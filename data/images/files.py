@@ -37,14 +37,13 @@ class Images(ABC):
 
     Attributes:
         labels: int64 [n], numbers of `class_names`.
-        others: the number of files beside the images that are no images.
         bits: that images of 16 bits use; None: as the file says, else 16.
     """
 
     bits: int | None = None
 
-    def __init__(self, labels: Sequence[int], class_names: Sequence[str], others: int = 0) -> None:
-        self.labels, self.class_names, self.others = np.asarray(labels, np.int64), tuple(class_names), others
+    def __init__(self, labels: Sequence[int], class_names: Sequence[str]) -> None:
+        self.labels, self.class_names = np.asarray(labels, np.int64), tuple(class_names)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -71,7 +70,6 @@ class ImageFiles(Images):
             strings, because loader processes would copy the memory of every string they touch.
         labels: of each file.
         class_names: the names of the classes, by label.
-        others: the number of files beside them that are no images.
         paths: of the files from `root`; None: the names.
     """
 
@@ -81,10 +79,9 @@ class ImageFiles(Images):
         names: Sequence[str],
         labels: Sequence[int],
         class_names: Sequence[str],
-        others: int = 0,
         paths: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(labels, class_names, others)
+        super().__init__(labels, class_names)
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
         self._paths = self._names if paths is None else np.array([os.fsencode(path) for path in paths])
 

@@ -52,7 +52,8 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         names += images
         others += strangers
     report(f"listing the images of {split}", len(classes), len(classes))
-    return ImageFiles(split, names, *numbered(names, known or classes, split), _warned_of(split, others))
+    _warn_of(split, others)
+    return ImageFiles(split, names, *numbered(names, known or classes, split))
 
 
 def read_flat(split: Path, known: Sequence[str], folders_of: FoldersOf) -> ImageFiles:
@@ -60,7 +61,8 @@ def read_flat(split: Path, known: Sequence[str], folders_of: FoldersOf) -> Image
     found, others = images_in(split)
     names = sorted(f"{of}/{path}" for of, path in zip(folders_of(found, split), found, strict=True))
     paths = [name.partition("/")[2] for name in names]
-    return ImageFiles(split, names, *numbered(names, known, split), _warned_of(split, others), paths)
+    _warn_of(split, others)
+    return ImageFiles(split, names, *numbered(names, known, split), paths)
 
 
 def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple[list[int], list[str]]:
@@ -107,12 +109,11 @@ def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
     return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
 
 
-def _warned_of(split: Path, others: Sequence[str]) -> int:
-    """Warns of files that are no images; returns how many there are."""
+def _warn_of(split: Path, others: Sequence[str]) -> None:
+    """Warns of files that are no images."""
     if others:
         counts = by_ending(others)
         log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
-    return len(others)
 
 
 def has_suffix(name: str) -> bool:

@@ -107,7 +107,6 @@ class ImageSource(Source):
         self._check_counts(train, evaluation)
         self.class_names = tuple(map(in_utf8, train.class_names))
         train.bits = evaluation.bits = self._bits
-        self.prepared_defects = {"other_files": train.others + evaluation.others}
         self._broken_limit = min(self._broken_limit, len(train) - 1)
         augmented = training_transform(self._image_size, *self._augmentation)
         self._train_set = TransformedImages(train, augmented, self._broken_limit + 1)

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypedDict
 
-from ...disk import whole_file
-from ..cache import made_json
+from ..cache import made_json, save_array
 from ..defects import KINDS, Counted, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK
@@ -117,12 +116,12 @@ class Draft:
         return source, source if self.text.vocabularies.shared else self.folder / TARGET
 
     def work(self, *name: str) -> Path:
-        """Returns an intermediate file of a language, or a part of it: ("ids", language, piece) …"""
+        """Returns an intermediate file of a language, or a part of it: ("piece", language, number) …"""
         return self.folder / WORK / f"{'-'.join(name)}.json"
 
     def piece(self, language: str, number: int) -> Path:
         """Returns the file that describes a piece; the files of its ids have other endings."""
-        return self.work("ids", language, f"{number:06}")
+        return self.work("piece", language, f"{number:06}")
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -285,10 +284,10 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
-    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], _has_wide_ids(draft))
+    wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
+    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        with whole_file(draft.piece(piece.files.language, piece.number).with_suffix(f".{kind}")) as file:
-            array.tofile(file)  # without a header, so that a part of it is read by its place alone
+        save_array(draft.piece(language, piece.number).with_suffix(f".{kind}.npy"), array)
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64))
     defects.examples.sort(key=lambda defect: defect.line)
     ends = [bounds.tolist(), pair_ends(lengths)[bounds].tolist()]
@@ -342,11 +341,6 @@ def _vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(model.read_bytes())
 
 
-def _has_wide_ids(draft: Draft) -> bool:
-    """Returns whether an id of these vocabularies takes four bytes."""
-    return max(len(_vocabulary(model)) for model in draft.models) > 65_536
-
-
 def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str, Any]:
     """Collects a shard's pairs from all pieces, shuffles and writes them; returns their `LanguageSummary`.
 
@@ -354,8 +348,7 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str,
         bounds: [pieces, 2, 2] where they begin and end in each piece, in pairs and in tokens.
     """
     pieces = [draft.piece(language, number) for number in range(len(bounds))]
-    lengths = _collected(pieces, "lengths", np.uint16, 2 * bounds[:, 0]).reshape(-1, 2)
-    tokens = _collected(pieces, "tokens", np.uint32 if _has_wide_ids(draft) else np.uint16, bounds[:, 1])
+    lengths, tokens = _collected(pieces, "lengths", bounds[:, 0]), _collected(pieces, "tokens", bounds[:, 1])
     starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)
@@ -369,11 +362,7 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str,
     return asdict(LanguageSummary.of_shard(lengths))
 
 
-def _collected(pieces: list[Path], kind: str, number: type[np.integer[Any]], bounds: Numbers) -> npt.NDArray[Any]:
-    """Returns a part of each piece's numbers, one after the other. Nothing else of the pieces is read or kept open."""
-    ends = np.cumsum(bounds[:, 1] - bounds[:, 0])
-    collected = np.empty(ends[-1], number)
-    for piece, (first, last), end in zip(pieces, bounds.tolist(), ends.tolist(), strict=True):
-        part = np.fromfile(piece.with_suffix(f".{kind}"), number, last - first, offset=first * collected.itemsize)
-        collected[end - len(part) : end] = part
-    return collected
+def _collected(pieces: list[Path], kind: str, bounds: Numbers) -> npt.NDArray[Any]:
+    """Returns a part of each piece's numbers, one after the other; nothing else of the pieces is read or kept open."""
+    files = (np.load(piece.with_suffix(f".{kind}.npy"), mmap_mode="r") for piece in pieces)
+    return np.concatenate([file[first:last].copy() for file, (first, last) in zip(files, bounds.tolist(), strict=True)])

@@ -60,7 +60,7 @@ class Preparation:
     report: Report
     _defects: Defects = field(default_factory=Defects)
     _corpora: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    _held_out_of_training: list[HeldOut] = field(default_factory=list)
+    _held_out: list[HeldOut] = field(default_factory=list)
     _done: int = 0  # lines of the languages that are finished
 
     def __post_init__(self) -> None:
@@ -76,10 +76,10 @@ class Preparation:
         with in_processes(self.workers) as run_all:
             lines = self._scan(run_all)
             self._train_vocabularies(lines)
-            self._write_held_out(lines)
+            self._read_held_out(lines)
             total = sum(sum(of.values()) for of in lines.values())
             summaries = {code: self._encode(run_all, code, of, total) for code, of in lines.items()}
-        self._append_held_out()
+        self._write_held_out()
         self._defects.write(self.draft.folder, total, self._corpora)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
         write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
@@ -171,11 +171,11 @@ class Preparation:
         """Makes ids of a language's pieces, then shards of pieces; removes the pieces when all shards are there."""
         file = self.draft.work("shard", code)
         content = made_json(file, lambda: self._encoded(run_all, code, lines, total), EncodedLanguage)
-        for left in self.draft.piece(code, 0).parent.glob(f"ids-{code}-??????.*"):
+        for left in self.draft.piece(code, 0).parent.glob(f"piece-{code}-??????.*"):
             left.unlink()
         self._defects.update(content, self.policy)
         self._done += sum(lines.values())
-        self._held_out_of_training += content["held_out"]
+        self._held_out += content["held_out"]
         if len(lines) > 1:
             self._corpora[code] = content["corpora"]
         if not content["summary"].pairs:
@@ -224,41 +224,35 @@ class Preparation:
             self.report("parallel text: shards", len(summaries), 0)
         return LanguageSummary.of_shards(summaries)
 
-    def _write_held_out(self, languages: Iterable[str]) -> None:
-        """Writes the texts, and their digests; unusable lines are dropped or refused as in the training text."""
+    def _read_held_out(self, languages: Iterable[str]) -> None:
+        """Reads the pairs of dev and test files and writes their digests; unusable lines are dropped or refused."""
         digests: dict[str, list[int]] = {language: [] for language in languages}
-        for split in ("dev", "test"):
-            with whole_file(self.draft.folder / f"{split}.jsonl") as file, file.open("w", encoding="utf-8") as out:
-                for language, line, source, target in self._held_out(split):
-                    out.write(json.dumps([language, line, source, target], ensure_ascii=False) + "\n")
-                    digests[language].append(pair_digest(source, target))
+        for pair in (pair for pair in self.pairs if pair.split != "train"):
+            for piece in read_pieces(pair, self.text.piece):
+                usable, defects = readable(piece, self.text.max_length)
+                self._defects.update({"counts": {**defects.counts}, "defects": defects.examples}, self.policy)
+                for place, *texts in usable:
+                    self._held_out.append((pair.split, pair.language, piece.first + place, texts[0], texts[1]))
+                    digests[pair.language].append(pair_digest(*texts))
         for language, of_language in digests.items():
             path = self.draft.work("held_out", language).with_suffix(".npy")
             save_array(path, np.array(of_language, np.uint64))
 
-    def _append_held_out(self) -> None:
-        """Writes the pairs of training files that are held out, after those of files held out as a whole."""
+    def _write_held_out(self) -> None:
+        """Writes the pairs of held-out files, and after them those of training files that are held out."""
         for split in ("dev", "test"):
-            rows = [row for of, *row in self._held_out_of_training if of == split]
-            before = (self.draft.folder / f"{split}.jsonl").read_text(encoding="utf-8")
+            rows = [row for of, *row in self._held_out if of == split]
             with whole_file(self.draft.folder / f"{split}.jsonl") as file:
-                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-                file.write_text("".join([before, *lines]), encoding="utf-8")
+                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.write_text("".join(lines), encoding="utf-8")
             if self.text.lacking:
-                self.report(f"parallel text: held out for {split}, a share of training pairs", len(rows), len(rows))
+                drawn = sum(split in self.text.lacking.get(language, ()) for language, *_ in rows)
+                self.report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
             if split == "dev":
-                self._name_without_dev(self.text.lacking.keys() - {code for code, *_ in rows})
+                self._name_without_dev(self.text.lacking.keys() - {language for language, *_ in rows})
 
     def _name_without_dev(self, languages: Iterable[str]) -> None:
         for language in sorted(languages):
             found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
             self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
         self._defects.refuse(self.policy)
-
-    def _held_out(self, split: str) -> Iterator[tuple[str, int, str, str]]:
-        """Yields language, line, source and target of the usable pairs of "dev" or "test"."""
-        for pair in (pair for pair in self.pairs if pair.split == split):
-            for piece in read_pieces(pair, self.text.piece):
-                usable, defects = readable(piece, self.text.max_length)
-                self._defects.update({"counts": {**defects.counts}, "defects": defects.examples}, self.policy)
-                yield from ((pair.language, piece.first + line.place, line.source, line.target) for line in usable)

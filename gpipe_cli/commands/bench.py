@@ -1,4 +1,12 @@
-"""Implements ``gpipe-bench``: measures the paper's tables 1 to 4 on this machine. Only its workers import torch."""
+"""gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
+
+    gpipe-bench table=2 quick=true        throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated accelerators
+    gpipe-bench table=3                   the same with slow links between the workers
+    gpipe-bench table=4                   where a training step goes
+    gpipe-bench table=1                   the largest models that fit
+
+Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .html, .json, .svg. The keys:
+"""  # --help prints this
 
 from __future__ import annotations
 
@@ -22,28 +30,15 @@ from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to
 from gpipe_cli.terminal.text import duration
 from gpipe_cli.typed_section import read_section
 
-HELP = """\
-gpipe-bench: measures one of the paper's tables here and sets the paper's figures beside it.
-
-    gpipe-bench table=2 quick=true        throughput for K = 2, 4, 8 and M = 1, 4, 32, on emulated accelerators
-    gpipe-bench table=3                   the same with slow links between the workers
-    gpipe-bench table=4                   where a training step goes
-    gpipe-bench table=1                   the largest models that fit
-
-Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .html, .json, .svg. The keys:
-
-"""
-MAKERS = {
-    1: "capacity_table",
-    2: "throughput_table",
-    3: "throughput_table",
-    4: "breakdown_table",
-}  # module and function
+# Of each table the module that makes it, and its function.
+MAKERS = {1: "capacity_table", **dict.fromkeys((2, 3), "throughput_table"), 4: "breakdown_table"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, 1 when a measurement failed, 2 for a wrong call."""
-    return run_command("gpipe-bench", arguments, HELP + keys_text(), lambda words: run(parse(words)), needs_words=True)
+    return run_command(
+        "gpipe-bench", arguments, f"{__doc__}\n{keys_text()}", lambda words: run(parse(words)), needs_words=True
+    )
 
 
 def keys_text() -> str:

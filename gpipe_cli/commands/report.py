@@ -1,4 +1,17 @@
-"""Implements ``gpipe-report``: sets runs of gpipe-train beside each other, as in the paper's table 2. No torch."""
+"""gpipe-report: one table and one plot of several runs of gpipe-train.
+
+    gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16
+    gpipe-report sweeps/NAME
+
+    gpipe-report RUN                 of one run also lets the planner search for a faster pipeline, for its report.html
+
+RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
+trust=[NAMES]   code of your own that the run may call, such as trust=[my_module.layers]
+output=DIR   report.md, .html, .json go there, .svg where runs can be compared; default: bench
+
+Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
+K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
+"""  # --help prints this
 
 from __future__ import annotations
 
@@ -12,26 +25,10 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import REFUSED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.runs import compare, find_runs
 
-HELP = """\
-gpipe-report: one table and one plot of several runs of gpipe-train.
-
-    gpipe-train -m pipeline.K=1,2,4 pipeline.M=4,8,16
-    gpipe-report sweeps/NAME
-
-    gpipe-report RUN                 of one run also lets the planner search for a faster pipeline, for its report.html
-
-RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
-trust=[NAMES]   code of your own that the run may call, such as trust=[my_module.layers]
-output=DIR   report.md, .html, .json go there, .svg where runs can be compared; default: bench
-
-Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
-K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or where there is no run."""
-    return run_command("gpipe-report", arguments, HELP, _run, needs_words=True)
+    return run_command("gpipe-report", arguments, __doc__, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:

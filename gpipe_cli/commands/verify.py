@@ -1,4 +1,21 @@
-"""Implements ``gpipe-verify``: compares a pipelined run with a plain loop. This process never imports torch."""
+"""gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps
+in one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name,
+clipping, learning rate, optimizer state, weights, a step that is skipped, a resume, an evaluation.
+
+    gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
+    gpipe-verify debug=tiny pipeline.schedule=1f1b          with a model and data made small: seconds
+    gpipe-verify model._target_=my_module.my_layers         your own layers
+    gpipe-verify -m pipeline.K=1,2,4 pipeline.remat=always,never
+
+It takes every key of gpipe-train, and
+
+    verify.steps=2          how many mini-batches, from the first on
+    verify.later=5          one more, after a skipped step, a checkpoint and a resume
+    verify.dtype=float64    both sides in float64: separates rounding from errors
+    verify.format=json      one JSON object on standard output; everything else goes to standard error
+
+Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/verifying.md.
+"""  # --help prints this
 
 from __future__ import annotations
 
@@ -17,26 +34,6 @@ from gpipe_cli.terminal.text import text_table
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
 
-HELP = """\
-gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps in
-one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name, clipping,
-learning rate, optimizer state, weights, a step that is skipped, a resume, an evaluation.
-
-    gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
-    gpipe-verify debug=tiny pipeline.schedule=1f1b          with a model and data made small: seconds
-    gpipe-verify model._target_=my_module.my_layers         your own layers
-    gpipe-verify -m pipeline.K=1,2,4 pipeline.remat=always,never
-
-It takes every key of gpipe-train, and
-
-    verify.steps=2          how many mini-batches, from the first on
-    verify.later=5          one more, after a skipped step, a checkpoint and a resume
-    verify.dtype=float64    both sides in float64: separates rounding from errors
-    verify.format=json      one JSON object on standard output; everything else goes to standard error
-
-Exit code: 0 the same, 1 different (or the run failed), 2 refused. More: docs/verifying.md.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
@@ -45,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     program = EntryPoint("gpipe_cli.verify.run:main", conclude=conclude, config_name="verify")
     with redirect_stdout(sys.stdout):  # puts it back: verify.format=json changes it
-        return train.main(arguments, program, HELP)
+        return train.main(arguments, program, __doc__)
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:

@@ -19,28 +19,9 @@ from gpipe_cli.terminal.text import is_number, markdown_table, number, text_tabl
 
 _POLICY = "default-src 'none';img-src data:;style-src 'unsafe-inline'"
 KEY_WIDTH = 12  # at least, of facts on a console
-_INK, _PAPER, _LINE, _BLUE = (COLOURS[name] for name in ("ink", "paper", "idle", "blue"))
-_CSS = f"""
-:root{{--ink:{_INK[0]};--paper:{_PAPER[0]};--line:{_LINE[0]};--blue:{_BLUE[0]}}}
-{DARK}{{:root{{--ink:{_INK[1]};--paper:{_PAPER[1]};--line:{_LINE[1]};--blue:{_BLUE[1]}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0 auto;padding:1rem;max-width:70rem;font:16px/1.5 system-ui,sans-serif;
-color:var(--ink);background:var(--paper)}}
-h1{{font-size:1.5rem;line-height:1.2;overflow-wrap:anywhere}}
-h2{{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:2px solid var(--blue)}}
-a{{color:var(--blue)}}
-div,figure{{overflow-x:auto;margin:1rem 0}}
-table{{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}}
-th,td{{padding:.2rem .5rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}}
-.n{{text-align:right;white-space:nowrap}}
-dl{{display:grid;grid-template-columns:fit-content(55%) 1fr;gap:.1rem 1rem;margin:1rem 0}}
-dt{{font-weight:600}}dd{{margin:0;min-width:0;overflow-wrap:anywhere}}
-pre{{padding:.6rem;background:var(--line);white-space:pre-wrap;overflow-wrap:anywhere;font-size:.875rem}}
-svg,img{{display:block;max-width:100%;height:auto}}
-@media screen and (max-width:40rem){{svg,img{{max-width:none;width:40rem}}}}
-@media print{{table{{font-size:8pt}}body{{max-width:none;font-size:11pt}}h2{{break-after:avoid}}
-figure,tr,pre{{break-inside:avoid}}div{{overflow:visible}}}}
-"""
+_LIGHT, _DARK = ("".join(f"--{name}:{both[dark]};" for name, both in COLOURS.items()) for dark in (0, 1))
+_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+_CSS = f":root{{{_LIGHT}}}{DARK}{{:root{{{_DARK}}}}}\n{_STYLE}"
 
 
 class Link(NamedTuple):

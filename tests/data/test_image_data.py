@@ -325,5 +325,4 @@ def test_files_of_other_kinds_are_told_each_time_and_counted(tmp_path: Path, cap
         source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0)
         source.prepare(no_report)
         assert "4 files are left out, no images (2 .txt, 1 without, 1 .heic): n00000001/README, " in caplog.text
-        assert source.prepared_defects == {"other_files": 5}
         assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6
