@@ -241,15 +241,15 @@ class Preparation:
     def _write_held_out(self) -> None:
         """Writes the pairs of held-out files, and after them those of training files that are held out."""
         for split in ("dev", "test"):
-            rows = [row for of, *row in self._held_out if of == split]
+            pairs = [pair for pair in self._held_out if pair[0] == split]
             with whole_file(self.draft.folder / f"{split}.jsonl") as file:
-                lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                lines = (json.dumps(pair[1:], ensure_ascii=False) + "\n" for pair in pairs)
                 file.write_text("".join(lines), encoding="utf-8")
             if self.text.lacking:
-                drawn = sum(split in self.text.lacking.get(language, ()) for language, *_ in rows)
+                drawn = sum(split in self.text.lacking.get(pair[1], ()) for pair in pairs)
                 self.report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
             if split == "dev":
-                self._name_without_dev(self.text.lacking.keys() - {language for language, *_ in rows})
+                self._name_without_dev(self.text.lacking.keys() - {pair[1] for pair in pairs})
 
     def _name_without_dev(self, languages: Iterable[str]) -> None:
         for language in sorted(languages):
