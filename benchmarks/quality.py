@@ -28,19 +28,17 @@ from gpipe_cli.config import Settings
 from gpipe_cli.data.source import no_report
 from gpipe_cli.factory.build import build_source, build_task
 from gpipe_cli.json_files import read_rows
-from gpipe_cli.svg import Curve, plot, running_means
 
 JOBS = {
     "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),
     "transformer_lm_small": ("model=transformer_lm_small", "pipeline.workers=1"),
     "amoebanet": ("model=amoebanet",),
 }
-RATES = {"transformer": 4e-3, "transformer_lm_small": 4e-3, "amoebanet": 3e-3}  # of AdamW in the plain loop
+RATES = {"transformer": 4e-3, "transformer_lm_small": 4e-3, "amoebanet": 3e-3}  # of AdamW in the plain loop: found
 MATRICES, TABLES = 5, 3  # times this rate: Muon's, and that of tables
 BOUND = 15.0  # of logits
 WARM_UP = 0.05  # share of the plain loop's time
 WINDOW = 20  # steps are averaged over this part of a run
-POINTS = 60  # of a curve
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
 
@@ -210,48 +208,25 @@ def _row(
         return sum(losses[max(0, int(share * len(losses)) - window) :][:window]) / window
 
     row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "first": losses[0]}
-    row |= {"losses": losses}
     row |= {"processor seconds": seconds, "1/4": at(0.25), "1/2": at(0.5), "end": at(1.0)}
     return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
-
-
-def _curve(row: Row) -> Curve:
-    """Returns the running mean of a side's losses over its processor seconds, without its start."""
-    means = running_means(row["losses"], 1 / WINDOW)
-    places = range(len(means) // POINTS, len(means), max(1, len(means) // POINTS))
-    points = [(row["processor seconds"] * (place + 1) / len(means), means[place]) for place in places]
-    ours = row["side"] == "gpipe-train"
-    return Curve(row["job"], row["side"].partition(",")[0], "smooth" if ours else "paper", points)
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    made.add_argument("--rate", type=float, help="of the plain loop; default: the best that was found")
-    made.add_argument("--seconds", type=float, help="of the plain loop, without the job beside it")
-    made.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw losses over seconds")
     arguments = made.parse_args()
 
     def rows() -> Iterator[Row]:
         for name in arguments.jobs:
             words = [*JOBS[name], *(("debug=tiny",) if arguments.quick else ())]
-            settings, seconds = make_request(words).settings, arguments.seconds
+            settings = make_request(words).settings
             classes = settings.model.get("target_vocabulary", settings.model.get("vocabulary", 10))
-            if seconds is None:
-                with tempfile.TemporaryDirectory() as folder:
-                    yield (row := job(name, words, Path(folder) / "run")) | {"ln V": math.log(classes)}
-                seconds = row["processor seconds"]
-            yield plain(name, settings, seconds, arguments.rate or RATES[name]) | {"ln V": math.log(classes)}
+            with tempfile.TemporaryDirectory() as folder:
+                yield (row := job(name, words, Path(folder) / "run")) | {"ln V": math.log(classes)}
+            yield plain(name, settings, row["processor seconds"], RATES[name]) | {"ln V": math.log(classes)}
 
-    def draw(rows: Sequence[Row]) -> Sequence[str]:
-        if arguments.picture is not None:
-            axes = "seconds of the processor", "training loss"
-            plot([_curve(row) for row in rows], axes, "What a default job learns", from_zero=False).save(
-                arguments.picture
-            )
-        return ()
-
-    report(COLUMNS, rows(), arguments.output, draw)
+    report(COLUMNS, rows(), arguments.output)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
     elif missing:
         yield "**Not run:** " + ", ".join(f"{variant} ({count} pieces)" for variant, count in missing.items()) + "."
     if of.rates and not of.seeds and any(log.record(p) for variant in of.variants for p in of.search(variant)):
-        yield from (rates(of, figure, log) for figure in of.rate_tables)
+        yield rates(of, log)
     if rows := list(full_runs(of, log)):
         yield table(rows)
         if found := list(differences(of, all_of, log, sentences)):
@@ -56,9 +56,9 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return markdown_table(columns, [[row.get(name, "–") for name in columns] for row in rows])
 
 
-def rates(of: Experiment, figure: str, log: Log) -> str:
-    """Returns a table of one figure of the search: variants down, rates across."""
-    rows = []
+def rates(of: Experiment, log: Log) -> str:
+    """Returns a table of the search's figure: variants down, rates across."""
+    rows, figure = [], of.rate_figure
     for variant in of.variants:
         row: dict[str, object] = {f"{NAMES.get(figure, figure)}, by rate": variant}
         for piece in of.search(variant):

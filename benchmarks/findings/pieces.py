@@ -75,7 +75,6 @@ class Experiment:
     rates: Sequence[float] = ()
     rate_share: float = 0.25
     rate_figure: str = "nll"
-    rate_tables: Sequence[str] = ("nll",)
     test: Sequence[str] | None = None
     figures: Sequence[str] = ()
     compare: Sequence[Sequence[str]] = ()
@@ -116,9 +115,6 @@ class Log:
         """Returns the piece's record, unless it was made with other words than those of today."""
         found: Record | None = self._of.get((piece.experiment.name, piece.name))
         return found if found and found["words"] == piece.words(self) else None
-
-    def add(self, record: Record) -> None:
-        self._of[record["experiment"], record["piece"]] = record
 
 
 def read_experiments(path: Path) -> dict[str, Experiment]:

@@ -51,7 +51,9 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
     "data": {"smaller_vocabulary": False},
     "precision": {"boundaries": None, "loss_scale": None, "tf32": False, "deterministic": True},
     "pipeline": {"compile": False, "shard_optimizer": False},
+    "optimizer": {"groups": None},
 }
+GONE = {("model", "average"), ("optimizer", "decay_only")}  # keys of format 2; `optimizer.groups` replaces the latter
 held: list[int] = []  # descriptors of the checkpoints that this process reads; `writer.prune` leaves these
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
@@ -238,7 +240,6 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
     if manifest["format"] == 2:
         state = replace(state, configuration=with_todays_names(state.configuration))
-    state = replace(state, configuration=with_groups(state.configuration))
     info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
         raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
@@ -250,21 +251,12 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {OLD_SECTIONS.get(key, key): section for key, section in configuration.items() if key != "verify"}
     for name, section in renamed.items():
         if isinstance(section, Mapping):
-            known = {key: value for key, value in section.items() if (name, key) != ("model", "average")}
-            renamed[name] = {**ADDED.get(name, {}), **known}
+            renamed[name] = {**ADDED.get(name, {}), **{k: v for k, v in section.items() if (name, k) not in GONE}}
             if (target := section.get("_target_")) in OLD_TARGETS:
                 renamed[name]["_target_"] = OLD_TARGETS[target]
+            if section.get("decay_only") == "matrices":
+                renamed[name]["groups"] = [{"only": "vectors", "weight_decay": 0.0}]
     return renamed
-
-
-def with_groups(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with `optimizer.groups` in place of `optimizer.decay_only`, which it replaces."""
-    optimizer = configuration.get("optimizer")
-    if not isinstance(optimizer, Mapping) or "decay_only" not in optimizer:
-        return dict(configuration)
-    groups = [{"only": "vectors", "weight_decay": 0.0}] if optimizer["decay_only"] == "matrices" else None
-    others = {key: value for key, value in optimizer.items() if key != "decay_only"}
-    return {**configuration, "optimizer": {**others, "groups": groups}}
 
 
 def problems(info: CheckpointInfo) -> list[str]:

@@ -95,11 +95,6 @@ class TiedParameters:
         own = (use.name for owner, *others in self._ties for use in others if use.worker == self._link.worker)
         return [self._own[name] for name in own]
 
-    @cached_property
-    def owners(self) -> list[nn.Parameter]:
-        """Returns this worker's parameters that have other uses."""
-        return [self._own[owner.name] for owner, *_ in self._ties if owner.worker == self._link.worker]
-
     def add_gradients(self) -> list[str]:
         """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others.
 
