@@ -196,7 +196,7 @@ def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words_and_do
     words += ["lr_schedule.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
     for steps in (1, 2):
         assert main([*words, f"trainer.steps={steps}", "checkpoint.resume=auto"]) == 0
-        assert ("weights_of from" in capsys.readouterr().out) == (steps == 1)
+        assert ("weights from" in capsys.readouterr().out) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
 
 
