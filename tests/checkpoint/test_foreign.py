@@ -155,7 +155,7 @@ TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains the run to begun_with with: two steps on ten classes, with averaged weights_of."""
+    """Trains the run that others begin with: two steps on ten classes, with averaged weights."""
     run_dir = tmp_path_factory.mktemp("digits") / "run"
     train_inline(run_dir, *TINY, "trainer.steps=2", "trainer.average=0.9")
     return run_dir
@@ -169,7 +169,7 @@ def birds(tmp_path: Path) -> list[str]:
 
 
 def begun_with(run_dir: Path, origin: Path, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Trains with learning rate 0, so that the weights_of stay those that the run began with."""
+    """Trains with learning rate 0, so that the weights stay those that the run began with."""
     still = ["trainer.steps=1", "optimizer.lr=0", "model.batchnorm_decay=0.999999"]
     return train_inline(run_dir, *TINY, *still, f"checkpoint.init_from={step_directory(origin, 2)}", *words)
 
