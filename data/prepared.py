@@ -22,13 +22,13 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
-from ..disk import DRAFT
+from ..disk import DRAFT, whole_file
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
 from .cache import cache_folder, remove, sole_maker, writing_cache
 from .defects import DEFECTS, Defects, Found
 from .source import Report, no_report
-from .vocabulary import VocabularySource, keep_vocabularies, smaller_notice
+from .vocabulary import SOURCE, TARGET, TOKENIZER, VocabularySource, smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
@@ -135,8 +135,14 @@ class PreparedSource(VocabularySource):
         return content
 
     def keep_vocabularies(self, folder: Path) -> None:
-        """Copies what ids mean to a folder, from which `vocabulary` reads it without the text."""
-        keep_vocabularies(self._store.folder, folder)
+        """Copies what ids mean to a folder, from which `vocabulary` reads it without the text; other files of it go."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (SOURCE, TARGET, TOKENIZER):
+            if (self._store.folder / name).exists():
+                with whole_file(folder / name) as draft:
+                    shutil.copyfile(self._store.folder / name, draft)
+            else:
+                (folder / name).unlink(missing_ok=True)
 
     def fingerprint(self) -> str:
         """Returns that of the text that is trained on, which the order of reading does not change."""

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from ..disk import whole_file
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .source import Batch, Source
@@ -190,17 +188,6 @@ def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
 # -- in folders --------------------------------------------------------------------------------------------------------
 
 
-def keep_vocabularies(store: Path, folder: Path) -> None:
-    """Copies a store's vocabularies; those that it does not have are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (SOURCE, TARGET, TOKENIZER):
-        if (store / name).exists():
-            with whole_file(folder / name) as draft:
-                shutil.copyfile(store / name, draft)
-        else:
-            (folder / name).unlink(missing_ok=True)
-
-
 def vocabulary_file(folder: Path) -> Path:
     """Returns the file in a folder that says what a text's ids mean."""
     return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
@@ -269,7 +256,7 @@ class SentenceSource(_VocabulariesOnly):
     """Encodes and decodes sentences; its only batch is of padding.
 
     Args:
-        vocabularies: a folder made by `keep_vocabularies`.
+        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
 
     Raises:
         ConfigurationError: a vocabulary is damaged.
@@ -290,7 +277,7 @@ class PromptSource(_VocabulariesOnly):
     """Encodes and decodes the text of a language model; its only batch is of end tokens.
 
     Args:
-        vocabularies: a folder made by `keep_vocabularies`.
+        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
         sequence_length: tokens of an example in training.
         end_token: see `TokenizerFile`.
 

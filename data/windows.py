@@ -37,7 +37,7 @@ class WindowSource(Source):
     """Yields mini-batches of windows of `sequence_length` tokens; each token is predicted from those before it.
 
     A micro-batch is `((ids [b, T],), (next_ids [b, T],))`, int64. Every epoch reads all windows in another order. Only
-    the last window of an evaluation has padding. Subclasses give the tokens.
+    the last window of an evaluation has padding. `prepare` of a subclass sets the tokens.
 
     Args:
         sequence_length: T, tokens of a window.
@@ -47,17 +47,14 @@ class WindowSource(Source):
         evaluation_windows: in `evaluation`, evenly spread over the held-out tokens; None: all.
     """
 
+    _training: TokenSequence
+    _held_out: TokenSequence
+
     def __init__(
         self, sequence_length: int, batch_size: int, seed: int, pad_id: int = PAD, evaluation_windows: int | None = None
     ) -> None:
         self._length, self._batch_size, self._seed = sequence_length, batch_size, seed
         self._pad_id, self._evaluation_windows = pad_id, evaluation_windows
-
-    def _training_tokens(self) -> TokenSequence:
-        raise NotImplementedError
-
-    def _held_out_tokens(self) -> TokenSequence:
-        raise NotImplementedError
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
@@ -71,7 +68,7 @@ class WindowSource(Source):
 
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields windows of the held-out tokens, one after the other; the last one is filled up with padding."""
-        tokens = self._held_out_tokens()
+        tokens = self._held_out
         windows = -(-(len(tokens) - 1) // self._length)
         wanted = windows if self._evaluation_windows is None else min(windows, self._evaluation_windows)
         for parts in evaluation_parts(wanted, self._batch_size, M):
@@ -86,16 +83,16 @@ class WindowSource(Source):
         """Raises ConfigurationError for a text that is shorter than a window."""
         if self._count() < 1:
             raise ConfigurationError(
-                f"there are {len(self._training_tokens()):,} tokens to train on, less than a window: lower "
+                f"there are {len(self._training):,} tokens to train on, less than a window: lower "
                 f"data.sequence_length={self._length}, or give more text"
             )
 
     def _count(self) -> int:
         """Returns the number of windows that are trained on."""
-        return (len(self._training_tokens()) - 1) // self._length
+        return (len(self._training) - 1) // self._length
 
     def _train(self, start: int, slices: list[slice]) -> Iterator[Batch]:
-        tokens, windows = self._training_tokens(), self._count()
+        tokens, windows = self._training, self._count()
         blocks = [min(TOGETHER, windows - first) for first in range(0, windows, TOGETHER)]
         order = EpochOrder(blocks, (self._seed, "blocks"))
         for number in count(start):

@@ -16,7 +16,7 @@ from ..source import Report, permutation
 from ..store import Rows, Store, places_of
 from ..translation import PairSource
 from ..vocabulary import BOS, EOS, PAD
-from ..windows import TokenSequence, WindowSource
+from ..windows import WindowSource
 from .corpus import CorpusParameters, open_store
 from .languages import RANK, check_languages
 
@@ -124,17 +124,12 @@ class TextSource(WindowSource, PreparedSource):
         for first in range(0, len(order), PACKED_AT_ONCE):
             report("text: one stream of tokens", first, len(order))
             pieces.append(_packed(store, rows[order[first : first + PACKED_AT_ONCE]]))
-        self._stream = np.concatenate(pieces)
+        self._training = np.concatenate(pieces)
         self._require_a_window()
-
-    def _training_tokens(self) -> TokenSequence:
-        return self._stream
-
-    def _held_out_tokens(self) -> TokenSequence:
-        languages = groupby(self._store.held_out("dev"), attrgetter("language"))
+        languages = groupby(store.held_out("dev"), attrgetter("language"))
         chosen = [pair for _, pairs in languages for pair in islice(pairs, self._evaluation_per_language)]
         ids = self.encode([text for pair in chosen for text in (pair.source, pair.target)])
-        return np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)
+        self._held_out = np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)
 
 
 def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:

@@ -21,7 +21,7 @@ from ..defects import OF_TEXT, check_policy
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, fingerprint_of
 from ..vocabulary import BOS, read_vocabulary, vocabulary_file
-from ..windows import TokenSequence, WindowSource
+from ..windows import WindowSource
 from .files import Ends, find_texts
 from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
 
@@ -166,6 +166,7 @@ class TextFilesSource(WindowSource, PreparedSource):
             log = logging.getLogger(__name__)
             log.warning("none of the documents is held out: the last %g of each file is", self.form.held_out)
         self._use(store)
+        self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
         self._warn(self._policy, "text: {lines} documents are used: lines", trained)
@@ -190,9 +191,3 @@ class TextFilesSource(WindowSource, PreparedSource):
         made_of = {key: value for key, value in asdict(form).items() if value or key != "ends"}
         name = f"text-{digest_of(FORMAT, made_of, stats)}"
         return TextStore(prepared_folder(self._cache_dir, name, make, report, TextDescription))
-
-    def _training_tokens(self) -> TokenSequence:
-        return self._store.train
-
-    def _held_out_tokens(self) -> TokenSequence:
-        return self._store.dev

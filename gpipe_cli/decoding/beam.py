@@ -90,19 +90,16 @@ class BeamSearch:
     def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the best 2·beam continuations of each sentence, best first: totals, places in the beam, tokens.
 
-        At most `beam` of them end the sentence, one for each place, so at least `beam` do not.
+        At most `beam` of them end the sentence, one for each place, so at least `beam` do not. Of few tokens there are
+        fewer continuations.
         """
         count, width = self._totals.shape
         vocabulary = log_probabilities.shape[-1]
         known = self._totals.to(log_probabilities.device, torch.float32)
         continued = (known[:, :, None] + log_probabilities.float().view(count, width, vocabulary)).flatten(1)
         totals, order = _first_of_equals(continued, min(2 * self._beam, continued.shape[1]))
-        totals, order = totals.cpu(), order.cpu()
-        missing = 2 * self._beam - totals.shape[1]
-        if missing > 0:  # a vocabulary smaller than the beam
-            totals = torch.nn.functional.pad(totals, (0, missing), value=DEAD)
-            order = torch.nn.functional.pad(order, (0, missing))
-        return totals, order // vocabulary, order % vocabulary
+        order = order.cpu()
+        return totals.cpu(), order // vocabulary, order % vocabulary
 
     def _end_hypotheses(self, totals: Tensor, places: Tensor, tokens: Tensor, length: int) -> None:
         """Ends the hypotheses whose end of sentence is among the best `beam` continuations."""

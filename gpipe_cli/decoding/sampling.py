@@ -118,14 +118,12 @@ class Sampling:
                 if len(self._tokens[row]) < self._settings.length:
                     left.append(place)
         self._open = [self._open[place] for place in left]
-        return Continuation(torch.tensor(left, dtype=torch.int64), self._last())
+        last = torch.tensor([self._tokens[row][-1] for row in self._open], dtype=torch.int64)
+        return Continuation(torch.tensor(left, dtype=torch.int64), last)
 
     def best(self) -> list[Hypothesis]:
         """Returns each row's tokens."""
         return [Hypothesis(tokens, total) for tokens, total in zip(self._tokens, self._totals, strict=True)]
-
-    def _last(self) -> Tensor:
-        return torch.tensor([self._tokens[row][-1] for row in self._open], dtype=torch.int64)
 
     def _choose(self, log_probabilities: Tensor, row: int) -> int:
         settings = self._settings

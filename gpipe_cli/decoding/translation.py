@@ -42,7 +42,7 @@ class TranslationForm:
     @property
     def sizes(self) -> Sizes:
         settings = self.settings
-        return Sizes(settings.group, settings.widest, uses_caches=True)
+        return Sizes(settings.group, max(settings.beam, settings.beam_during_run), uses_caches=True)
 
     def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
         """Returns sources and first tokens; as targets the longest length of each translation."""

@@ -71,7 +71,9 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
             f"this run's model reads inputs of {list(shape.inputs)} dimensions: generating text needs a language "
             "model, which reads token ids [rows, tokens] alone (gpipe-translate translates)"
         )
-    window = None if _keeps_caches(assembly) else assembly.world.broadcast(lambda: _window(assembly))
+    keeps_caches = any(hasattr(layer.module, "decode") for layer in assembly.pipeline.layers)
+    any_keeps = any(assembly.world.all_gather(keeps_caches))
+    window = None if any_keeps else assembly.world.broadcast(lambda: _window(assembly))
     decoder = Decoder(assembly.pipeline, ContinuationForm(sampling, eos, window))
     answerer = Answerer(context, assembly, decoder, samples=sampling.samples, begin=eos)
     if "prompt" in config:
@@ -79,12 +81,6 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     else:
         answerer.answer_all(config["input"], assembly.settings.pipeline.M)
     return answerer.counts()
-
-
-def _keeps_caches(assembly: Assembly) -> bool:
-    """Returns whether a layer of the model has `decode`; every worker calls it at the same time."""
-    own = any(hasattr(layer.module, "decode") for layer in assembly.pipeline.layers)
-    return any(assembly.world.all_gather(own))
 
 
 def _window(assembly: Assembly) -> int:

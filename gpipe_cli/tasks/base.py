@@ -123,11 +123,6 @@ class GenerationSettings:
         read_values(hints, vars(self), "task.generation.", problems)
         problems.refuse()
 
-    @property
-    def widest(self) -> int:
-        """Returns the wider of the two beams."""
-        return max(self.beam, self.beam_during_run)
-
     def effort(self, at_end: bool) -> dict[str, int | None]:
         """Returns `sentences_per_language` and `beam` for reports."""
         if at_end:

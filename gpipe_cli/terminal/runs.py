@@ -78,6 +78,10 @@ class FinishedRun:
         """Returns the value typed for each key."""
         return {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in self.words)}
 
+    def value(self, key: str) -> Any:
+        """Returns the value of a key of the configuration, or of a group the option that was typed."""
+        return self.settings.get(key, self.typed.get(key))
+
     @property
     def evaluation(self) -> dict[str, float]:
         """Returns the last evaluation's numbers, without single languages."""
@@ -244,12 +248,16 @@ def compare(runs: Sequence[FinishedRun]) -> RunTable:
     differing = differing_keys(runs)
     others = [key for key in differing if key not in GRID]
     references: dict[tuple[str, ...], FinishedRun] = {}
+
+    def group(run: FinishedRun) -> tuple[str, ...]:
+        return tuple(str(run.value(key)) for key in others)
+
     for run in sorted(filter(_speed, runs), key=lambda run: (run.summary["K"], run.summary["M"])):
-        references.setdefault(_group(run, others), run)
+        references.setdefault(group(run), run)
     facts = []
     for run, name in zip(runs, short_names(runs), strict=True):
-        speed, ideal = _compared(run, references.get(_group(run, others)))
-        settings = {key: _value(run, key) for key in differing}
+        speed, ideal = _compared(run, references.get(group(run)))
+        settings = {key: run.value(key) for key in differing}
         about = {name: getattr(run, name) for name in ("status", "error", "outcome", "evaluation")}
         about |= {name: run.summary.get(name) for name in FIGURES} | {"normalised": speed, "ideal": ideal}
         facts.append({"run": str(run.folder), "name": name, "settings": settings, **about})
@@ -264,7 +272,7 @@ def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:
     """
     known = [run for run in runs if run.settings]
     of_all = [key for key in (known[0].typed if known else ()) if all(key in run.typed for run in known)]
-    values = {key: {str(_value(run, key)) for run in known} for run in known for key in (*of_all, *run.settings)}
+    values = {key: {str(run.value(key)) for run in known} for run in known for key in (*of_all, *run.settings)}
     differing = [key for key, found in values.items() if len(found) > 1 and not any("${" in value for value in found)]
     groups = tuple(f"{key}." for key in differing)
     return [key for key in differing if key not in NO_DIFFERENCE and (key in of_all or not key.startswith(groups))]
@@ -284,14 +292,6 @@ def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> flo
     """Returns K·M / (M+K-1), K equal cells against one device, messages free, in units of the reference's (K, M)."""
     speed, unit = (cells * count / (count + cells - 1) for cells, count in ((K, M), reference))
     return speed / unit
-
-
-def _group(run: FinishedRun, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(str(_value(run, key)) for key in keys)
-
-
-def _value(run: FinishedRun, key: str) -> Any:
-    return run.settings.get(key, run.typed.get(key))
 
 
 def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | None, float | None]:
