@@ -19,28 +19,26 @@ from benchmarks.findings.page import draw
 from benchmarks.findings.pieces import Log, Piece, read_experiments
 from benchmarks.findings.runs import complete, run
 
+HERE, RUNS = Path(__file__).parent, ROOT / "sweeps" / "findings"
+LOG, SENTENCES, PAGE = HERE / "log.jsonl", HERE / "sentences", ROOT / "docs" / "measurements" / "findings.md"
 
-def main(arguments: Sequence[str] | None = None) -> None:
+
+def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="of experiments.yaml; default: all, in its order")
     made.add_argument("--dry-run", action="store_true", help="list the pieces with estimated minutes")
-    made.add_argument("--experiments", type=Path, default=Path(__file__).with_name("experiments.yaml"))
-    made.add_argument("--runs", type=Path, default=ROOT / "sweeps" / "findings", help="folder of the run directories")
-    made.add_argument("--log", type=Path, default=Path(__file__).parent, help="folder of the log")
-    made.add_argument("--page", type=Path, default=ROOT / "docs" / "measurements" / "findings.md")
-    given = made.parse_args(arguments)
-    experiments = read_experiments(given.experiments)
+    given = made.parse_args()
+    experiments = read_experiments(HERE / "experiments.yaml")
     if unknown := [name for name in given.only or () if name not in experiments]:
         made.error(f"--only: there is no experiment {', '.join(unknown)}, only {', '.join(experiments)}")
     pieces = [piece for name in given.only or experiments for piece in experiments[name].pieces()]
-    folder, runs = given.log, given.runs.absolute()
     if given.dry_run:
-        print_plan(pieces, Log.read(folder / "log.jsonl"))
+        print_plan(pieces, Log.read(LOG))
         return
     try:
-        work(pieces, folder, runs)
+        work(pieces)
     finally:
-        draw(given.page, list(experiments.values()), Log.read(folder / "log.jsonl"), folder / "sentences")
+        draw(PAGE, list(experiments.values()), Log.read(LOG), SENTENCES)
 
 
 def print_plan(pieces: Sequence[Piece], log: Log) -> None:
@@ -54,34 +52,34 @@ def print_plan(pieces: Sequence[Piece], log: Log) -> None:
     print(f"all: {total:.0f} minutes of one core, {total / 2:.0f} of two; to run: {left:.0f}, {left / 2:.0f} of two")
 
 
-def work(pieces: Sequence[Piece], folder: Path, runs: Path) -> None:
-    """Runs the pieces that the log in ``folder`` lacks, each as soon as the runs and rates that it needs are there.
+def work(pieces: Sequence[Piece]) -> None:
+    """Runs the pieces that the log lacks, each as soon as the runs and rates that it needs are there.
 
     Raises:
         CommandFailed: a piece failed.
     """
-    path = folder / "log.jsonl"
     while True:
-        log = Log.read(path)
+        log = Log.read(LOG)
         left = [piece for piece in pieces if log.record(piece) is None]
-        wanted = [piece for one in left for piece in (one.source, one) if piece and _ready(piece, log, runs)]
+        wanted = [piece for one in left for piece in (one.source, one) if piece and _ready(piece, log)]
         for piece in wanted:
-            with _claimed(runs / piece.folder) as is_mine:
-                if is_mine and _ready(piece, Log.read(path), runs):  # no other command has just ended it
+            with _claimed(RUNS / piece.folder) as is_mine:
+                if is_mine and _ready(piece, Log.read(LOG)):  # no other command has just ended it
                     print(f"{piece.experiment.name}: {piece.name}, about {piece.minutes:.1f} minutes", flush=True)
-                    record = run(piece, log, runs, folder / "sentences")
+                    record = run(piece, log, RUNS, SENTENCES)
                     if log.record(piece) is None:
-                        _append(path, json.dumps(record))
+                        with LOG.open("a", encoding="utf-8") as lines:
+                            lines.write(json.dumps(record) + "\n")
                     break
         else:
             return
 
 
-def _ready(piece: Piece, log: Log, runs: Path) -> bool:
+def _ready(piece: Piece, log: Log) -> bool:
     """Says whether a piece can run and is to: its record is missing, or its run, which another piece begins with."""
-    if log.record(piece) is not None and complete(runs / piece.folder):
+    if log.record(piece) is not None and complete(RUNS / piece.folder):
         return False
-    return piece.words(log) is not None and (piece.source is None or complete(runs / piece.source.folder))
+    return piece.words(log) is not None and (piece.source is None or complete(RUNS / piece.source.folder))
 
 
 @contextmanager
@@ -95,12 +93,6 @@ def _claimed(folder: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-
-
-def _append(path: Path, line: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as log:
-        log.write(line + "\n")
 
 
 if __name__ == "__main__":
