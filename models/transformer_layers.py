@@ -76,12 +76,9 @@ class FeedForward(Sublayer):
         self.output = Projection(H, d_model, scale=init_scale)
 
     def forward(self, inputs: Boundary) -> Boundary:
-        if isinstance(inputs, Tensor):
-            return self._transform(inputs)
-        return self._transform(inputs[0]), *inputs[1:]
-
-    def _transform(self, x: Tensor) -> Tensor:
-        return self.add(x, self.output(F.relu(self.hidden(self.norm(x)))))
+        x, *rest = (inputs,) if isinstance(inputs, Tensor) else inputs
+        x = self.add(x, self.output(F.relu(self.hidden(self.norm(x)))))
+        return (x, *rest) if rest else x
 
 
 class Attention(Sublayer):

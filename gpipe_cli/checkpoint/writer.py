@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
@@ -222,13 +222,8 @@ def write_manifest(info: CheckpointInfo) -> None:
 
 def versions(device: str) -> dict[str, str]:
     """Returns the releases that a checkpoint is written with, and the kind of device."""
-    found = {"gpipe-cli": __version__, "python": platform.python_version(), "device": device}
-    for package in ("torch", "safetensors", "babel", "sentencepiece"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # put on the path by hand: works, but carries no version
-            found[package] = "unknown"
-    return found
+    own = {"gpipe-cli": __version__, "python": platform.python_version(), "device": device}
+    return own | {package: version(package) for package in ("torch", "safetensors", "babel", "sentencepiece")}
 
 
 def prune(run_dir: Path, keep: int) -> None:

@@ -144,7 +144,7 @@ def suspicion(error: BaseException) -> int:
 
     1 also for an error of NCCL that says nothing of another side.
     """
-    links = [_is(link, "DistError", COMMUNICATION) for link in _chain(error)]
+    links = [_is_of_communication(link) for link in _chain(error)]
     own = any("NCCL error" in str(link) and not _OF_PEER.search(str(link)) for link in _chain(error))
     return 2 if all(links) and not own else 1 if any(links) else 0
 
@@ -157,11 +157,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _is(error: BaseException, family: str, words: re.Pattern[str]) -> bool:
-    """Returns whether an error is of a family of torch's, by its name, or a RuntimeError with such words."""
-    if any(base.__name__ == family for base in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and words.search(str(error)) is not None
+def _is_of_communication(error: BaseException) -> bool:
+    """Returns whether an error is one of torch's `DistError`s, or a RuntimeError with words of `COMMUNICATION`."""
+    is_torchs = any(base.__name__ == "DistError" for base in type(error).__mro__)
+    return is_torchs or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error)) is not None)
 
 
 def received(directory: Path, report: dict[str, Any]) -> Failure:
