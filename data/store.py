@@ -129,8 +129,6 @@ class Store:
         block: pairs of a block.
     """
 
-    JSON = StoreDescription
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         description = read_json(folder / "store.json", StoreDescription)

@@ -33,7 +33,7 @@ from ..prepared import WORK, RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
 from ..vocabulary import SOURCE, TOKENIZER, Vocabulary, read_vocabulary, train_vocabulary, vocabulary_file
-from .files import SEPARATORS, Document, TextPiece, documents, read_text
+from .files import SEPARATORS, TextPiece, documents, read_text
 
 FORMAT = 1  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
@@ -78,9 +78,6 @@ class TextForm:
 
     def pieces(self, file: Path) -> Iterator[TextPiece]:
         return read_text(file, self.piece, SEPARATORS[self.document])
-
-    def documents(self, piece: TextPiece, defects: Defects) -> Iterator[Document]:
-        return documents(piece, self.document, self.json_key, defects)
 
 
 class Sample(TypedDict):
@@ -205,7 +202,7 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> Sample:
     """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
     sample, defects = EvenSample[str](wanted), Defects()
     for piece in form.pieces(file):
-        for document in form.documents(piece, defects):
+        for document in documents(piece, form.document, form.json_key, defects):
             starts = range(0, len(document.text), LONGEST_SAMPLE)
             chosen = sample.places(len(starts))
             if len(chosen) and not form.holds_out(document.text):
@@ -218,7 +215,7 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> Sample:
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
     """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
     found = Defects()
-    texts = [document.text for document in form.documents(piece, found)]
+    texts = [document.text for document in documents(piece, form.document, form.json_key, found)]
     held_out = [not form.ends and form.holds_out(text) for text in texts]
     content: dict[str, Any] = {"name": name, "documents": len(texts)}
     chosen = ([text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted] for wanted in (0, 1))

@@ -30,6 +30,7 @@ from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to
 from gpipe_cli.terminal.text import duration
 from gpipe_cli.typed_section import read_section
 
+DEFAULTS = files("gpipe_cli.conf").joinpath("bench.yaml")
 # Of each table the module that makes it, and its function.
 MAKERS = {1: "capacity_table", **dict.fromkeys((2, 3), "throughput_table"), 4: "breakdown_table"}
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def keys_text() -> str:
     """Returns every key with its default and meaning, as in conf/bench.yaml."""
-    lines = files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8").splitlines()
+    lines = DEFAULTS.read_text(encoding="utf-8").splitlines()
     return "\n".join(f"    {line}".rstrip() for line in lines if not line.startswith("#")).strip("\n") + "\n"
 
 
@@ -53,7 +54,7 @@ def parse(words: Sequence[str]) -> BenchOptions:
     Raises:
         ConfigurationError: a key is unknown, a value does not fit, or the table is missing.
     """
-    values: dict[str, Any] = yaml.safe_load(files("gpipe_cli.conf").joinpath("bench.yaml").read_text(encoding="utf-8"))
+    values: dict[str, Any] = yaml.safe_load(DEFAULTS.read_text(encoding="utf-8"))
     hints = get_type_hints(BenchOptions, include_extras=True)
     options = read_section(BenchOptions, {**values, **read_words(words, hints, runs=False, overrides=False).own}, "")
     if options.table is None:

@@ -160,7 +160,8 @@ class Journal(Notices):
         times = {"breakdown": self._shares_of_step, "cells": result.cells, "workers": result.workers} if due else {}
         rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}
-        self._record(self._metrics, {**row, **there, **times})
+        with self._tried(self._metrics.path):
+            self._metrics.write({**row, **there, **times})
         self._emit({"kind": "progress", **json_safe(row), "steps": self._steps, "done": done})
         if due:
             numbers = {f"train/{name}": value for name, value in row.items() if name != "step"}
@@ -172,10 +173,6 @@ class Journal(Notices):
                 numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
             self._track("log", progress.step, numbers)
 
-    def _record(self, file: MetricsFile, row: Mapping[str, Any]) -> None:
-        with self._tried(file.path):
-            file.write(row)
-
     def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
         """Records one evaluation: evaluations.jsonl, console, TensorBoard, trackers.
 
@@ -186,7 +183,8 @@ class Journal(Notices):
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
         rare = {"signature": result.signature, "epochs": epochs, "samples": samples, "mistakes": result.mistakes}
-        self._record(self._evaluations_file, {**row, **{name: value for name, value in rare.items() if value}})
+        with self._tried(self._evaluations_file.path):
+            self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
         told = {"numbers": json_safe(result.numbers), "signature": result.signature}
         self._emit({"kind": "evaluation", "step": progress.step, **told})

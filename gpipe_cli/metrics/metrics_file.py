@@ -35,7 +35,7 @@ class MetricsFile:
         self.path = path
         with writing(path):
             self.damaged = _drop_later_rows(path, resumed_step)
-            self._file = _open(path)
+            self._file = io.FileIO(open_for_writing(path), "r+")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the row of a step; it must have a key "step".
@@ -55,10 +55,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _open(path: Path) -> io.FileIO:
-    return io.FileIO(open_for_writing(path), "r+")
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:
@@ -87,7 +83,7 @@ def _drop_later_rows(path: Path, step: int) -> list[int]:
     """
     end = place = 0
     damaged: list[int] = []
-    with _open(path) as raw, io.BufferedRandom(raw) as file:
+    with os.fdopen(open_for_writing(path), "r+b") as file:
         for number, (line, row) in enumerate(json_lines(file), 1):
             place += len(line)
             if not line.endswith(b"\n"):
