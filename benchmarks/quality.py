@@ -3,8 +3,7 @@
 The plain loop is what a practitioner would write in 2026, in one process: a GPT of today's parts, `nn.Transformer`,
 torchvision's ResNet-18; Muon for the matrices of layers and AdamW for the others, with a warm-up and half a cosine. It
 gets the processor seconds that the job took, start included.
-`first`, `1/4`, `1/2` and `end` are training losses, means over a twentieth of the steps; `ln V` is the loss of a
-model that knows nothing. `evaluation` is the loss on the job's evaluation set, `accuracy` there.
+`at the end` is the training loss, a mean over a twentieth of the steps; `ln V` is that of a model that knows nothing. `evaluation` is the loss on the job's evaluation set, `accuracy` there.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ BOUND = 15.0  # of logits
 WARM_UP = 0.05  # share of the plain loop's time
 WINDOW = 20  # steps are averaged over this part of a run
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
-COLUMNS |= {"first": ".2f", "1/4": ".3f", "1/2": ".3f", "end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
+COLUMNS |= {"at the end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
 
 
 def norm(x: Tensor) -> Tensor:
@@ -202,13 +202,8 @@ def plain(name: str, settings: Settings, budget: float, rate: float) -> Row:
 def _row(
     name: str, side: str, parameters: int, losses: Sequence[float], seconds: float, found: Mapping[str, Any]
 ) -> Row:
-    window = max(1, len(losses) // WINDOW)
-
-    def at(share: float) -> float:
-        return sum(losses[max(0, int(share * len(losses)) - window) :][:window]) / window
-
-    row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "first": losses[0]}
-    row |= {"processor seconds": seconds, "1/4": at(0.25), "1/2": at(0.5), "end": at(1.0)}
+    row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "processor seconds": seconds}
+    row |= {"at the end": fmean(losses[-max(1, len(losses) // WINDOW) :])}
     return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
 
 
