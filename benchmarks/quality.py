@@ -3,7 +3,8 @@
 The plain loop is what a practitioner would write in 2026, in one process: a GPT of today's parts, `nn.Transformer`,
 torchvision's ResNet-18; Muon for the matrices of layers and AdamW for the others, with a warm-up and half a cosine. It
 gets the processor seconds that the job took, start included.
-`at the end` is the training loss, a mean over a twentieth of the steps; `ln V` is that of a model that knows nothing. `evaluation` is the loss on the job's evaluation set, `accuracy` there.
+`at the end` is the training loss, a mean over a twentieth of the steps; `ln V` is that of a model that knows nothing.
+`evaluation` is the loss on the job's evaluation set, `accuracy` there.
 """
 
 from __future__ import annotations
