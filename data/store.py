@@ -129,6 +129,8 @@ class Store:
         block: pairs of a block.
     """
 
+    JSON = StoreDescription
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         description = read_json(folder / "store.json", StoreDescription)

@@ -17,17 +17,7 @@ from ..defects import DEFECTS, Defects
 from ..prepared import in_processes, prepared_folder
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import (
-    FORMAT,
-    LONGEST,
-    LanguageSummary,
-    Sizes,
-    Store,
-    StoreDescription,
-    interleave,
-    write_description,
-    write_shard,
-)
+from ..store import FORMAT, LONGEST, LanguageSummary, Sizes, Store, interleave, write_description, write_shard
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
@@ -72,7 +62,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
         DiskError: the cache cannot be written.
     """
     make = partial(_build, parameters, report=report)
-    folder = prepared_folder(cache_dir, parameters.folder(), make, report, StoreDescription)
+    folder = prepared_folder(cache_dir, parameters.folder(), make, report, Store.JSON)
     store = Store(folder)
     if notice := smaller_notice("vocabulary", parameters.vocabulary, store.source_vocabulary):
         log.warning("%s", notice)

@@ -14,7 +14,7 @@ from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabula
 from ..defects import KEEPABLE, check_policy
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report
-from ..store import FORMAT, Store, StoreDescription
+from ..store import FORMAT, Store
 from ..translation import PairSource
 from .folders import Files, find_pairs
 from .pieces import Draft, ParallelText, Vocabularies
@@ -125,7 +125,7 @@ class ParallelTextSource(PairSource):
 
         stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
         name = f"parallel-{digest_of(FORMAT, made_of, stats)}"
-        return Store(prepared_folder(self._cache_dir, name, make, report, StoreDescription))
+        return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
 
     def prepare(self, report: Report) -> None:
         """Prepares the text unless it is in the cache, opens it, and says what was left out."""
