@@ -210,7 +210,7 @@ class _Joined(Context):
 
     control: dist.ProcessGroup | None = None
 
-    def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
+    def decide(self, name: str, own: str, choose: Callable[[list[str]], str], seconds: float = 0.0) -> str:
         return choose(all_gather_json(own, self.control))
 
 

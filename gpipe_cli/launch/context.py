@@ -56,14 +56,16 @@ class Context:
         """Returns the key-value store that the workers share."""
         return self.open_store()
 
-    def decide(self, name: str, own: str, choose: Callable[[list[str]], str]) -> str:
+    def decide(
+        self, name: str, own: str, choose: Callable[[list[str]], str], seconds: float = GROUP_TIMEOUT_SECONDS
+    ) -> str:
         """Calls ``choose`` on rank 0 with every rank's ``own``; returns its result on every rank, after all have come.
 
         Each rank reads one value. If all read from all, one store would answer W² times.
         """
         from torch.distributed import PrefixStore
 
-        store, key, wait = PrefixStore(name, self.store), str(self.rank), timedelta(seconds=GROUP_TIMEOUT_SECONDS)
+        store, key, wait = PrefixStore(name, self.store), str(self.rank), timedelta(seconds=seconds)
         store.set(key, own)
         if self.rank == 0:
             store.wait(keys := [str(rank) for rank in range(self.world_size)], wait)

@@ -6,7 +6,6 @@ import json
 import platform
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from .batches import count_defects, first_batch
 from .loop import Trainer
 from .training_assembly import assemble_training, require_equal_replicas
 
-CHOICE_TIMEOUT = timedelta(hours=1)  # timing the layers of a large model takes its time
+CHOICE_SECONDS = 3600.0  # timing the layers of a large model takes its time
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
@@ -134,16 +133,14 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     settings = Settings.from_config(config)
     if not settings.pipeline.auto:
         return dict(config)
-    key = "chosen pipeline"
-    if context.rank == 0:
+
+    def choose(_: list[str]) -> str:
         with context.where.doing("choosing the pipeline"):
             chosen = _choose(settings, context.world_size)
         context.emit({"kind": "chosen", "keys": {f"pipeline.{name}": value for name, value in chosen.items()}})
-        if context.world_size > 1:
-            context.store.set(key, json.dumps(chosen))
-    else:
-        context.store.wait([key], CHOICE_TIMEOUT)
-        chosen = json.loads(context.store.get(key))
+        return json.dumps(chosen)
+
+    chosen = json.loads(context.decide("chosen pipeline", "", choose, CHOICE_SECONDS))
     starts = {name: BEFORE_CHOICE[name] for name in settings.pipeline.auto}  # `keep` may have been chosen for `remat`
     return {**config, "pipeline": {**config["pipeline"], **starts, **chosen}}
 
