@@ -203,7 +203,7 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     yaml = {f"gpipe_cli/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
     names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
-    assert {*yaml, *(f"gpipe_cli/{name}.py" for name in names)} <= held
+    assert {*yaml, "gpipe_cli/terminal/page.css", *(f"gpipe_cli/{name}.py" for name in names)} <= held
 
 
 @pytest.mark.slow
