@@ -186,7 +186,7 @@ def beside_rivals(best: Row) -> Grid:
     rows = [[seconds_text(best["step_seconds"]), size_text(best["memory"]), "", _in_short(best["found"])]]
     for rival in best["rivals"]:
         more = rival["step_seconds"] / best["step_seconds"] - 1
-        slower = f"{percent(more)} slower" if rival["fits"] else "does not fit"
+        slower = f"{percent(more)} slower" if rival.get("fits", True) else "does not fit"
         sizes = [seconds_text(rival["step_seconds"]), size_text(rival["memory"])]
         rows.append([*sizes, slower, _in_short(rival["keys"])])
     return Grid(["step", "memory", "", "pipeline"], rows)
