@@ -184,9 +184,8 @@ class PeerWatch:
         self._neighbours = {(rank + step) % world_size for step in (-1, 1)} - {rank}
         self._on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
         self._over = threading.Event()
-        self._silence = (
-            -math.inf
-        )  # rounds since the store has answered; none while it may let a late rank be waited for
+        # Rounds since the store has answered; none while it may let a late rank be waited for.
+        self._silence = -math.inf
 
     def __enter__(self) -> None:
         if self._neighbours and hasattr(os, "pidfd_open"):  # Linux
