@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import model_profile
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
+from gpipe_cli.pipeline.halves import WeightHalf
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD, WEIGHT = 4.0, 8.0, 2.0  # seconds
@@ -47,11 +47,11 @@ class Slow(nn.Linear):
         return made
 
 
-class SlowWeight(nn.Linear):
-    """Takes its time for the gradient of its input, and for that of its weight."""
+class SlowInput(nn.Linear):
+    """Takes its time for the gradient of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(Takes.apply(input, 0, BACKWARD), Takes.apply(self.weight, 0, WEIGHT), self.bias)
+        return super().forward(Takes.apply(input, 0, BACKWARD))
 
 
 def slow_loss(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -80,11 +80,18 @@ def test_time_in_which_other_processes_had_the_core_does_not_count() -> None:
     assert profile(partial(Preempted, 8, 8)).times[0].forward == pytest.approx(FORWARD)
 
 
-def test_halves_of_a_backward_are_timed_apart() -> None:
-    """The first layer has no gradient to hand back: its whole backward belongs to the first half."""
-    first, second = profile(*[partial(SlowWeight, 8, 8)] * 2).times
-    assert (second.input_gradient, second.weight_gradient, second.backward) == (BACKWARD, WEIGHT, BACKWARD + WEIGHT)
-    assert (first.input_gradient, first.weight_gradient, first.backward) == (WEIGHT, 0, WEIGHT)
+def test_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has no gradient to hand back: nothing is left for its second half."""
+    run = WeightHalf.run
+
+    def slowly(half: WeightHalf) -> None:
+        CLOCK.now += WEIGHT * bool(half._joints)
+        run(half)
+
+    monkeypatch.setattr(WeightHalf, "run", slowly)
+    first, second = profile(*[partial(SlowInput, 8, 8)] * 2).times
+    assert (second.input_gradient, second.weight_gradient, second.backward) == (BACKWARD, WEIGHT, BACKWARD)
+    assert (first.input_gradient, first.weight_gradient, first.backward) == (0, 0, 0)
 
 
 def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
