@@ -147,7 +147,8 @@ class Preparation:
                     _, found = readable(next(read_pieces(self.pairs[0], self.text.piece)), self.text.max_length)
                     first = found.examples[0] if found.examples else f"the first file is {self.pairs[0].source}"
                     raise ConfigurationError(f"{self.text.named}: no pair of lines has text on both sides; {first}")
-                self.report(f"parallel text: {key.replace('_', ' ')}, {size:,} pieces by {len(sentences):,} sentences", 0, 0)
+                side = key.replace("_", " ")
+                self.report(f"parallel text: {side}, {size:,} pieces by {len(sentences):,} sentences", 0, 0)
                 try:
                     made = train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller)
                     with whole_file(model) as draft:
