@@ -49,7 +49,7 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
     ("text", "done"),
     [
         pytest.param("counting lines", 4, marks=pytest.mark.slow),
-        pytest.param("target_vocabulary", 0, marks=pytest.mark.slow),
+        pytest.param("target vocabulary", 0, marks=pytest.mark.slow),
         ("token ids", 400),
         pytest.param("shards", 1, marks=pytest.mark.slow),
     ],
