@@ -29,6 +29,7 @@ from gpipe_cli.config import Settings
 from gpipe_cli.data.source import no_report
 from gpipe_cli.factory.build import build_source, build_task
 from gpipe_cli.json_files import read_rows
+from gpipe_cli.svg import Curve, plot, running_means
 
 JOBS = {
     "transformer": ("model=transformer", "pipeline.K=16", "pipeline.remat=never", "pipeline.schedule=zero_bubble"),
@@ -40,6 +41,7 @@ MATRICES, TABLES = 5, 3  # times this rate: Muon's, and that of tables
 BOUND = 15.0  # of logits
 WARM_UP = 0.05  # share of the plain loop's time
 WINDOW = 20  # steps are averaged over this part of a run
+POINTS = 60  # of a curve
 COLUMNS = {"job": "", "side": "", "parameters": ",d", "steps": "d", "processor seconds": ".0f", "ln V": ".2f"}
 COLUMNS |= {"at the end": ".3f", "evaluation": ".3f", "accuracy": ".2%"}
 
@@ -204,13 +206,23 @@ def _row(
     name: str, side: str, parameters: int, losses: Sequence[float], seconds: float, found: Mapping[str, Any]
 ) -> Row:
     row: Row = {"job": name, "side": side, "parameters": parameters, "steps": len(losses), "processor seconds": seconds}
-    row |= {"at the end": fmean(losses[-max(1, len(losses) // WINDOW) :])}
+    row |= {"losses": losses, "at the end": fmean(losses[-max(1, len(losses) // WINDOW) :])}
     return row | {"evaluation": found.get("nll", found.get("loss")), "accuracy": found.get("accuracy")}
+
+
+def _curve(row: Row) -> Curve:
+    """Returns the running mean of a side's losses over its processor seconds, without its start."""
+    means = running_means(row["losses"], 1 / WINDOW)
+    places = range(len(means) // POINTS, len(means), max(1, len(means) // POINTS))
+    points = [(row["processor seconds"] * (place + 1) / len(means), means[place]) for place in places]
+    ours = row["side"] == "gpipe-train"
+    return Curve(row["job"], row["side"].partition(",")[0], "smooth" if ours else "paper", points)
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    made.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw losses over seconds")
     arguments = made.parse_args()
 
     def rows() -> Iterator[Row]:
@@ -222,7 +234,13 @@ def main() -> None:
                 yield (row := job(name, words, Path(folder) / "run")) | {"ln V": math.log(classes)}
             yield plain(name, settings, row["processor seconds"], RATES[name]) | {"ln V": math.log(classes)}
 
-    report(COLUMNS, rows(), arguments.output)
+    def draw(rows: Sequence[Row]) -> Sequence[str]:
+        if arguments.picture is not None:
+            axes, title = ("seconds of the processor", "training loss"), "What a default job learns"
+            plot([_curve(row) for row in rows], axes, title, from_zero=False).save(arguments.picture)
+        return ()
+
+    report(COLUMNS, rows(), arguments.output, draw)
 
 
 if __name__ == "__main__":
