@@ -95,7 +95,7 @@ def drawn(draw: random.Random, free: bool) -> Planner:
 
 
 def answers(cases: int, free: bool = False) -> Iterator[Plan]:
-    """Yields what searches find: each in memory between the least that fits and what all graphs need."""
+    """Yields the plans that searches find, each in memory between the least that fits and the most that graphs need."""
     for case in range(cases):
         draw = random.Random(f"0 {case}")
         planner, devices = drawn(draw, free), draw.randint(2, 4)

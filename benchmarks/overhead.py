@@ -1,4 +1,4 @@
-"""Measures what the engine costs when there is nothing to pipeline: K=1, one process, against a plain loop.
+"""Measures the engine's time where there is nothing to pipeline: K=1, one process, against a plain loop.
 
 The model is T(L,H,A) with dropout, once at the sizes of conf/model/transformer.yaml and once larger; data are random
 tokens. Engine and loop use the same modules, the task's own loss and M micro-batches; nothing is recomputed. They take

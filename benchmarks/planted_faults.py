@@ -1,4 +1,4 @@
-"""Plants faults in the engine and the trainer, one at a time: what goes wrong, and what gpipe-verify must say of it.
+"""Plants faults in the engine and the trainer, one at a time, and names the words that gpipe-verify must find for each.
 
 A fault is a function that takes the place of one of gpipe_cli in a worker, and gets that one as its first argument.
 `tests/verify/test_planted_faults.py` tries them all, on a small model that shows every sort of fault in seconds.
@@ -252,7 +252,7 @@ def planted(name: str) -> Iterator[None]:
 
 
 def fault(holder: str, name: str, *differs: str, said: str = "", words: Sequence[str] = ()) -> Callable[..., Any]:
-    """Registers the decorated function as a fault; its docstring says what goes wrong."""
+    """Registers the decorated function as a fault, which its docstring describes."""
 
     def register(change: Callable[..., Any]) -> Callable[..., Any]:
         FAULTS[change.__name__] = Fault(holder, name, change, differs, said, words)
@@ -413,7 +413,7 @@ def weight_casts_without_a_graph(held: Any, casts: Any) -> list[Tensor]:
 
 @fault("pipeline.cell:Cell", "run_training", c.OUTPUTS, said="layer mix_0.*it depends on something", words=BF16)
 def boundary_cast_left_out(run: Any, cell: Any, *arguments: Any) -> Any:
-    """Leaves what passes between the layers of cell 0 as they return it, in float32."""
+    """Leaves tensors between the layers of cell 0 in float32, as the layers return them."""
     left_out = mock.patch("gpipe_cli.pipeline.cell.passed_on", lambda outputs, inputs, dtype: outputs)
     with left_out if cell.number == 0 else nullcontext():
         return run(cell, *arguments)

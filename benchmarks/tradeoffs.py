@@ -1,4 +1,4 @@
-"""Compares GPipe with what its paper compares it with in words (sections 2.3 and 6), on the same small Transformer.
+"""Compares GPipe with the methods that its paper names (sections 2.3 and 6), on the same small Transformer.
 
 engine        this engine's pipeline: one set of weights, boundaries are sent, one update a mini-batch
 tensor-sliced each product with a weight matrix (of one-hot tokens, too) is divided among all processes, an all-reduce
@@ -104,7 +104,7 @@ class Wire:
         return tensor
 
     def meet(self, size: float, rounds: int) -> None:
-        """Counts what this process sends in a collective of so many rounds, and waits as long as it takes."""
+        """Counts the bytes that this process sends in a collective of so many rounds, and waits for their time."""
         self.sent += round(size)
         time.sleep(size / self.bandwidth + rounds * self.latency)
 

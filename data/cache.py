@@ -1,4 +1,4 @@
-"""Keeps what was computed in files and folders, each of which is there whole or not at all."""
+"""Keeps computed results in files and folders, each of which is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(path: Path, make: Callable[[Path], None], report: Report = no_report) -
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a folder or a link, not what the link leads to."""
+    """Removes a file, a folder or a link, but not the file that the link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -53,7 +53,7 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def sole_maker(path: Path, report: Report) -> Iterator[None]:
-    """Holds the lock of what is to be made at a path, which the system releases when this process ends."""
+    """Holds the lock of a path at which something is to be made; the system releases it when this process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open_for_writing(path.with_name(f".{path.name}.lock"))
     try:
@@ -64,7 +64,7 @@ def sole_maker(path: Path, report: Report) -> Iterator[None]:
 
 
 def made_json(path: Path, make: Callable[[], Any], kind: type[T]) -> T:
-    """Returns what a file of JSON holds, which `make` makes first unless it is there whole."""
+    """Returns the content of a JSON file, which `make` makes first unless it is there whole."""
     with suppress(FileNotFoundError, DamagedJson):
         return read_json(path, kind, WORK)
     text = json.dumps(make(), ensure_ascii=False).encode()

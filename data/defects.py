@@ -1,4 +1,4 @@
-"""Counts what is wrong with a text corpus: each defect with its file and line; dropped, kept or refused."""
+"""Counts the defects of a text corpus, each with its file and line: dropped, kept or refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EXAMPLES = 20  # of each kind and language, listed in defects.json
 
 @dataclass(frozen=True)
 class Defect:
-    """Describes one defect: file, line (from 1; 0: the whole file), and what was found there."""
+    """Describes one defect: file, line (from 1; 0: the whole file), and the text found there."""
 
     kind: str
     language: str

@@ -30,7 +30,7 @@ def unpacked(path: Path) -> Path:
 
 
 def ending_of(path: Path) -> str:
-    """Returns the ending that says what is in the file."""
+    """Returns the ending that names the file's format."""
     return unpacked(path).suffix.lower()
 
 

@@ -64,7 +64,7 @@ def prepared_folder(
 
 
 def _is_whole(folder: Path, description: type[Any], report: Report) -> bool:
-    """Returns whether a folder is there with JSON that can be read; reports what is damaged."""
+    """Returns whether a folder is there with JSON that can be read; reports a damaged one."""
     try:
         read_json(folder / "store.json", description)
         Defects.read(folder)
@@ -77,7 +77,7 @@ def _is_whole(folder: Path, description: type[Any], report: Report) -> bool:
 
 
 def _draft_of(folder: Path) -> Path:
-    """Returns the folder in which another one is made, with what a killed process has left; links are removed."""
+    """Returns the folder in which another one is made, with the files of a killed process; links are removed."""
     draft = folder.with_name(f"{DRAFT}{folder.name}")
     if draft.is_symlink() or not draft.is_dir():
         remove(draft)
@@ -110,7 +110,7 @@ class PreparedSource(VocabularySource):
         self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
 
     def _warn(self, policy: Mapping[str, str], used: str, vocabularies: Mapping[str, tuple[int, Sized]]) -> Found:
-        """Warns of what was left out when the store was made, and of vocabularies smaller than asked for.
+        """Warns of lines left out when the store was made, and of vocabularies smaller than asked for.
 
         Args:
             policy: see `defects.check_policy`.
@@ -135,7 +135,7 @@ class PreparedSource(VocabularySource):
         return content
 
     def keep_vocabularies(self, folder: Path) -> None:
-        """Copies what ids mean to a folder, from which `vocabulary` reads it without the text; other files of it go."""
+        """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in (SOURCE, TARGET, TOKENIZER):
             if (self._store.folder / name).exists():
@@ -159,7 +159,7 @@ def worker_count(files: Sequence[Path], workers: int | None) -> int:
 
 @contextmanager
 def in_processes(count: int) -> Iterator[RunAll]:
-    """Yields what runs jobs in `count` processes, or in this one if `count` is 1; results come in the jobs' order.
+    """Yields a function that runs jobs in `count` processes, in this one if it is 1; results keep the jobs' order.
 
     They are new interpreters, not forks, because the caller may hold a GPU or threads. They end with this process.
     """

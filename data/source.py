@@ -1,4 +1,4 @@
-"""Defines what a data source is, and the helpers that the sources share."""
+"""Defines the interface of a data source, and the helpers that the sources share."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Source(ABC):
         return islice(self.evaluation(M), replica, None, replicas)
 
     def prepare(self, report: Report) -> None:  # noqa: B027 # most need nothing
-        """Builds or opens what the batches need; called once, before the first batch."""
+        """Builds or opens the files that the batches need; called once, before the first batch."""
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch and the number of examples of its mini-batch, for plans; reads a mini-batch for it.
@@ -135,7 +135,7 @@ class Source(ABC):
         return None
 
     def keep_vocabularies(self, folder: Path) -> None:  # noqa: B027
-        """Writes what ids stand for into `folder`, as files that a resume compares byte for byte."""
+        """Writes the vocabularies into `folder`, as files that a resume compares byte for byte."""
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text, as the model reads them."""

@@ -33,7 +33,7 @@ def files_below(
 
 
 def visible_entries(folder: str | Path, is_data: Callable[[str], object] = bool) -> list[os.DirEntry[str]]:
-    """Returns what lies in a folder, by name, without hidden files; see `files_below`."""
+    """Returns the entries of a folder, by name, without hidden files; see `files_below`."""
     try:
         found = sorted((of for of in os.scandir(folder) if of.name[0] != "."), key=lambda entry: entry.name)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Says what token ids mean: trains, reads and keeps vocabularies; sources that encode and decode text by them.
+"""Trains, reads and keeps vocabularies, and defines the sources that encode and decode text by them.
 
 A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json.
 """
@@ -65,7 +65,7 @@ def train_vocabulary(
 
 
 def _refusal(error: str, key: str, size: int, coverage: float) -> str:
-    """Returns what SentencePiece's error means for the keys under `data`."""
+    """Returns SentencePiece's error in words of the keys under `data`."""
     if found := re.search(r"set it to a value <= (\d+)", error):
         use = f"use data.{key}={found[1]}, or data.smaller_vocabulary=true to train as many as there are"
         return f"data.{key}={size}, but this corpus supports {found[1]} pieces: {use}"
@@ -189,7 +189,7 @@ def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
 
 
 def vocabulary_file(folder: Path) -> Path:
-    """Returns the file in a folder that says what a text's ids mean."""
+    """Returns the file in a folder that holds a text's vocabulary."""
     return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
 
 

@@ -73,7 +73,7 @@ def read_json(path: Path, kind: type[T], largest: int = LARGEST) -> T:
 
 
 def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
-    """Returns what a text of JSON holds; raises ValueError, which says where it holds something else.
+    """Returns the content of a JSON text; raises ValueError, which names the place that does not fit the model.
 
     Args:
         finite: whether every number must be.

@@ -20,7 +20,7 @@ NAMES |= {"nll": "loss of held-out data", "bleu_average": "BLEU, mean of languag
 
 
 def draw(page: Path, experiments: Sequence[Experiment], log: Log, sentences: Path) -> None:
-    """Replaces what stands between <!-- NAME --> and <!-- end --> for each experiment."""
+    """Replaces the text between <!-- NAME --> and <!-- end --> of each experiment."""
     text = page.read_text(encoding="utf-8")
     for of in experiments:
         block = "\n\n".join(blocks(of, {one.name: one for one in experiments}, log, sentences))
@@ -31,7 +31,7 @@ def draw(page: Path, experiments: Sequence[Experiment], log: Log, sentences: Pat
 
 
 def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences: Path) -> Iterator[str]:
-    """Yields an experiment's tables, its costs, and what has not run."""
+    """Yields an experiment's tables, its costs, and the pieces that have not run."""
     pieces = list(of.pieces())
     records = [record for piece in pieces if (record := log.record(piece))]
     commits = ", ".join(sorted({record["commit"] for record in records}))

@@ -119,7 +119,7 @@ def open_parts(records: Records, where: str) -> list[str]:
 
 
 def run_apart(name: str, arguments: Namespace, limit: float) -> Row:
-    """Runs a part in a process of its own, kills it and its children at the limit, and returns what it found."""
+    """Runs a part in a process of its own, kills it and its children at the limit, and returns its result."""
     began, folder = time.monotonic(), arguments.output.parent / "gpu-logs" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

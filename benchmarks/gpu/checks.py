@@ -92,7 +92,7 @@ def cause_of(said: str) -> str:
 
 
 def machine_facts(site: Site) -> Iterator[Row]:
-    """Yields what the machine is and what it reaches in products and copies."""
+    """Yields the machine's name and its measured rates of products and copies."""
     yield from ({"what": name, "value": value} for name, value in machine().items())
     for number in range(site.gpus):
         yield {"what": f"GPU {number}", "value": str(torch.cuda.get_device_properties(number))}

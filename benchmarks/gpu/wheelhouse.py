@@ -1,4 +1,4 @@
-"""Collects wheels for a machine without a network: this package and what it needs, but not torch.
+"""Collects wheels for a machine without a network: this package and its dependencies, but not torch.
 
     python -m benchmarks.gpu.wheelhouse 3.12 wheelhouse
 
@@ -22,7 +22,7 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["ma
 
 
 def requirements() -> list[str]:
-    """Returns what pip must find beside torch, as pyproject.toml has it."""
+    """Returns the dependencies beside torch, as pyproject.toml names them."""
     from pip._vendor import tomli  # Python itself reads TOML only since 3.11
 
     project: dict[str, Any] = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

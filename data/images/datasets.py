@@ -115,7 +115,7 @@ def _from_torchvision(known: Downloaded, root: Path, download: bool, report: Rep
 
 
 def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
-    """Returns what torchvision lists; all files are decoded by `files.decode`, which names a broken image."""
+    """Returns torchvision's list of images; all files are decoded by `files.decode`, which names a broken image."""
     if hasattr(dataset, "data"):
         return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
     if hasattr(dataset, "_samples"):

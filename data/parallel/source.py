@@ -128,7 +128,7 @@ class ParallelTextSource(PairSource):
         return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
 
     def prepare(self, report: Report) -> None:
-        """Prepares the text unless it is in the cache, opens it, and says what was left out."""
+        """Prepares the text unless it is in the cache, opens it, and tells the defects."""
         super().prepare(report)
         store, wanted = self._store, self.text.vocabularies
         sides = {"vocabulary": (wanted.source, store.source_vocabulary)}

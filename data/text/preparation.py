@@ -88,7 +88,7 @@ class Sample(TypedDict):
 
 
 class PieceDescription(TypedDict):
-    """Describes one piece of a prepared text: its files, their tokens and what they were made of."""
+    """Describes one piece of a prepared text: its files, their tokens and the documents in them."""
 
     name: str
     documents: int

@@ -135,7 +135,7 @@ class SleepingLayer(nn.Module):
 
 @dataclass(frozen=True)
 class Link:
-    """Describes what a message costs, in seconds of the emulation.
+    """Describes the time of a message, in seconds of the emulation.
 
     Attributes:
         carry: seconds that the message in front of each cell occupies the link, in either direction.
@@ -185,7 +185,7 @@ def _stamped(spec: BoundarySpec) -> BoundarySpec:
 
 
 def join_emulation(context: Context, realtime: bool) -> StopWatch:
-    """Makes this process one of the emulated workers, and returns what times their steps; all of them call it.
+    """Makes this process one of the emulated workers, and returns the function that times their steps; all call it.
 
     Args:
         realtime: the process goes before the machine's other processes (Linux, as root).
@@ -206,7 +206,7 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
 
 @dataclass
 class Workload:
-    """Holds what every contender runs on this worker.
+    """Holds the layers, cut and processes that every contender runs with on this worker.
 
     Attributes:
         loss: as the engine takes it.

@@ -1,4 +1,4 @@
-"""Defines what tables 2 and 3 measure: the models' costs, and each model at one K and M.
+"""Defines the measurements of tables 2 and 3: the models' costs, and each model's speed at one K and M.
 
 Imports no torch: models are counted by a worker process.
 """
@@ -29,7 +29,7 @@ BATCH = {"amoebanet": 128, "transformer": 32}
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Holds what one of the paper's models costs for one example, counted without running it.
+    """Holds the costs of one of the paper's models for one example, counted without running it.
 
     Attributes:
         family: "amoebanet" (genotype D) or "transformer" (Transformer-L).
@@ -162,7 +162,7 @@ def cells_of(kind: str, workers: int) -> int:
 
 
 def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[Seconds]:
-    """Lets the contenders of each setting take turns on K processes; returns what `contenders.worker` does."""
+    """Lets the contenders of each setting take turns on K processes; returns the seconds of `contenders.worker`."""
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
     found: list[Seconds] = run_workers(
         "gpipe_cli.bench.contenders:worker", K, config, ("torch.distributed.pipelining",)

@@ -121,7 +121,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
 
 
 def vocabularies(source: Source | None) -> dict[str, str]:
-    """Returns the SHA-256 of each file in which the source says what ids mean; none where it says nothing."""
+    """Returns the SHA-256 of each vocabulary file of the source; none where it has no vocabulary."""
     if source is None:
         return {}
     with TemporaryDirectory(prefix="gpipe-vocabulary-") as folder:

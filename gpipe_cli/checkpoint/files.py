@@ -65,7 +65,7 @@ class CheckpointError(ConfigurationError):
 
 
 class DamagedFile(CheckpointError):
-    """Raised for a file of a checkpoint that is not what the manifest says."""
+    """Raised for a file of a checkpoint that differs from its entry in the manifest."""
 
 
 class NewerFormat(ConfigurationError):
@@ -97,7 +97,7 @@ class LayerFile:
 
 @dataclass(frozen=True)
 class RunState:
-    """Holds what a run needs beside its layers in order to continue; every value must be JSON.
+    """Holds the state of a run beside its layers that a resume needs; every value must be JSON.
 
     Attributes:
         data_position: the ``Batch.position`` to continue after (docs/design.md, "Data").
@@ -272,7 +272,7 @@ def problems(info: CheckpointInfo) -> list[str]:
 
 
 def problems_of(directory: Path) -> list[str]:
-    """Returns what `problems` does for a directory, and one sentence for a missing or damaged manifest.
+    """Returns the sentences of `problems` for a directory, and one for a missing or damaged manifest.
 
     Raises:
         NewerFormat: a later release has written the checkpoint.

@@ -84,7 +84,7 @@ def _of_index(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Describes a saved tensor: its shape, and what reads it."""
+    """Describes a saved tensor: its shape, and the function that reads it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]

@@ -37,7 +37,7 @@ SYSTEM_ERROR = re.compile(r"\b(?:code:|os error) (\d+)")  # errno in a message o
 
 @dataclass(frozen=True)
 class LayerState:
-    """Holds what a checkpoint has of one layer.
+    """Holds the tensors and numbers that a checkpoint has of one layer.
 
     Attributes:
         weights: parameters by their name inside the layer.

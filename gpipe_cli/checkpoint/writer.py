@@ -166,7 +166,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _told(self, action: str, path: Path) -> Iterator[None]:
-        """Turns what the disk refuses inside the context into a DiskError."""
+        """Turns an OSError inside the context into a DiskError."""
         try:
             yield
         except OSError as error:
@@ -206,7 +206,7 @@ def closed(descriptor: int) -> Iterator[int]:
 
 
 def part_path(directory: Path, worker: int) -> Path:
-    """Returns the file of a partial checkpoint that says what a worker has written."""
+    """Returns the file of a partial checkpoint that lists the files of one worker."""
     return directory / f"part_{worker}.json"
 
 
@@ -227,7 +227,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and what was discarded before.
+    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and checkpoints discarded before.
 
     One that another command reads (`files.choose`), or that cannot be deleted, is left to the next call.
     """

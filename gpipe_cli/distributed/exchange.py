@@ -160,7 +160,7 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Returns on rank 0 what `all_gather_json` does; an empty list elsewhere."""
+    """Returns every rank's value on rank 0, as `all_gather_json` does on all; an empty list elsewhere."""
     tree = Tree(group, VALUES)
     everyone = tree.gather(_to_bytes(value))
     return _list_of(everyone) if tree.parent is None else []

@@ -1,4 +1,4 @@
-"""Defines `WorkerPipeline`: a model's layers, cut into cells, and what runs mini-batches through them on all workers.
+"""Defines `WorkerPipeline`: a model's layers, cut into cells, and the runs of mini-batches through them on all workers.
 
 gpipe-train uses it; `library/pipeline.py` makes of it what loops of one's own use.
 """

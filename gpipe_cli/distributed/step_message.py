@@ -49,7 +49,7 @@ class BatchShape:
 
 
 class PlanMessage(Exchange):
-    """Tells all workers what mini-batch comes next, and flags: why to stop, whether a worker has failed.
+    """Tells all workers the next mini-batch's plan, and flags: why to stop, whether a worker has failed.
 
     Args:
         world: the workers.

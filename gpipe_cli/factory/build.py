@@ -72,7 +72,7 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
-    """Makes ``task._target_``, loss and metrics; what they return is checked at every call.
+    """Makes ``task._target_``, loss and metrics; their results are checked at every call.
 
     It may also be a function of outputs and targets that returns a loss, or a class of such functions, as torch.nn has.
     """

@@ -42,7 +42,7 @@ def is_hidden(name: str, shape: Sequence[int]) -> bool:
 
 
 class Groups:
-    """Decides which entries of `optimizer.groups` apply to a parameter, and what they set.
+    """Decides which entries of `optimizer.groups` apply to a parameter, and the values that they set.
 
     Args:
         section: `optimizer`.

@@ -62,7 +62,7 @@ def is_traced(builders: Sequence[LayerBuilder]) -> bool:
 
 
 def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]) -> Given:
-    """Returns what a run gives to both sides."""
+    """Returns the micro-batches, loss and optimizer that a run gives to both sides."""
     groups = Groups(settings.optimizer)
 
     def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:

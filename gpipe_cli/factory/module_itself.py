@@ -59,7 +59,7 @@ class ModuleFailed(Exception):
 
 @dataclass(frozen=True)
 class Given:
-    """Holds what both sides get from a run.
+    """Holds the micro-batches, loss and optimizer that both sides get from a run.
 
     Attributes:
         micro_batches: of a mini-batch, each (inputs, targets).
@@ -129,7 +129,7 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
-    """Returns what makes a layer of a traced module."""
+    """Returns the maker of a layer of a traced module."""
     assert isinstance(builder.build, LayerMaker), builder.name
     return builder.build
 
@@ -326,7 +326,7 @@ class _Calls:
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Returns what is compared of parameters and buffers, by kind and name."""
+    """Returns the compared tensors of parameters and buffers, by kind and name."""
     parameters: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     return {
         PARAMETER: parameters,

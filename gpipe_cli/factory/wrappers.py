@@ -1,4 +1,4 @@
-"""Wraps what the configuration names: checks what a task returns, gives a model the targets among its inputs."""
+"""Wraps functions that the configuration names: checks a task's results, gives a model the targets among its inputs."""
 
 from __future__ import annotations
 

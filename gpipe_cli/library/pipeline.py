@@ -408,7 +408,7 @@ def _listed(layers: object) -> Sequence[LayerBuilder]:
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `Pipeline.of`, where they are what the key of ``pipeline`` may be.
+    """Returns arguments of `Pipeline.of` that have passed the checks of the keys of ``pipeline``.
 
     Raises:
         ConfigurationError: it has a line for each other one.

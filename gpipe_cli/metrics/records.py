@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """Holds what is known of a training step when it has ended.
+    """Holds the facts of a training step that has ended.
 
     Attributes:
         plan: of its mini-batch.

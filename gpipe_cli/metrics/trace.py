@@ -1,4 +1,4 @@
-"""Records what all workers did in one step, on one clock, and writes it for trace viewers.
+"""Records the instructions of all workers in one step, on one clock, and writes them for trace viewers.
 
 The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open: a process per worker,
 its computation and its messages as threads, an arrow per message.

@@ -1,4 +1,4 @@
-"""Passes what a run records on to trackers of experiments: TensorBoard, Weights & Biases, MLflow, or a user's own.
+"""Passes the figures of a run on to trackers of experiments: TensorBoard, Weights & Biases, MLflow, or a user's own.
 
 A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`, and may have
 `samples(step, samples)`, translations beside their references. They are
@@ -92,7 +92,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Tracks by Weights & Biases; takes what wandb.init does, and its environment variables."""
+    """Tracks by Weights & Biases; takes the arguments of wandb.init, and its environment variables."""
 
     def __init__(self, **options: Any) -> None:
         self._options, self._step = {"project": "gpipe", **options}, 0  # a call without it would begin another step

@@ -1,4 +1,4 @@
-"""Counts what each layer costs: the c_i that the partitioner balances (paper, section 2.1), for any list of layers.
+"""Counts the cost of each layer: the c_i that the partitioner balances (paper, section 2.1), for any list of layers.
 
 Layers whose builders are equal ``functools.partial`` objects and whose inputs have equal shapes are counted once.
 Costs that are measured on a device come from `model_profile.py`.

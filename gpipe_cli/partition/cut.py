@@ -46,7 +46,7 @@ class Cut:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cut:
-        """Reads what JSON has made of `dataclasses.asdict`."""
+        """Reads a cut from the JSON of its `dataclasses.asdict`."""
         ties = [{name: Owner(*owner) for name, owner in tied.items()} for tied in values["ties"]]
         return cls(**{**values, "placement": tuple(values["placement"]), "ties": ties})
 

@@ -217,7 +217,7 @@ def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[
 
 
 def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Floats]:
-    """Returns for each worker the running total over the layers of what they would cost it in a step."""
+    """Returns for each worker the running total over the layers of their seconds in a step there."""
     running, totals = _running(times), []
     for worker, instructions in enumerate(instruction_lists(config, placement)):
         slower = placement.count(worker) * (config.speeds[worker] if config.speeds else 1.0)

@@ -122,7 +122,7 @@ def profile_layers(
 
 
 def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:
-    """Returns what runs a layer as a cell of its own; ``targets``: for its ``auxiliary_loss``, if it has one."""
+    """Returns the runner of a layer as a cell of its own; ``targets``: for its ``auxiliary_loss``, if it has one."""
     cell = Cell(0, [layer], NoiseSource(0, 0, device))
 
     def run(values: Tensors, first_time: bool) -> tuple[Tensors, Tensors]:

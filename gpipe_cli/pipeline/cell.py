@@ -188,7 +188,7 @@ class Cell:
         self._casts.forget()
 
     def end_step(self) -> None:
-        """Frees what lives for one step."""
+        """Frees the casts, graphs and counts that live for one step."""
         self._casts.forget()
 
     def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
@@ -321,7 +321,7 @@ class Cell:
     def _settle(
         self, layer: BuiltLayer, outputs: Tensors, inputs: Tensors, signature: Hashable, micro_batch: int
     ) -> Tensors:
-        """Returns what a layer passes on.
+        """Returns the tensors that a layer passes on.
 
         Raises:
             LayerFailed: inputs of the same shapes and types gave others before. This is refused wherever the layer

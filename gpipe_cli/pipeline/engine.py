@@ -51,7 +51,7 @@ class SenderFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class StepInput:
-    """Describes a mini-batch: what every worker of a replica must know before the step begins.
+    """Describes a mini-batch, as every worker of a replica must know it before the step begins.
 
     Attributes:
         step: number of the training step; the noise depends on it.
@@ -84,7 +84,7 @@ class StepRecord:
 
 @dataclass
 class Graph:
-    """Holds what a backward starts from: the outputs of a cell for one micro-batch, and its losses."""
+    """Holds the roots of a backward: the outputs of a cell for one micro-batch, and its losses."""
 
     outputs: Tensors
     losses: list[Tensor]
@@ -92,7 +92,7 @@ class Graph:
 
 @dataclass
 class StepBuffers:
-    """Holds what one step has made or received and not yet used up, by (cell, micro-batch).
+    """Holds the tensors that one step has made or received and not yet used up, by (cell, micro-batch).
 
     Attributes:
         inputs: the boundary in front of the cell.
@@ -277,7 +277,7 @@ def _named_in_profile(i: Instruction) -> AbstractContextManager[Any]:
 
 @dataclass
 class _Step:
-    """Interprets the instruction list of one step: what training and forward-only steps share.
+    """Interprets the instruction list of one step, in the part that training and forward-only steps share.
 
     Args:
         engine: of this worker.
@@ -330,7 +330,7 @@ class _Step:
             raise RuntimeError(f"the schedule is incomplete: the step has not used up {', '.join(left_over)}")
 
     def _begin(self) -> None:
-        """Does what comes before the first instruction."""
+        """Makes the step's inputs, seeds and receives ready, before the first instruction."""
 
     def _send_nothing(self, position: int) -> None:
         """Sends zeros from this position of the list on, and receives: the other workers go on to the step's end.

@@ -1,4 +1,4 @@
-"""Defines what all workers know of a step: its plan before it begins, and its result when they have met."""
+"""Defines a step's plan, which all workers know before it begins, and its result, when they have met."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class _Storages:
         return sum(self._size[number] for number in numbers if number in self._kept)
 
     def enter(self, layer: LayerFacts) -> None:
-        """Adds what the graph of a layer keeps, and goes on to its outputs."""
+        """Adds the tensors that the graph of a layer keeps, and goes on to its outputs."""
         before = self._boundary
         if layer.saves_inside:
             self._keep(self._new(layer.saves_inside))
@@ -264,11 +264,11 @@ class _Storages:
             self._keep(own[number])
 
     def handed_on(self, kept: bool = True) -> int:
-        """Returns the bytes of what the next layer gets; without ``kept`` only those that no graph keeps."""
+        """Returns the bytes of the next layer's inputs; without ``kept`` only those that no graph keeps."""
         return sum(self._size[storage] for storage in set(self._boundary) if kept or storage not in self._kept)
 
     def keep_outputs(self) -> None:
-        """Keeps what the cell hands on, because the engine needs it as the root of its backward."""
+        """Keeps the cell's outputs, because the engine needs them as the roots of its backward."""
         for storage in set(self._boundary):
             self._keep(storage)
 

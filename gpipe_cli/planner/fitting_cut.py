@@ -1,4 +1,4 @@
-"""Works out what workers would hold with some of the layers, by which cuts fit their memory."""
+"""Computes the bytes that workers would hold with some of the layers, so that cuts fit their memory."""
 
 from __future__ import annotations
 

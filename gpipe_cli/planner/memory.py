@@ -1,4 +1,4 @@
-"""Adds up what a worker holds at the worst moment of a step, from its list of instructions: sizes only, no tensors.
+"""Adds up the bytes that a worker holds at the worst moment of a step, from its list of instructions, without tensors.
 
 The list is the one that the engine runs. A boundary lives from its forward to the last computation of its micro-batch
 in the cell behind it, a graph from the run that built it to the last computation of its cell, a gradient until it is
@@ -180,7 +180,7 @@ def messages_held(largest: Mapping[Op, int], M: int, workers: int, wire: Wire) -
 
 
 class _Held:
-    """Adds up what is in memory, and keeps the worst moment.
+    """Adds up the bytes in memory, and keeps the worst moment.
 
     Attributes:
         at_peak: bytes by kind at the worst moment.
@@ -202,6 +202,6 @@ class _Held:
             self._now[kind] -= size
 
     def run(self, running: int) -> None:
-        """Notes the moment in which an operation needs so many bytes beside what is held."""
+        """Notes the moment in which an operation needs so many bytes beside those that are held."""
         if sum(self._now.values()) + running > sum(self.at_peak.values()):
             self.at_peak = self._now | {RUNNING: running}

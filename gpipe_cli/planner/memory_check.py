@@ -82,7 +82,7 @@ def _size(number: int) -> str:
 
 
 def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
-    """Returns what tells the bytes of state that an optimizer keeps for a parameter; equal ones are looked at once.
+    """Returns a function to the bytes of state that an optimizer keeps for a parameter; equal ones are looked at once.
 
     Args:
         section: `optimizer`.

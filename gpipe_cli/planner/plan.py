@@ -1,4 +1,4 @@
-"""Defines the plan of a run as plain data: its cut, what every cell and worker holds, the time of a step."""
+"""Defines the plan of a run as plain data: its cut, the bytes of every cell and worker, the time of a step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WorkerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Holds what is known of a run before it runs.
+    """Holds the plan of a run.
 
     Attributes:
         workers: number of workers of one replica.

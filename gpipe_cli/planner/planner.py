@@ -61,7 +61,7 @@ class Measurement(ModelFacts):
 
 
 class Planner:
-    """Plans one model on one kind of device, with any pipeline; keeps what it has measured.
+    """Plans one model on one kind of device, with any pipeline; keeps its measurements.
 
     Args:
         settings: the configuration; `pipeline.workers=auto`: one for each cell, at most `options.most_workers`.
@@ -288,7 +288,7 @@ class Planner:
         return bound_of_any_cut(layers, speeds, pipeline.M, max(limits), together, halves=True)
 
     def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> list[ModelBytes]:
-        """Returns what each cell keeps between steps; of a shared optimizer state, on the replica that has most."""
+        """Returns the bytes that each cell keeps between steps; of a shared optimizer state, the largest share."""
         if (each := self.options.bytes_per_parameter) is not None:
             return [ModelBytes(cell.parameters * each, 0, 0, 0) for cell in cells]
         share = cache(partial(self._largest_share, cells, pipeline.replicas))

@@ -92,7 +92,7 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> Instruction:
-        """Parses what ``str`` prints. Raises ScheduleError for any other text."""
+        """Parses the text that ``str`` prints. Raises ScheduleError for any other text."""
         match = _PRINTED.fullmatch(text)
         if match is None:
             raise ScheduleError(f"{text!r} is no instruction: write it as F2.0 or sa1.3")

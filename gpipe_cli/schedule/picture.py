@@ -132,7 +132,7 @@ def _draw_rows(drawing: Drawing, timeline: Timeline, place: Bar) -> None:
 
 
 def _joined(spans: Sequence[Span], left: float, scale: float) -> list[tuple[float, float]]:
-    """Returns begin and width of bars; those that would be too fine to see are joined with what is beside them."""
+    """Returns begin and width of bars; those that would be too fine to see are joined with their neighbours."""
     found: list[tuple[float, float]] = []
     for start, end in ((left + scale * span.start, left + scale * span.end) for span in spans):
         if found and start - found[-1][1] < _FINEST and min(end - start, found[-1][1] - found[-1][0]) < 2 * _FINEST:

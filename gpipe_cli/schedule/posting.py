@@ -151,7 +151,7 @@ class Receives(Generic[Pending]):
         return bool(self._posted)
 
     def post_due(self, position: int) -> None:
-        """Posts what is due before the instruction at this position of the list."""
+        """Posts the receives that are due before the instruction at this position of the list."""
         for instruction in self._posts.get(position, ()):
             self._due[instruction.op].append(instruction)
         for due in self._due.values():

@@ -113,7 +113,7 @@ class Kept:
 
 
 def most_kept(instructions: Sequence[Instruction]) -> Kept:
-    """Returns what a worker has to keep in memory, by its training list (paper, section 2.3: N + (L/K)·(N/M))."""
+    """Returns the activations that a worker has to keep, by its training list (paper, section 2.3: N + (L/K)·(N/M))."""
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     inputs, graphs = (Counter({i.cell: 0 for i in instructions}) for _ in range(2))
     most_inputs, most_graphs = dict(inputs), dict(graphs)

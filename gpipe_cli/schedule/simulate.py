@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds what every worker did when, from time 0.
+    """Holds the begin and end of every worker's instructions, from time 0.
 
     Attributes:
         spans: one list per worker, in order.

@@ -1,4 +1,4 @@
-"""Defines what every worker of `gpipe-train` runs: assembles, trains, and leaves a summary."""
+"""Defines the entry point of `gpipe-train`'s workers: assembles, trains, and leaves a summary."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_module(assembly: Assembly, journal: Notices) -> None:
-    """Compares a traced module with itself on rank 0, while the other ranks wait for what it finds.
+    """Compares a traced module with itself on rank 0, while the other ranks wait for the result.
 
     Raises:
         ConfigurationError: they differ.

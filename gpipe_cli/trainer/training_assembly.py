@@ -150,7 +150,7 @@ def make_saver(
     journal: Notices,
     resumed: CheckpointInfo | None,
 ) -> Saver:
-    """Makes what saves checkpoints; replica 0 writes, the others hold the same weights."""
+    """Makes the saver of checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
     layers, run_dir, device = assembly.layers, context.run_dir, world.device.type
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None

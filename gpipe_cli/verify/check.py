@@ -69,7 +69,7 @@ class Checker:
         return [c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)]
 
     def unchanged(self, name: str, before: str, after: str) -> list[Quantity]:
-        """Checks that what the workers held at two moments is equal, bit for bit."""
+        """Checks that the workers held equal tensors at two moments, bit for bit."""
         gaps: Gaps = {}
         for layer in range(len(self.names)):
             old, new = self.spill.get(before, layer), self.spill.get(after, layer)
@@ -134,7 +134,7 @@ class Checker:
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def _measure_update(self, gaps: dict[str, Gaps], number: int, before: str, updates: int, factor: float) -> None:
-        """Measures what the update has made of each parameter, of the pipeline's gradients times ``factor``."""
+        """Measures each parameter after the update by the pipeline's gradients times ``factor``."""
         decay, optimizer = self.settings.trainer.average, self.settings.optimizer
         groups = Groups(optimizer)
         of_key = cache(partial(learning_rate, optimizer, self.settings.lr_schedule, number))
@@ -188,7 +188,7 @@ class Checker:
 
 
 def _of_replicas(held: Mapping[tuple[int, int, str], Fingerprint]) -> Quantity:
-    """Judges what further replicas hold after the step: the same as the first, bit for bit."""
+    """Judges the weights of further replicas after the step: the same as the first's, bit for bit."""
     found = []
     for (replica, layer, key), mark in sorted(held.items()):
         if replica:

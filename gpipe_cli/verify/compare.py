@@ -122,7 +122,7 @@ def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Coll
 
 
 def _of_layer(layer: int, place: str, again: bool, batchnorm: bool) -> str:
-    """Returns what may be wrong with a layer that has the right weights.
+    """Returns the possible faults of a layer that has the right weights.
 
     Args:
         again: whether its recompute differs from its first forward.

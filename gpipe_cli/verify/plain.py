@@ -37,7 +37,7 @@ from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Describes what a step is given.
+    """Describes the arguments of a step.
 
     Attributes:
         step: its number, from 0.

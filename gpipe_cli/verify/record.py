@@ -92,7 +92,7 @@ class RecordedStep:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     def rows(self) -> list[tuple[str, tuple[Any, ...], Any]]:
-        """Returns what is seen as plain values: kind, place, value."""
+        """Returns the records as plain values: kind, place, value."""
         return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
 
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
@@ -195,7 +195,7 @@ def named_buffers(layer: Layer) -> dict[str, Tensor]:
 
 
 class RunWatch:
-    """Records steps of this worker, by hooks on its layers, and what it holds between them.
+    """Records steps of this worker, by hooks on its layers, and its weights between them.
 
     Args:
         assembly: of the worker.
@@ -223,12 +223,12 @@ class RunWatch:
         trainer.around_update = self._around_update
 
     def take(self) -> Seen:
-        """Returns what was seen since the last call."""
+        """Returns the records since the last call."""
         seen, self._seen = dict(self._seen), defaultdict(dict)
         return seen
 
     def hold(self, moment: str) -> None:
-        """Writes what this worker holds, layer by layer, and records its fingerprints."""
+        """Writes this worker's tensors, layer by layer, and records their fingerprints."""
         assert self._trainer is not None
         states = self._trainer.updater.layer_states()
         for layer in self._layers:
@@ -240,7 +240,7 @@ class RunWatch:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Overwrites what a checkpoint holds of this worker's weights and buffers: a resume has to restore it."""
+        """Overwrites this worker's weights and buffers: a resume has to restore them from a checkpoint."""
         for _, _, module in self._layers:
             for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
                 tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
@@ -257,7 +257,7 @@ class RunWatch:
 
     @contextmanager
     def _around_update(self, result: StepResult) -> Iterator[None]:
-        """Writes the gradients before the update, whole and not yet clipped, and what is held after it."""
+        """Writes the gradients before the update, whole and not yet clipped, and the weights after it."""
         assert self._trainer is not None
         number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
         if not self.active:

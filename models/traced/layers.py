@@ -105,7 +105,7 @@ def traced_once(broadcast: Broadcast) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Traced:
-    """Holds what tracing a module has found, as its layers need it.
+    """Holds the result of tracing a module, as its layers need it.
 
     Attributes:
         segments: of the layers.
@@ -121,7 +121,7 @@ class Traced:
 
 
 def told(found: Traced) -> str | None:
-    """Returns as text what was traced; None where something in it has no name that another process can find."""
+    """Returns the traced layers as text; None where something in them has no name that another process can find."""
     further = {} if found.recording is None else found.recording.further
     file = BytesIO()
     with suppress(Exception):
@@ -131,7 +131,7 @@ def told(found: Traced) -> str | None:
 
 
 def heard(text: str, of: TracedFrom) -> Traced:
-    """Returns what another process has traced and told; the layers run code from the text."""
+    """Returns the layers that another process has traced, from its text, whose code they run."""
     found: Traced
     with safe_globals([Traced, Segment, Code, SizeCondition, OwnFunction]):
         found, further = torch.load(BytesIO(b85decode(text)), weights_only=True)

@@ -1,4 +1,4 @@
-"""Calls a module with a micro-batch's tensors: which argument each becomes, and what of its answer is the output."""
+"""Calls a module with a micro-batch's tensors: which argument each becomes, which part of its answer is the output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True)
 class TracedFrom:
-    """Says what the layers of a traced module were traced from.
+    """Names the constructor, call and seed from which layers were traced.
 
     Attributes:
         constructor: makes the module, without arguments.

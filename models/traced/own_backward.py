@@ -61,7 +61,7 @@ def reference(value: Any) -> Any:
 
 
 def referred(value: Any) -> Any:
-    """Returns what a `reference` stands for."""
+    """Returns the object that a `reference` stands for."""
     module, colon, path = value.partition(":") if isinstance(value, str) else ("", "", "")
     return attrgetter(path)(import_module(module)) if colon else value
 
@@ -106,7 +106,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
 
 
 def _forward(function: type[Function], arguments: list[Any]) -> Any:
-    """Returns what the function's forward returns, without a graph."""
+    """Returns the output of the function's forward, without a graph."""
     context: Any = FunctionCtx()
     context.needs_input_grad = tuple(isinstance(given, Tensor) and given.requires_grad for given in arguments)
     if function.setup_context is Function.setup_context:

@@ -55,7 +55,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Suppresses what torch writes of its work within the context."""
+    """Suppresses torch's messages about its work within the context."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -66,7 +66,7 @@ def without_logs() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses what a module prints and warns of within the context, and torch's logs."""
+    """Suppresses a module's printing and warnings within the context, and torch's logs."""
     prints = StringIO()
     with without_logs(), warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
         warnings.simplefilter("ignore")
@@ -144,7 +144,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Operation:
-    """Holds one operation with its arguments and what it returned, `_View`s in place of tensors."""
+    """Holds one operation with its arguments and results, `_View`s in place of tensors."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]

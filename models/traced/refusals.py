@@ -1,4 +1,4 @@
-"""Refuses what tracing would lose, and says of what cannot be traced what it is, where it stands and the way out."""
+"""Refuses code that tracing would lose or cannot follow: names it, its line and the way out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TraceError(ConfigurationError):
 
 
 def refuse_module(module: object) -> None:
-    """Refuses what a constructor has made if no trace could keep all of it.
+    """Refuses a module of which no trace could keep everything.
 
     Raises:
         CallError: it is no module, or one without code of its own.
@@ -120,7 +120,7 @@ class Following(TorchFunctionMode):
 
 
 def explained(error: Exception, constructor: Constructor) -> str:
-    """Returns what cannot be traced, its place in the user's code and the way out."""
+    """Returns the refusal of code that cannot be traced: its place in the user's code and the way out."""
     name = name_of(constructor)
     if isinstance(error, CallError):
         return f"{name}: {error}"
@@ -136,7 +136,7 @@ def explained(error: Exception, constructor: Constructor) -> str:
 
 
 def _defined(constructor: Constructor) -> str | None:
-    """Returns file and line of what makes the module; None where it is a library's."""
+    """Returns file and line of the module's maker; None where it is a library's."""
     made_by = _maker(constructor)
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)[1]
@@ -145,7 +145,7 @@ def _defined(constructor: Constructor) -> str | None:
 
 
 def name_of(constructor: Constructor) -> str:
-    """Returns what a user has typed to name the constructor; the class of a module that a program has made."""
+    """Returns the words by which a user has named the constructor; the class of a module that a program has made."""
     made_by = _maker(constructor)
     typed = "the module " if getattr(constructor, "func", None) is deepcopy else "model.module._target_="
     return f"{typed}{made_by.__module__}.{made_by.__qualname__}"

@@ -27,7 +27,7 @@ Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training grap
 
 @dataclass(frozen=True)
 class Code:
-    """Holds the source text of a graph, and what the names of its own in it stand for, see `reference`."""
+    """Holds the source text of a graph, and the objects of the names in it, see `reference`."""
 
     source: str
     names: Mapping[str, Any]
@@ -109,7 +109,7 @@ class _Parts:
         self._open = [self._entered_before(position) for position in positions]
 
     def _entered_before(self, position: int) -> list[fx.Node]:
-        """Returns what has entered autocast in front of a cut and leaves it behind."""
+        """Returns the autocast contexts entered in front of a cut and left behind it."""
         before = set(self._flat.nodes[:position])
         entered = [node for node in self._flat.nodes[:position] if node.target is enter_autocast]
         return [node for node in entered if not before & node.users.keys()]
@@ -329,7 +329,7 @@ def _layer_names(parts: Sequence[Part], held: Sequence[dict[str, str]]) -> list[
 
 
 def _span(first: str, last: str) -> str:
-    """Returns both ends; the last one without what it has in common with the first."""
+    """Returns both ends; the last one without the part that it shares with the first."""
     if first == last:
         return f"{first}{SPAN}"
     shared = _common(first.split("."), last.split(".")[:-1])

@@ -40,7 +40,7 @@ class SizeError(ValueError):
 
 @dataclass(frozen=True)
 class SizeCondition:
-    """Describes what the sizes of the inputs must fulfil.
+    """Describes a condition on the sizes of the inputs.
 
     Attributes:
         code: a Python expression of `tensors`, as ``tensors[0].size()[1] <= 64``.
@@ -69,7 +69,7 @@ def _shown(size: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Trace:
-    """Holds what tracing found.
+    """Holds the graphs and tensors that tracing has found.
 
     Attributes:
         training, evaluation: the two graphs.
@@ -169,7 +169,7 @@ def _traced(
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:
-    """Replaces what is float32, one tensor by one; `nn.Module.to` refuses fake parameters."""
+    """Replaces float32 tensors one by one, as `nn.Module.to` refuses fake parameters."""
     wide: dict[int, Tensor] = {}
     for part in module.modules() if float_type is not torch.float32 else ():
         for held in (part._parameters, part._buffers):
@@ -182,7 +182,7 @@ def _widen(module: nn.Module, float_type: torch.dtype) -> None:
 
 
 def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
-    """Exports a module for training and for evaluation; what its code prints is suppressed."""
+    """Exports a module for training and for evaluation; its code's printing is suppressed."""
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
     generators = Generators(own=False)
@@ -243,7 +243,7 @@ def _fixed(size: Any) -> int | None:
 
 
 def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
-    """Returns what torch.export has assumed of the sizes of the inputs, and the sizes that it took for constants."""
+    """Returns torch.export's assumptions about the sizes of the inputs, and the sizes that it took for constants."""
     place = _place_of_guards(inputs)
     assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
     codes = [code.replace("L['tensors']", "tensors") for code in assumed]

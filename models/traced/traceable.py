@@ -1,4 +1,4 @@
-"""Makes traceable what torch.export would refuse or keep wrong, without another result."""
+"""Makes code traceable that torch.export would refuse or keep wrong, with the same results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Traceable(Called):
 
 
 class Before:
-    """Holds what a module, its classes and their files hold, so that calls can be forgotten.
+    """Holds the attributes of a module, its classes and their files, so that calls can be forgotten.
 
     Attributes:
         files: the names that are defined in each.
@@ -103,7 +103,7 @@ class Before:
         self._caches = [one for one in caches if str(one.__module__).partition(".")[0] in packages]
 
     def restore(self, registered: bool = True) -> None:
-        """Gives all of them what they held, and empties the caches of functools.lru_cache.
+        """Gives all of them their attributes back, and empties the caches of functools.lru_cache.
 
         Args:
             registered: parameters and buffers too, which torch.export replaces while it calls the module.
@@ -122,7 +122,7 @@ class Before:
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """Makes torch.export follow within the context what it would refuse or lose."""
+    """Makes torch.export follow within the context calls that it would refuse or lose."""
     with (
         quiet(),
         own_backward_kept(),
@@ -134,7 +134,7 @@ def traceable() -> Iterator[None]:
 
 
 def _data(get: Callable[[Tensor], Tensor]) -> Any:
-    """Replaces what `.data` of a tensor returns; torch.export asks a parameter for it to make a constant of it."""
+    """Replaces the result of a tensor's `.data`, of which torch.export would make a constant."""
     return patch.object(Tensor, "data", property(get, DATA.__set__), create=True)
 
 

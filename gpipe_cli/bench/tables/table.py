@@ -17,7 +17,7 @@ THROUGHPUT_AXES = ("cells K", "normalised throughput")
 
 @dataclass(frozen=True)
 class Table:
-    """Holds what one command measured.
+    """Holds the rows that one command measured.
 
     Attributes:
         name: of the files, as "table2".

@@ -44,7 +44,7 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
 
 
 def check(options: BenchOptions, protocol: GridTable) -> None:
-    """Refuses, before anything runs, what cannot be measured."""
+    """Refuses, before anything runs, settings that cannot be measured."""
     if wrong := [kind for kind in options.schedules if kind not in KINDS]:
         raise ConfigurationError(f"schedules={','.join(wrong)}: use {', '.join(KINDS)}")
     if protocol.linked and (round_robin := [kind for kind in options.schedules if kind.startswith("interleaved")]):

@@ -242,7 +242,7 @@ class BoundarySpec:
 
     @classmethod
     def from_json(cls, text: str) -> BoundarySpec:
-        """Decodes what `to_json` encoded."""
+        """Decodes the text of `to_json`."""
         rows, grouping, varies = json.loads(text)
         tensors = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows)
         return cls(tensors, grouping, varies)

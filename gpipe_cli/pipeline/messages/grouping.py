@@ -1,4 +1,4 @@
-"""Flattens what a layer returns to tensors, and groups tensors again as the next layer gets them.
+"""Flattens a layer's output to tensors, and groups tensors again as the next layer gets them.
 
 One tensor, or a tuple of tensors, needs no grouping. For anything else (nested tuples, lists and dicts, with None and
 plain numbers and texts among the tensors) the grouping is a JSON text, which can be compared and sent.

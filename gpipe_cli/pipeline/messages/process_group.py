@@ -33,7 +33,7 @@ def spec_tag(boundary: int) -> int:
 
 
 def flags_tag(message: Message, K: int) -> int:
-    """Returns the tag of what the CPU group carries beside a message; nothing else has it."""
+    """Returns the tag of the message that the CPU group carries beside another one; nothing else has it."""
     return message_tag(message, K) + 3
 
 

@@ -1,4 +1,4 @@
-"""Defines what the engine expects of messages between workers, and chooses how they travel.
+"""Defines the interface of messages between workers, and chooses how they travel.
 
 One message carries one boundary of one micro-batch. Both ends name it by the same `Message` and know its size
 beforehand: the first message of a boundary is preceded by its `BoundarySpec`, which both ends keep.

@@ -1,4 +1,4 @@
-"""Finds what one layer computes and keeps for one micro-batch, on fake tensors: its weights never exist.
+"""Finds the operations and kept tensors of one layer for one micro-batch, on fake tensors: its weights never exist.
 
 A layer runs forward and backward with shapes instead of values. Equal layers with equal inputs run once, so a model of
 thousands of layers takes as long as one of each kind. Kernels are those that torch chooses on a CPU, except for two
@@ -96,7 +96,7 @@ class LayerOutput:
 
 @dataclass(frozen=True, eq=False)
 class LayerFacts:
-    """Describes what one layer is and needs, for one micro-batch of known shapes.
+    """Describes one layer's operations, times and bytes, for one micro-batch of known shapes.
 
     Equal layers of a model share one object, so facts are compared by identity.
 
