@@ -192,7 +192,7 @@ def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> It
 
 
 def _stem(name: str, labels: Collection[str]) -> str:
-    """Returns the part of its name that an image shares with its label: a.b of a.b.jpg, or a where only that has one."""
+    """Returns the part of its name that an image shares with its label: a.b of a.b.jpg, or a if only that has one."""
     folder, slash, file = name.rpartition("/")
     parts = file.split(".")
     stems = [folder + slash + ".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
