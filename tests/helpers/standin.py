@@ -123,6 +123,49 @@ def register() -> None:
     replace_nccl()
 
 
+def methods_by_gloo() -> dict[str, Any]:
+    """Returns methods of a group that copy their tensors to the CPU, call gloo's and copy the results back."""
+    import torch.distributed as dist
+
+    class Work(dist.Work):
+        """Writes what has arrived to the device when it is waited for."""
+
+        def __init__(self, work: Any, places: Any, hosts: Any) -> None:
+            super().__init__()
+            self.work, self.places, self.hosts = work, places, hosts
+
+        def wait(self, timeout: Any = None) -> bool:
+            self.work.wait()
+            for place, host in zip(self.places, self.hosts, strict=False):
+                for to, content in zip(place, host, strict=True):
+                    to.copy_(content)
+            return True
+
+        def is_completed(self) -> bool:
+            return bool(self.work.is_completed())
+
+    def late(name: str, written: int, given: int) -> Any:
+        """Returns a method: its first ``given`` arguments are tensors, the first ``written`` of them results."""
+
+        def call(self: Any, *arguments: Any, **more: Any) -> Any:
+            lists = [argument if isinstance(argument, list) else [argument] for argument in arguments[:given]]
+            for tensor in (tensor for each in lists for tensor in each):
+                assert tensor.device.type == NAME and tensor.is_contiguous(), f"NCCL cannot send {tensor}"
+            hosts = [[tensor.cpu() for tensor in each] for each in lists]
+            passed = [h if isinstance(a, list) else h[0] for h, a in zip(hosts, arguments, strict=False)]
+            rest = [*arguments[given:-1], 0] if name in ("send", "recv") else arguments[given:]
+            work = getattr(self.gloo, name)(*passed, *rest, **more)
+            return Work(work, lists[:written], hosts)
+
+        return call
+
+    methods = (
+        *(("send", 0, 1), ("recv", 1, 1), ("broadcast", 1, 1), ("allreduce", 1, 1)),
+        *(("_allgather_base", 1, 2), ("all_gather_single", 1, 2), ("alltoall_base", 1, 2), ("all_to_all_single", 1, 2)),
+    )
+    return {name: late(name, written, given) for name, written, given in methods}
+
+
 def replace_nccl() -> None:
     """Lets torch's own registration of "nccl", and its rules for groups, make groups of gloo for this device."""
     import torch.distributed as dist
@@ -148,43 +191,8 @@ def replace_nccl() -> None:
             assert device.type == NAME, f"No backend type associated with device type {device.type}"
             return self
 
-    def late(name: str, written: int, given: int) -> Any:
-        """Returns the method that copies its tensors to the CPU, calls gloo's and copies the results back."""
-
-        def call(self: Any, *arguments: Any, **more: Any) -> Any:
-            lists = [argument if isinstance(argument, list) else [argument] for argument in arguments[:given]]
-            for tensor in (tensor for each in lists for tensor in each):
-                assert tensor.device.type == NAME and tensor.is_contiguous(), f"NCCL cannot send {tensor}"
-            hosts = [[tensor.cpu() for tensor in each] for each in lists]
-            passed = [h if isinstance(a, list) else h[0] for h, a in zip(hosts, arguments, strict=False)]
-            rest = [*arguments[given:-1], 0] if name in ("send", "recv") else arguments[given:]
-            work = getattr(self.gloo, name)(*passed, *rest, **more)
-            return Work(work, lists[:written], hosts)
-
-        return call
-
-    class Work(dist.Work):
-        """Writes what has arrived to the device when it is waited for."""
-
-        def __init__(self, work: Any, places: Any, hosts: Any) -> None:
-            super().__init__()
-            self.work, self.places, self.hosts = work, places, hosts
-
-        def wait(self, timeout: Any = None) -> bool:
-            self.work.wait()
-            for place, host in zip(self.places, self.hosts, strict=False):
-                for to, content in zip(place, host, strict=True):
-                    to.copy_(content)
-            return True
-
-        def is_completed(self) -> bool:
-            return bool(self.work.is_completed())
-
-    for name, written, given in (
-        *(("send", 0, 1), ("recv", 1, 1), ("broadcast", 1, 1), ("allreduce", 1, 1)),
-        *(("_allgather_base", 1, 2), ("all_gather_single", 1, 2), ("alltoall_base", 1, 2), ("all_to_all_single", 1, 2)),
-    ):
-        setattr(Group, name, late(name, written, given))
+    for name, method in methods_by_gloo().items():
+        setattr(Group, name, method)
 
     def _create_nccl_process_group(options: Any, _: Any) -> Any:
         return Group(options, "ProcessGroupNCCL")
