@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ class World:
 
     @property
     def is_closed(self) -> bool:
-        """Returns whether nobody else can write what workers broadcast, as into sockets without names."""
+        """Returns whether only the job's own workers can write into its messages, as into sockets without names."""
         return self.all_ranks is not None and dist.get_backend(self.all_ranks) == LOCAL
 
     @property
@@ -132,12 +133,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
         all_ranks = _new_group(None, for_cpu)
         # NCCL runs the messages between two ranks of a group in one order, so each kind and direction has its own.
         message_groups = tuple(_new_group(None) for _ in range(4))
-    replica_group: dist.ProcessGroup | None = None
-    if replicas > 1:
-        for worker in range(workers):  # torch makes a group on all ranks, also on those outside it
-            group = _new_group([replica * workers + worker for replica in range(replicas)])
-            if context.rank % workers == worker:
-                replica_group = group
+    # torch makes a group on all ranks, also on those outside it.
+    replica_group = _replica_group(context.rank, workers, replicas, range(workers), lambda ranks: _new_group([*ranks]))
     return World(context.rank, workers, replicas, chosen, wire, all_ranks, message_groups, replica_group)
 
 
@@ -185,12 +182,23 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     messages: tuple[dist.ProcessGroup, ...] = (control, control)
     if name == "nccl" and size > 1:
         messages = tuple(new_group(range(size), name) for _ in range(4))
-    replica_group = None
-    for worker in range(workers if replicas > 1 else 0):
-        if not is_part or rank % workers == worker:  # of a part only the members of each group make it
-            made = new_group(range(worker, size, workers), name)
-            replica_group = made if rank % workers == worker else replica_group
+    own = rank % workers  # of a part only the members of each group make it
+    made = range(own, own + 1) if is_part else range(workers)
+    replica_group = _replica_group(rank, workers, replicas, made, partial(new_group, backend=name))
     return World(rank, workers, replicas, chosen, wire, control, messages, replica_group, members)
+
+
+def _replica_group(
+    rank: int, workers: int, replicas: int, made: range, new_group: Callable[[range], dist.ProcessGroup]
+) -> dist.ProcessGroup | None:
+    """Returns the group of the ranks that hold the same layers as this one; None without replicas.
+
+    Args:
+        made: workers whose group this rank takes part in making.
+    """
+    if replicas == 1:
+        return None
+    return {worker: new_group(range(worker, replicas * workers, workers)) for worker in made}[rank % workers]
 
 
 def _divided(size: int, replicas: int) -> int:

@@ -92,7 +92,7 @@ class Pipeline(WorkerPipeline):
         Args:
             layers: or a module, which is traced and keeps its weights (docs/your-own-model.md).
             loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
-            example: inputs and targets of a micro-batch; only its shapes matter.
+            example: inputs and targets of a micro-batch; values matter only where a module is compared with itself.
             K, M, schedule, remat, keep, partition, cost, device, backend, replicas: as keys of `pipeline` (README).
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
             steps: that the program will take, for layers with `begin_step`.

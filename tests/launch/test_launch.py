@@ -1,4 +1,4 @@
-"""Tests that workers start, report, stop and die as promised, that no process is left, and nobody else finds a way in.
+"""Tests that workers start, report, stop and die as promised, leave no process behind, and let no stranger in.
 
 The cases are those that other launchers were seen to fail: see docs/design.md, "Launch".
 """
