@@ -1,7 +1,5 @@
 """Gives the tests a home folder of their own, and leaves out slow ones unless they are asked for."""
 
-from __future__ import annotations
-
 import os
 import site
 import tempfile

@@ -1,7 +1,5 @@
 """Tests that anybody's run or cache calls, reads and writes nothing but what is ours or named; damage is mended."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

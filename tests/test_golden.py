@@ -5,8 +5,6 @@ to the last bit. Elsewhere a tolerance serves, and K=2 and K=4 still equal K=1 t
 to change losses rewrites the files, each with the command in its first line; no other change does.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from itertools import product

@@ -4,8 +4,6 @@ All by the commands; the keys of the run are those in its .hydra/overrides.yaml.
 and the releases that expected.json names. With others a tolerance serves; so small a model's gradients need a wide one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from math import isclose

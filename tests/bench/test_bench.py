@@ -1,7 +1,5 @@
 """Tests gpipe-bench: the contents of the paper's tables, at sizes too small to measure speed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests gpipe-report with whole and broken runs of gpipe-train."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that every benchmark writes its figures, at sizes too small to measure speed, and intervals of findings."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Tests the corpus of translated messages on wheels that are made on the spot."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

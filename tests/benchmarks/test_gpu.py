@@ -1,7 +1,5 @@
 """Tests that the proof on GPUs runs as a whole, without a GPU, and goes on where it was interrupted."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests a sample of benchmarks/traced: modules, cut into cells, are equal to themselves."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that a kill or a damaged file costs at most one save, and which checkpoint a run goes on from."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

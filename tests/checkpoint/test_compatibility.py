@@ -1,7 +1,5 @@
 """Tests which changes of the configuration and of the data prevent a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace

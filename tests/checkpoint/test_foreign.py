@@ -1,7 +1,5 @@
 """Tests a new run that begins with weights of another run, or made elsewhere: by name, from a file or a folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

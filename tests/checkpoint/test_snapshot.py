@@ -1,7 +1,5 @@
 """Tests that checkpoints restore every bit at any partition, and refuse by name whatever does not fit the model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests `gpipe-train` as a person meets it: real processes, with a trainer that needs no torch (cli_jobs.py)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests that all commands answer --help with a page, at once, and use the same exit codes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Tests the YAML files, the dataclasses that judge them, and the page of gpipe-train --help that lists them."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from inspect import signature

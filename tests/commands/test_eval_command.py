@@ -1,7 +1,5 @@
 """Tests gpipe-eval and gpipe-export: a checkpoint gives what its run found at any K; runs compared, weights written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

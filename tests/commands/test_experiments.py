@@ -1,7 +1,5 @@
 """Tests that the experiments are the paper's, and runs of each on tiny data in the layout of its real data set."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

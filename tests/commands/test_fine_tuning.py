@@ -1,7 +1,5 @@
 """Tests docs/your-own-model.md, "Fine-tuning", as printed, in fewer steps, with tiny models saved here."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

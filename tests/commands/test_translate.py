@@ -1,7 +1,5 @@
 """Tests gpipe-translate and gpipe-generate: lines in, texts out, in order, by any number of cells; with overrides."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

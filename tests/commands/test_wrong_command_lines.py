@@ -1,7 +1,5 @@
 """Tests that wrong command lines are refused in one screen that names the mistake."""
 
-from __future__ import annotations
-
 import shlex
 from contextlib import suppress
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Tests docs/your-own-model.md and docs/data.md as printed, and that a user's mistakes are told in the user's terms."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

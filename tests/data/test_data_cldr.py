@@ -1,7 +1,5 @@
 """Tests the CLDR corpus: its contents, what is left out, and that it is always the same."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests what every source promises: equal batches from any position, equal division, links that are followed."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tests images in files: layouts of the real data sets, half-unpacked folders, unusual and broken files, transforms."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

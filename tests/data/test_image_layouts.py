@@ -1,7 +1,5 @@
 """Tests that every layout of images gives the examples of class folders, in their order, and every defect is named."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import shutil

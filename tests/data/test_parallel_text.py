@@ -1,7 +1,5 @@
 """Tests parallel text: under any name, in every layout; every defect is named with its file and line."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Tests the store against its text, a preparation that is killed and continues, and the mini-batches made of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

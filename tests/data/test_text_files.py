@@ -1,7 +1,5 @@
 """Tests your own text: every kind of file gives the same tokens, and every defect is named with its file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Tests beam search against an exhaustive search, continued texts against a plain loop, both through the pipeline."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

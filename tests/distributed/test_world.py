@@ -1,7 +1,5 @@
 """Tests that all ranks decide alike about devices and backend, the tree by which they meet, and shares of a state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

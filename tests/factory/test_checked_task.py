@@ -1,7 +1,5 @@
 """Tests that a user's task is told which of its methods returns something wrong, and what it must return."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests groups of parameters by name and shape: what an entry selects, sets, freezes, and what is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

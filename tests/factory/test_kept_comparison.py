@@ -1,7 +1,5 @@
 """Tests the comparison of a traced module with the module itself: by gpipe-verify, and when a run starts."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the comparison of a traced module's layers with the module itself: what differs is found and named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import other_in_calls

@@ -1,7 +1,5 @@
 """Tests that what a `_target_` makes depends on the seed alone: in every process, every run and every replica."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests modules that several builders return: each layer has parameters and statistics of its own."""
 
-from __future__ import annotations
-
 import torch
 from composed import checked
 from torch import nn

@@ -1,7 +1,5 @@
 """Tests that a wrong `_target_` is refused with the true cause and its place in the user's own code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

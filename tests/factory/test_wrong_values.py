@@ -1,7 +1,5 @@
 """Tests that the values of shipped targets are checked against their signatures, and all wrong ones told at once."""
 
-from __future__ import annotations
-
 import pytest
 from composed import checked, composed
 

@@ -1,7 +1,5 @@
 """Defines what the checkpoint tests share: a small model, training steps, saving as the only worker, comparing bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 What the fake trainer does is chosen by `seed`: see the constants.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

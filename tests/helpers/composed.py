@@ -1,7 +1,5 @@
 """Composes configurations as the commands do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from omegaconf import OmegaConf

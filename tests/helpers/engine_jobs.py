@@ -1,7 +1,5 @@
 """Runs the engine over many settings, in this process or as one of several workers, and compares with a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """Runs loops whose steps fail in one worker, under torchrun or alone; a loop goes on with the bits of one without."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trains the golden losses (12 steps of three models); run as a script, rewrites them in tests/golden/."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

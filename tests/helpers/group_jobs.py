@@ -1,7 +1,5 @@
 """Defines what the workers of a small group do in tests: sums, messages, shared statistics."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar, cast
 
 import torch

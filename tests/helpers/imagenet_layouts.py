@@ -1,7 +1,5 @@
 """Writes ImageNet in miniature, in each of the layouts in which it is downloaded and unpacked."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trains inside the test's own process: quick, because torch is imported only once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts a command that launches one of launch_jobs.py, and finds everything that it started."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

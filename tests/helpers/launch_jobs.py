@@ -5,8 +5,6 @@ python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
 Where RANK is set it is one rank; ENTRY may be several then, with commas between.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

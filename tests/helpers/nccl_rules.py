@@ -15,8 +15,6 @@ What can happen only adds to what can happen next, so one order of events stands
 calls of real training steps.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple

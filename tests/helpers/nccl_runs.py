@@ -4,8 +4,6 @@ torch.distributed is replaced by queues between the threads; what NCCL would be 
 `nccl_rules.py`. Messages carry their content; collectives carry none, so the numbers of tied weights are not real.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

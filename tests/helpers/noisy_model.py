@@ -1,7 +1,5 @@
 """Defines layers, a loss and an optimizer that draw random numbers wherever one can."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

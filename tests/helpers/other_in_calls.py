@@ -1,7 +1,5 @@
 """Defines modules whose later calls, or calls with other examples, a trace of one call would not repeat."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import dataclass

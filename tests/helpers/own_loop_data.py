@@ -1,7 +1,5 @@
 """Defines the mini-batches of examples/own_loop.py as gpipe-train's source of data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from own_loop import STEPS, mini_batch

@@ -1,7 +1,5 @@
 """Defines a user's own model, in which some steps take no time: digits of 8×8 pixels, two linear maps."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Defines small modules as their users write them, traced by model=module."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

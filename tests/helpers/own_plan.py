@@ -1,7 +1,5 @@
 """Defines a user's own model, data and task, and plans them as gpipe-plan does."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes small folders of parallel text in the supported layouts, made of sentences of the CLDR corpus."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

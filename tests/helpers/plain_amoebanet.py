@@ -5,8 +5,6 @@ and the network is a loop that carries the last two outputs. Parameters are made
 them, which is how the weights of the two find each other.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Measures what a planned run really allocates, with the engine on real workers and tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Prepares parallel text in a process of its own and stops at a given place, to be killed there."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs commands as processes, as a person does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

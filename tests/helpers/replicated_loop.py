@@ -1,7 +1,5 @@
 """Trains two steps with replicas in a loop of one's own, saves, and prints losses and a digest of what it has."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

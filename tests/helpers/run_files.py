@@ -1,7 +1,5 @@
 """Reads what runs and preparations leave."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks instruction lists against the rules of a synchronous pipeline (paper, section 2.2)."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 

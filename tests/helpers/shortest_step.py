@@ -4,8 +4,6 @@ It shares nothing with `gpipe_cli.planner.bound` but the description of a cell. 
 of the operation that makes it to the end of its backward, or of the first half.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import count

@@ -1,7 +1,5 @@
 """Mounts disks that are small, read-only or soon full; tests of them are skipped where that is not allowed."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

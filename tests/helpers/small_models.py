@@ -1,7 +1,5 @@
 """Defines small models and a training loop without the engine, for tests of the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -5,8 +5,6 @@ in gpipe_cli the kind of device is then this one instead of "cuda". It has no st
 those see late_device.py.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -52,7 +50,7 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self.at = time.perf_counter()
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         return 1000 * (end.at - self.at)
 
 

@@ -1,7 +1,5 @@
 """Opens sources of a user's own text as tests need them: prepared, with a cache beside the text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Every image is of one colour that tells its class (`COLOURS`), so that a test ca
 together after any transform.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Defines modules that cannot be traced, each for a reason of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

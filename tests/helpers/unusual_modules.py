@@ -1,7 +1,5 @@
 """Defines modules with code that torch.export alone would lose, keep wrong or refuse."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random
@@ -99,7 +97,7 @@ class Habits(Perceptron):
         self.norm, self.table = nn.BatchNorm1d(WIDTH), None
         self.tied, self.turned = [self.second.weight], self.third.weight.t()
 
-    def train(self, mode: bool = True) -> Habits:
+    def train(self, mode: bool = True) -> "Habits":
         super().train(mode)
         self.norm.eval()
         self.first.bias.requires_grad_(False)
@@ -286,7 +284,7 @@ class NormalisesTwice(Perceptron):
 
 
 class MergesInEvaluation(Perceptron):
-    def train(self, mode: bool = True) -> MergesInEvaluation:
+    def train(self, mode: bool = True) -> "MergesInEvaluation":
         self.second.weight.data += -1 if mode else 1
         return super().train(mode)
 

@@ -1,7 +1,5 @@
 """Tests that processes use the CPU as promised: cores, threads, memory."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

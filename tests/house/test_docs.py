@@ -1,7 +1,5 @@
 """Tests that what the pages of the project name is there: links, headings, tests, benchmarks and typed keys."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Tests that the package is complete, rooms import one way, and a wheel works outside the clone."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """Tests the workers that a run gets, on one machine or several: GPUs, torchrun, srun, submitit, separate folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests the page of a run: what it shows, in which order, and that it needs nothing beside itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

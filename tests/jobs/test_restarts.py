@@ -1,7 +1,5 @@
 """Tests that a run starts again by itself after a worker's death, from its newest checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 The cases are those that other launchers were seen to fail: see docs/design.md, "Launch".
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests what `Pipeline` promises to a program around it: what is its own stays so, and its bits are gpipe-train's."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

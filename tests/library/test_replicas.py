@@ -1,7 +1,5 @@
 """Tests replicas in a loop of one's own: together they train as one pipeline of the whole mini-batch does."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests table 4's shares of a step, in literal numbers."""
 
-from __future__ import annotations
-
 import pytest
 from schedule_rules import scheduled
 

@@ -1,7 +1,5 @@
 """Tests the files that a run writes: what other programs read of it, on disks that are full, read-only or gone."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

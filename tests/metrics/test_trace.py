@@ -1,7 +1,5 @@
 """Tests traces of real workers, the figures of the meter, and that all machines have one clock."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass
@@ -171,7 +169,7 @@ class GpuMoment:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: GpuMoment) -> float:
+    def elapsed_time(self, end: "GpuMoment") -> float:
         return 1000 * (end.at - self.at)
 
 

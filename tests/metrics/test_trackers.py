@@ -1,7 +1,5 @@
 """Tests that trackers get what a run records, and can neither stop nor slow it."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Tests BLEU by language and level of resource."""
 
-from __future__ import annotations
-
 import pytest
 import sacrebleu
 

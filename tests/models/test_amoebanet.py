@@ -1,7 +1,5 @@
 """Tests AmoebaNet: published genotypes, counts and sizes, operations by hand, gradients against a second version."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests a module that returns its own mean loss, and a loss that is a function: as with the whole mini-batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that a process makes the weights of its own layers alone, with the values that the constructor draws."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

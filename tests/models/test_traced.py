@@ -1,7 +1,5 @@
 """Tests model=module: a traced module trains, is evaluated and exported like any list of layers, by its own names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

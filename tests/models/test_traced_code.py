@@ -1,7 +1,5 @@
 """Tests that a traced module does what its code does, or is refused with the line and the way out."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from functools import partial

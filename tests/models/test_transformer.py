@@ -1,7 +1,5 @@
 """Tests the two Transformers: the paper's counts, equality with torch's layers, what padding and order change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests the moving average of weights and BatchNorm statistics: its numbers, and what a run does with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests weights that do not learn, frozen or used by nothing: nothing changes them, at any K and number of replicas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import own_model

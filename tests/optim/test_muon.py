@@ -1,7 +1,5 @@
 """Tests Muon for a whole model: torch's updates, the same bits at every K and after a resume, plans, gpipe-verify."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path

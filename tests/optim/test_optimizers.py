@@ -1,7 +1,5 @@
 """Tests optimizers and learning-rate schedules by hand and against torch's, and that only matrices decay."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests costs of layers: counted without memory, once for equal layers, and refused with the way out."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests that divided workers, and the default cut made from them, are the best of all cuts."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate, combinations, pairwise
 

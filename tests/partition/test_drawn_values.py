@@ -1,7 +1,5 @@
 """Tests that layers that look at values are counted on random ones, and no cut lies where a shape depends on values."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path

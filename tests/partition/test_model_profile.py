@@ -1,7 +1,5 @@
 """Tests the times of forward, backward, its halves and the loss, with layers that turn the clock themselves."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

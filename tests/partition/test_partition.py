@@ -1,7 +1,5 @@
 """Tests every cut against the best of all possible cuts, and that errors say what to type."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Tests tied parameters: found without memory, whether layers share them or declare them, and counted once."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

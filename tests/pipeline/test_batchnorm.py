@@ -1,7 +1,5 @@
 """Tests sums over a mini-batch and over replicas: BatchNorm's moving averages, and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests compiled layers and weights cast once a step: the same bits for every cut, schedule and remat policy."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext

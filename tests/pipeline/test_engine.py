@@ -1,7 +1,5 @@
 """Tests that the engine computes the plain model's gradients, whatever the schedule, cells, micro-batches and remat."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Tests a backward in two halves: it has the bits of a whole one, and the weights' half is really left for later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

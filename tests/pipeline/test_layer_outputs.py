@@ -1,7 +1,5 @@
 """Tests what a layer may return, and the refusal of one that changes its buffers, its input or a weight."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial

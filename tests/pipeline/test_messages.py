@@ -1,7 +1,5 @@
 """Tests that messages between workers arrive as they were sent, through shared memory and over gloo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

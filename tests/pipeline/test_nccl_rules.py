@@ -1,7 +1,5 @@
 """Tests that no training step waits for ever under the rules of NCCL and CUDA, and that a wrong order stalls."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests random numbers outside of a layer's forward: the same for every K and schedule, and none of the program's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Holds the bounds on a step's time against the shortest steps that a search over all schedules finds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from math import ceil, inf

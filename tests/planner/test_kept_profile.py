@@ -1,7 +1,5 @@
 """Tests that timed profiles are measured once, unless something that they depend on has changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Tests that a model of one's own that no memory here holds is refused before a worker builds it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

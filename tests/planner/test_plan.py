@@ -1,7 +1,5 @@
 """Tests gpipe-plan against what a run allocates, closed formulas and trying by hand, and that a run's cut fits."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

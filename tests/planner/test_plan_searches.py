@@ -1,7 +1,5 @@
 """Tests what searches for a pipeline find, and their errors when there is nothing to find."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests plans of the present machine; without a GPU here, its figures are given."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

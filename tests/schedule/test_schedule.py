@@ -1,7 +1,5 @@
 """Tests that schedules are the paper's and keep the rules of a pipeline, and the simulated clock by closed formulas."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

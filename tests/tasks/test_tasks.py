@@ -1,7 +1,5 @@
 """Tests losses and metrics by literal numbers, and against torch's and sacreBLEU's own."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

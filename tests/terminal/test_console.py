@@ -1,7 +1,5 @@
 """Tests what the console shows of a run, on terminals and in files, and the tables and paths in it."""
 
-from __future__ import annotations
-
 import io
 from contextlib import redirect_stdout
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of runs on a device that is not the CPU: one without hardware (tests/helpers/late_device.py), and a GPU."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch

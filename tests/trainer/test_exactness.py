@@ -1,7 +1,5 @@
 """Tests that `gpipe-train` gives the same bits at every K, as processes or as one, resumed or not, with ties or not."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

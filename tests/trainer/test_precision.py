@@ -1,7 +1,5 @@
 """Tests that half precision gives the same bits for every K: boundaries in bf16, float16 with a scaled loss."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

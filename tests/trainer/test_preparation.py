@@ -1,7 +1,5 @@
 """Tests workers that wait for long preparations, and that a signal or a death ends all of them and is told by place."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tests going on with a run: what may be changed, its learning rates, and what is still to be evaluated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests commands on a device without hardware in the place of GPUs, with gloo in the place of NCCL (standin.py)."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

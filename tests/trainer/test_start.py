@@ -1,7 +1,5 @@
 """Tests what a run asks of its data and weights before it trains, and pipelines that the planner chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

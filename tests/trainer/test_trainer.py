@@ -1,7 +1,5 @@
 """Tests the trainer: every YAML trains, what a run leaves, when it stops."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

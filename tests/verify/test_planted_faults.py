@@ -1,7 +1,5 @@
 """Tests that gpipe-verify catches every planted fault, says where it is, and what a user can act on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests that gpipe-verify says OK where the pipeline is the plain loop, and names what is wrong where it is not."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
