@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 TYPES := build/types
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train findings test table1 table2 table3 table4 gpu wheel wheelhouse lint format types check clean
+.PHONY: help venv train findings test table1 table2 table3 table4 gpu wheel lint format types check clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9 ]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9 ]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -46,9 +46,6 @@ gpu: ## prove and measure everything on this machine's GPUs, in at most eight mi
 wheel: $(INSTALLED) ## build the wheel into dist/
 	@rm -rf build/lib dist # files of an earlier build would go in
 	$(BIN)/python -m build --wheel --no-isolation
-
-wheelhouse: ## collect all but torch for a machine without a network; PYTHON=3.12: the Python there
-	python3 -m benchmarks.gpu.wheelhouse $(PYTHON) wheelhouse
 
 lint: $(INSTALLED) ## check the style and the format of the code
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from typing import Any
 from gpipe_cli.bench import workers
 from gpipe_cli.bench.tables.table import cells
 from gpipe_cli.bench.workers import machine, machine_line
-from gpipe_cli.terminal.document import Grid
+from gpipe_cli.terminal.text import markdown_table
 
 WARM_UP = 2  # rounds that do not count
 ROOT = Path(__file__).parents[1]
@@ -41,10 +41,10 @@ def report(
         notes: makes the notes from all rows.
     """
     kept = []
-    print(f"\n{machine_line()}\n\n{Grid(list(columns), []).markdown()}", flush=True)
+    print(f"\n{machine_line()}\n\n{markdown_table(list(columns), [])}", flush=True)
     for row in rows:
         kept.append(row)
-        print(Grid(list(columns), [cells(columns, row)]).markdown().splitlines()[-1], flush=True)
+        print(markdown_table(list(columns), [cells(columns, row)]).splitlines()[-1], flush=True)
     said = notes(kept)
     print("\n".join(["", *said]))
     if output is not None:

@@ -139,15 +139,13 @@ _PEERS = ("green", ""), ("leaf", "6 3"), ("red", "2 3"), ("ink", "8 3 2 3")  # c
 _COLUMNS, _PANEL, _TALL, _LEFT = 3, 300.0, 190.0, 58.0  # of a plot: panels in a row, and pixels
 
 
-def plot(
-    curves: Sequence[Curve], axes: tuple[str, str], title: str, logarithmic: bool = False, from_zero: bool = True
-) -> Drawing:
+def plot(curves: Sequence[Curve], axes: tuple[str, str], title: str, from_zero: bool = True) -> Drawing:
     """Draws curves over a grid, in panels by their titles; each label looks alike in all panels.
 
     Args:
         axes: names of x and y.
         title: of the whole, and its alternative text.
-        from_zero: the y axis begins at 0; not of logarithmic ones.
+        from_zero: the y axis begins at 0.
     """
     panels = {curve.panel: [each for each in curves if each.panel == curve.panel] for curve in curves}
     columns = min(_COLUMNS, len(panels)) or 1
@@ -161,7 +159,7 @@ def plot(
     for number, (name, drawn) in enumerate(panels.items()):
         row, column = divmod(number, columns)
         place = (column * (_LEFT + wide) + _LEFT - 8, 50 + row * (_TALL + 56), wide - 8, _TALL)
-        _panel(drawing, place, name, drawn, looks, logarithmic, from_zero)
+        _panel(drawing, place, name, drawn, looks, from_zero)
         drawing.text(place[0] + place[2], place[1] + _TALL + 30, axes[0], "end", 11)
         drawing.text(place[0] - 44, place[1] - 12, axes[1], size=11)
     drawing.legend([(label, look[0]) for label, look in looks.items()], drawing.height - 32, lines=True)
@@ -174,28 +172,24 @@ def _panel(
     name: str,
     curves: Sequence[Curve],
     looks: dict[str, tuple[str, float, str, bool]],
-    logarithmic: bool,
     from_zero: bool,
 ) -> None:
     left, top, wide, tall = place
     points = [(x, y) for curve in curves for x, y in curve.points if isfinite(y)] or [(0.0, 0.0), (1.0, 1.0)]
-    over = log10 if logarithmic else float
-    xs, ys = sorted({over(x) for x, _ in points}), sorted(over(y) for _, y in points)
-    low, high = (0.0 if from_zero and not logarithmic else ys[0]), ys[-1]
+    xs, ys = sorted({x for x, _ in points}), sorted(y for _, y in points)
+    low, high = (0.0 if from_zero else ys[0]), ys[-1]
     low, high = low - 0.04 * (high - low) * (low != 0), high + 0.06 * ((high - low) or abs(high) or 1.0)
     low, across = low - (low == high), (xs[-1] - xs[0]) or 1.0
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return left + wide * (over(x) - xs[0]) / across, top + tall * (1 - (over(y) - low) / (high - low))
+        return left + wide * (x - xs[0]) / across, top + tall * (1 - (y - low) / (high - low))
 
     drawing.text(left + wide, top - 12, name, "end", 12, bold=True)
-    tens = [m * 10.0**e for e in range(floor(low), ceil(high) + 1) for m in (1, 3)] if logarithmic else []
-    for y in [y for y in tens if low <= log10(y) <= high] or ticks(low, high):
+    for y in ticks(low, high):
         level = at(points[0][0], y)[1]
         drawing.line([(left, level), (left + wide, level)], "light", 0.6)
         drawing.text(left - 6, level, short(y), "end", 11)
-    given = sorted({x for x, _ in points})
-    for x in given if len(given) <= 8 else [x for x in ticks(xs[0], xs[-1]) if xs[0] <= x <= xs[-1]]:
+    for x in xs if len(xs) <= 8 else [x for x in ticks(xs[0], xs[-1]) if xs[0] <= x <= xs[-1]]:
         drawing.text(at(x, points[0][1])[0], top + tall + 14, short(x), "middle", 11)
     for curve in curves:
         colour, width, dash, dotted = looks[curve.label]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from tempfile import mkdtemp
 from typing import NamedTuple
 
@@ -20,11 +21,11 @@ from safetensors.torch import load_file
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row, environment, run_command
-from benchmarks.plan import compare, measured, pair, planned
 from benchmarks.planted_faults import SUBJECT
 from gpipe_cli.bench.workers import machine
 from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
+from gpipe_cli.json_files import read_rows
 from gpipe_cli.planner.measure.this_device import measure_rates
 
 SMALL = ("debug=tiny", "logging.tensorboard=false", "trainer.samples=0")
@@ -39,6 +40,12 @@ TRAIN = (
     *("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0"),
     *("checkpoint.every=1", "checkpoint.keep=1"),
 )
+RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
+KINDS = {  # by remat: the kinds of computation of a cell, each with its field of a plan
+    "never": {"forward": "forward", "backward": "backward"},
+    "always": {"forward": "inference", "recompute": "recompute", "backward": "backward"},
+}
+WARM_UP = 4  # steps of a run that is compared with its plan that do not count
 AT_ONCE = 4  # commands that share a GPU where only results matter
 
 
@@ -253,14 +260,38 @@ def tests(site: Site) -> Iterator[Row]:
             }
 
 
+def compare(plan: Row, steps: Sequence[Row]) -> Iterator[Row]:
+    """Makes the rows of each cell, for one micro-batch, and of the bubble in per cent: planned and measured.
+
+    Args:
+        steps: rows of metrics.jsonl; their median counts.
+    """
+    kinds = KINDS[plan["remat"]]
+    for cell, planned in enumerate(plan["cells"]):
+        for kind, field in kinds.items():
+            taken = median(step["cells"][cell].get(kind, 0.0) for step in steps) / plan["M"]
+            yield pair(cell, f"{kind}, ms", 1e3 * planned["seconds"][field], 1e3 * taken)
+    for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
+        yield pair("all", what, 100 * plan["bubble"], 100 * median(step[key] for step in steps))
+
+
+def pair(cell: int | str, what: str, planned: float, measured: float) -> Row:
+    """Makes a row."""
+    ratio = planned / measured if measured else None
+    return {"cell": cell, "what": what, "planned": planned, "measured": measured, "planned / measured": ratio}
+
+
 def plans(site: Site) -> Iterator[Row]:
     """Compares planned and measured cells, bubble (by events on GPUs) and memory."""
     model = ("model=transformer_lm_small", "debug=tiny") if site.tiny else (*TO_PLAN, "precision=bf16")
     for remat in ("never",) if site.tiny else ("never", "always"):
-        words = [*model, "pipeline.K=2", "pipeline.M=4", f"pipeline.remat={remat}", f"pipeline.device={site.device}"]
+        words, folder = [*model, "pipeline.K=2", "pipeline.M=4", f"pipeline.remat={remat}"], site.folder / remat
         words += ["logging.tensorboard=false", "checkpoint.every=null"]
-        plan = planned(words)
-        steps, summary = measured(words, 2 if site.tiny else 20)
-        yield from ({"remat": remat, **row} for row in compare([plan], steps))
+        plan = json.loads(site.run("gpipe-plan", [*words, "plan.device=this", "plan.format=json"]))
+        steps = WARM_UP + (2 if site.tiny else 20)
+        site.run("gpipe-train", [*words, *RUN, f"trainer.steps={steps}", f"hydra.run.dir={folder}"])
+        rows, _ = read_rows(folder / "metrics.jsonl")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        yield from ({"remat": remat, **row} for row in compare(plan, rows[WARM_UP:]))
         memory = pair("all", "memory, MB", plan["memory"] / 1e6, summary["peak_memory_bytes"] / 1e6)
         yield {"remat": remat, **memory}

@@ -27,10 +27,9 @@ from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.partition import cell_layers
-from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 
-from .emulated import Link, SleepingWorkload, Workload, join_emulation, warm_up
-from .steps import CPU, Step, engine_step, make_cell
+from .emulated import Link, Workload, join_emulation, warm_up
+from .steps import CPU, Step, engine_step, make_cell, squared_loss
 from .throughput import TORCH
 from .timing import StopWatch, take_turns
 
@@ -77,7 +76,7 @@ def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | N
 def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: StopWatch) -> dict[str, float | None]:
     """Lets the contenders of one setting take turns."""
     link = None if setting["link"] is None else Link(**setting["link"])
-    work = SleepingWorkload(setting["seconds"], setting["M"], context.rank, context.world_size, link)
+    work = Workload(setting["seconds"], setting["M"], context.rank, context.world_size, link)
     steps = {name: contender(name, *facts, work=work) for name, facts in setting["contenders"].items()}
     running = {name: step for name, step in steps.items() if step is not None}
     warm_up(running.values(), watch)
@@ -85,9 +84,7 @@ def measure(setting: dict[str, Any], context: Context, repetitions: int, watch: 
     return {name: median(seconds[name]) if name in seconds else None for name in steps}
 
 
-def contender(
-    name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Workload, on: Sequence[int] | None = None
-) -> Step | None:
+def contender(name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Workload) -> Step | None:
     """Builds the step of one contender on this worker; None, on all workers, where it refuses the workload.
 
     Args:
@@ -95,36 +92,24 @@ def contender(
         kind: of schedule.
         cut: number of layers of each cell.
         policy: of re-materialization, as `kept_graphs` takes it.
-        on: worker of each cell; None: round robin.
     """
     parts = cell_layers(cut)
     if name.startswith(TORCH):
         return torch_step(kind, parts, policy, work)
-    placement = tuple(cell % work.K for cell in range(len(cut))) if on is None else tuple(on)
+    placement = tuple(cell % work.K for cell in range(len(cut)))
     mine = [
         make_cell(cell, work.layers(part, kind == "zero_bubble"), part.start)
         for cell, part in enumerate(parts)
         if placement[cell] == work.rank
     ]
-    transport = work.transport(placement)
-    return engine_step(mine, placement, work.rank, transport, work.micro_batches, kind, policy, work.loss)
+    return engine_step(mine, placement, work.rank, work.transport(placement), work.micro_batches, kind, policy)
 
 
-class _Stage(nn.Sequential):
-    """Runs layers one after the other on the tensors of a boundary, for torch, which passes on contiguous ones only."""
-
-    def forward(self, *tensors: Tensor) -> Any:
-        value = as_argument(tensors)
-        for module in self:
-            value = module(value)
-        return as_argument([tensor.contiguous() for tensor in as_tensors(value)])
-
-
-class _Checkpointed(_Stage):
+class _Checkpointed(nn.Sequential):
     """Recomputes by torch.utils.checkpoint, the way of torch's pipelining: begun when the gradient has arrived."""
 
-    def forward(self, *tensors: Tensor) -> Any:
-        return checkpoint(super().forward, *tensors, use_reentrant=False, preserve_rng_state=False)
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False, preserve_rng_state=False)
 
 
 @cache
@@ -142,25 +127,20 @@ def torch_step(kind: str, parts: Sequence[range], policy: str, work: Workload) -
         micro-batches of different sizes; or where it would recompute in both halves of a backward.
     """
     M, rank, cells = work.M, work.rank, len(parts)
-    inputs, target = (
-        [torch.cat(tensors) for tensors in zip(*side, strict=True)] for side in zip(*work.micro_batches, strict=True)
-    )
+    x = torch.cat([inputs for (inputs,), _ in work.micro_batches])
     refused = M % work.K if kind in OF_SEVERAL_STAGES else kind == "1f1b" and work.K > M
-    if refused or len(target[0]) % M or (kind in HALVES and policy != "never"):
+    if refused or len(x) % M or (kind in HALVES and policy != "never"):
         return None
     mine = [rank, cells - 1 - rank] if kind == "zbv" else [*range(rank, cells, work.K)]  # ZBV: in a V
-    make = _Stage if policy == "never" else _Checkpointed
+    make = nn.Sequential if policy == "never" else _Checkpointed
     modules = [make(*work.layers(parts[cell], kind in HALVES)) for cell in mine]
     stages = [PipelineStage(m, cell, cells, CPU, group=peer_group()) for m, cell in zip(modules, mine, strict=True)]
 
-    def loss(outputs: Any, target: Tensor) -> Tensor:
-        return work.loss(as_tensors(outputs), (target,))[0]
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return squared_loss((y,), (target,))[0]
 
     several = OF_SEVERAL_STAGES.get(kind)
-    schedule: Any = (
-        SCHEDULES[kind](stages[0], M, loss, scale_grads=False)
-        if several is None
-        else several([*stages], M, loss, scale_grads=False)
-    )
-    first, last = inputs if rank == 0 else (), target[0] if cells - 1 in mine else None
+    make_schedule: Any = several or SCHEDULES[kind]
+    schedule = make_schedule(stages if several else stages[0], M, loss, scale_grads=False)
+    first, last = [x] * (rank == 0), x if cells - 1 in mine else None
     return lambda: schedule.step(*first, target=last, return_outputs=False)

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.launch.context import Context
-from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
+from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, TensorSpec
 from gpipe_cli.pipeline.messages.process_group import Wait
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
 
-from .steps import Step, cpu_transport, squared_loss
+from .steps import Step, cpu_transport
 from .throughput import BACKWARD
 from .timing import StopWatch
 
@@ -204,45 +204,22 @@ def warm_up(steps: Iterable[Step], watch: StopWatch) -> None:
     ACCELERATOR.speed = 1.0
 
 
-@dataclass
 class Workload:
-    """Holds the layers, cut and processes that every contender runs with on this worker.
-
-    Attributes:
-        loss: as the engine takes it.
-        link: None: messages as fast as this machine has them.
-    """
-
-    rank: int
-    K: int
-    micro_batches: Sequence[MicroBatch]
-    loss: Loss
-    link: Link | None = None
-
-    @property
-    def M(self) -> int:
-        return len(self.micro_batches)
-
-    def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:
-        """Makes some layers of the model; ``divisible``: as `SleepingLayer`."""
-        raise NotImplementedError
-
-    def transport(self, placement: tuple[int, ...]) -> Transport | None:
-        """Connects this worker, given the worker of every cell."""
-        return cpu_transport(placement) if self.link is None else LinkTransport(self.link, placement)
-
-
-class SleepingWorkload(Workload):
-    """Holds a model of layers that sleep.
+    """Holds a model of layers that sleep, on which every contender runs on this worker.
 
     Args:
         seconds: of each layer's forward of one micro-batch.
+        link: None: messages as fast as this machine has them.
     """
 
     def __init__(self, seconds: Sequence[float], M: int, rank: int, K: int, link: Link | None) -> None:
-        micro_batches: list[MicroBatch] = [((x,), (x,)) for x in torch.zeros(EXAMPLES, WIDTH).tensor_split(M)]
-        super().__init__(rank, K, micro_batches, squared_loss, link)
-        self._seconds = seconds
+        self.micro_batches: list[MicroBatch] = [((x,), (x,)) for x in torch.zeros(EXAMPLES, WIDTH).tensor_split(M)]
+        self.M, self.rank, self.K, self._seconds, self._link = M, rank, K, seconds, link
 
-    def layers(self, part: range, divisible: bool = False) -> list[nn.Module]:
+    def layers(self, part: range, divisible: bool = False) -> list[SleepingLayer]:
+        """Makes some layers of the model; ``divisible``: as `SleepingLayer`."""
         return [SleepingLayer(self._seconds[i], divisible) for i in part]
+
+    def transport(self, placement: tuple[int, ...]) -> Transport | None:
+        """Connects this worker, given the worker of every cell."""
+        return cpu_transport(placement) if self._link is None else LinkTransport(self._link, placement)

@@ -5,7 +5,7 @@
     gpipe-bench table=4                   where a training step goes
     gpipe-bench table=1                   the largest models that fit
 
-Prints a table and writes it, its figures and its plot: OUTPUT/tableN.md, .html, .json, .svg. The keys:
+Prints a table and writes it, its figures and its plot: OUTPUT/tableN.html, .json, .svg. The keys:
 """  # --help prints this
 
 from __future__ import annotations

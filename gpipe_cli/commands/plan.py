@@ -1,10 +1,9 @@
 """gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
-It needs no hardware, data or weights, and takes seconds; searches (best, fit, grow) up to minutes.
+It needs no hardware, data or weights, and takes seconds; searches (best, fit) up to minutes.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
     gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
     gpipe-plan model=amoebanet plan.fit=16GB                the fewest devices that hold it, and the fastest pipeline
-    gpipe-plan model=transformer_lm plan.grow=model.L       the largest model that fits
 
 Every key of gpipe-train (gpipe-train --help), and:
 
@@ -14,17 +13,15 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
     plan.format=json        one JSON object on standard output
-    plan.page=FILE.html     writes the plan as a page, too
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
 
-It writes nothing but `plan.page` and, under `plan.device=this`, the profile that a run would write.
+It writes nothing but, under `plan.device=this`, the profile that a run would write.
 """  # --help prints this
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,13 +29,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.disk import write_whole, writing
-from gpipe_cli.errors import ConfigurationError, Problems
+from gpipe_cli.disk import write_whole
+from gpipe_cli.errors import Problems
 from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
-from gpipe_cli.schedule.picture import draw_panels, draw_text, legend
+from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
-from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines
 from gpipe_cli.terminal.runs import read_run
 from gpipe_cli.terminal.text import number, percent, plural, seconds_text, size_text
 from gpipe_cli.typed_section import shown
@@ -91,15 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
-    page = None if request.options.page is None else Path(request.options.page).expanduser()
-    if page is not None and not os.access(page.absolute().parent, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"plan.page={page}: nothing can be written to {page.absolute().parent}")
     plan = request.plan()
-    report = document(plan)
-    show(json.dumps(plan.to_json()) if request.options.format == "json" else report.text())
-    if page is not None:
-        with writing(page):
-            report.save(page)
+    show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
     return 0
 
 
@@ -160,17 +150,13 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
     write_whole(plan_file, json.dumps(plans) + "\n")
 
 
-# -- the report, for a terminal and as a page -------------------------------------------------------------------------
+# -- the report ------------------------------------------------------------------------------------------------------
 
 
-def document(plan: Plan) -> Document:
+def report(plan: Plan) -> str:
     """Returns the report of one plan: the words that a search has found, cells, memory, time, schedule, notes."""
-    where = f"{plan.K} cells on {plural(plan.workers, 'device')}, {plan.schedule}"
-    notes = Lines([f"note: {note}" for note in plan.notes])
-    return Document(
-        f"gpipe-plan: {where}",
-        [*_found(plan), Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), *_picture(plan), notes],
-    )
+    blocks = [Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), Lines(_picture(plan))]
+    return Document("", [*_found(plan), *blocks, Lines([f"note: {note}" for note in plan.notes])]).text()
 
 
 def _found(plan: Plan) -> list[Block]:
@@ -236,13 +222,11 @@ def _bound(plan: Plan) -> str:
     return f"no schedule of this cut that fits can take less than {seconds_text(plan.bound_seconds)}{gap}, {any_cut}"
 
 
-def _picture(plan: Plan) -> list[Block]:
-    """Returns the simulated step, and for a terminal that it fits the schedule with one column per instruction."""
-    text = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations))
-    lines = text.splitlines()
+def _picture(plan: Plan) -> list[str]:
+    """Returns the schedule with one column per instruction, where a terminal is wide enough."""
+    lines = draw_text(simulate(plan.lists, plan.timeline.placement, unit_durations)).splitlines()
     fits = len(lines) <= MOST_ROWS and max(map(len, lines)) <= WIDEST_PICTURE
-    drawing = draw_panels({f"{plan.schedule}, a planned step": plan.timeline}, "s")
-    return [Picture(str(drawing), drawing.alt, characters=f"{text}\n{legend(plan.timeline)}" if fits else "")]
+    return [*lines, legend(plan.timeline)] if fits else []
 
 
 if __name__ == "__main__":

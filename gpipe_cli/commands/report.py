@@ -7,7 +7,7 @@
 
 RUN ...      run directories, sweep directories (all their jobs), folders of either, or files inside a run
 trust=[NAMES]   code of your own that the run may call, such as trust=[my_module.layers]
-output=DIR   report.md, .html, .json go there, .svg where runs can be compared; default: bench
+output=DIR   report.html, .json go there, .svg where runs can be compared; default: bench
 
 Throughput is in units of the run with the smallest K, then M, among runs that differ in nothing else, with the ideal
 K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
@@ -44,17 +44,16 @@ def _run(words: Sequence[str]) -> int:
     found = compare(runs)
     document, drawing = found.document(folder), found.drawing()
     show(document.text())
-    paths = [folder / f"report.{end}" for end in ("md", "html", "json", "svg")]
+    paths = [folder / f"report.{end}" for end in ("html", "json", "svg")]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         document.save(paths[0])
-        document.save(paths[1])
-        write_whole(paths[2], json.dumps({"rows": found.facts}, indent=1) + "\n")
+        write_whole(paths[1], json.dumps({"rows": found.facts}, indent=1) + "\n")
         if drawing is not None:
-            drawing.save(paths[3])
+            drawing.save(paths[2])
     if len(runs) == 1 and runs[0].status in ("done", "stopped"):
         _advise(runs[0].folder, line.own.get("trust", []))
-    show(f"\nwritten: {paths[1]}, .md, .json{'' if drawing is None else ', .svg'}")
+    show(f"\nwritten: {paths[0]}, .json{'' if drawing is None else ', .svg'}")
     return 0
 
 

@@ -22,9 +22,7 @@ class _Typed:
     bytes_per_parameter: Positive | None = None
     best: bool = False
     devices: Count | None = None
-    grow: str | None = None
     format: Literal["text", "json"] = "text"
-    page: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,6 @@ class Options(_Typed):
         for key in ("memory", "fit"):
             with problems.collected():
                 values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
-        if sum(bool(values.get(key)) for key in ("fit", "best", "grow")) > 1:
-            problems.append("plan.fit, plan.best and plan.grow look for different things: give one of them")
+        if values.get("fit") and values.get("best"):
+            problems.append("plan.fit and plan.best look for different things: give one of them")
         return object.__new__(cls) if problems else cls(**values)

@@ -16,7 +16,7 @@ from math import isfinite
 import torch
 
 from ..config import PipelineConfig, Settings
-from ..cpu import as_worker, usable_cores
+from ..cpu import as_worker
 from ..distributed.optimizer_shards import shares
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
@@ -34,7 +34,6 @@ from ..schedule.simulate import simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
 from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
-from .measure.background_load import background_load
 from .measure.kept_profile import kept_costs, profile_file
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, workers_on_a_gpu
@@ -181,9 +180,7 @@ class Planner:
         autocast = build_autocast(self.settings.precision, here)
         # Ones may stand for tokens, labels and pixels.
         inputs, targets = (tuple(torch.ones_like(tensor, device=here) for tensor in side) for side in micro_batch)
-        at_once = min(pipeline.planned_workers * pipeline.replicas, usable_cores() // pipeline.threads)
-        others = max(0, at_once - 1) if here.type == "cpu" else 0
-        with as_worker(pipeline.threads), background_load(others, pipeline.threads):
+        with as_worker(pipeline.threads):
             return profile_layers(
                 self.builders,
                 inputs,

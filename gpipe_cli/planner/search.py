@@ -1,4 +1,4 @@
-"""Finds the fastest pipeline that fits the devices, the fewest devices that hold the model, the largest that fits."""
+"""Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from ..config import FREE_FORM, PipelineConfig, Settings
+from ..config import PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.example import example_micro_batch
 from ..schedule.orders import KINDS, ROUND_ROBIN
@@ -22,7 +22,6 @@ ROUNDS = (2, 3, 4, 6, 8)  # cells a worker of round robin
 SIDE_BY_SIDE = (1, 4)  # of the other kinds: smaller cells keep their graphs more finely
 ALONE = (1, 2, 4, 8, 16)  # of a single worker
 MOST_MICRO_BATCHES = 1024
-MOST_TIMES = 1 << 20  # as large a key grows
 MEASURED_AGAIN = 0.03  # of a step: by how much two measurements of the same layers differ
 ROUNDING = 1e-6
 NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, and another with recompute be faster
@@ -32,7 +31,7 @@ Say = Callable[[str], None]
 
 
 def find_plan(settings: Settings, options: Options, say: Say = lambda line: None) -> Plan:
-    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
+    """Returns the plan of a configuration, after the search of `plan.fit` or `plan.best`, if any.
 
     Args:
         say: receives a line of progress now and then.
@@ -40,8 +39,6 @@ def find_plan(settings: Settings, options: Options, say: Say = lambda line: None
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
     """
-    if options.grow is not None:
-        return grow(settings, options, options.grow)
     planner = Planner(settings, options)
     if options.fit is not None:
         return smallest(planner, say)
@@ -102,8 +99,8 @@ class Attempts:
             self._nearest = made
         return made
 
-    def error(self, prefix: str = "") -> ConfigurationError:
-        """Returns the error to raise when no plan fits; its text begins with ``prefix``."""
+    def error(self) -> ConfigurationError:
+        """Returns the error to raise when no plan fits."""
         plan = self._nearest
         if plan is None:
             return self._refusal or ConfigurationError("there is nothing to try")
@@ -111,7 +108,7 @@ class Attempts:
         if plan.model_memory > plan.limit:
             cause = f", and weights, gradients and optimizer state alone are {plan.model_memory / 1e9:.4g} GB"
         return ConfigurationError(
-            f"{prefix}nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
+            f"nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
             f"pipeline.K={plan.K} pipeline.M={plan.M} pipeline.remat={plan.remat} pipeline.schedule={plan.schedule}"
             f"{cause}; use more workers, smaller mini-batches or a smaller model"
         )
@@ -264,13 +261,13 @@ def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
         ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
     """
     search = Search(planner, [key for key in FREE if key != "replicas"], say)
-    devices = _first(lambda devices: search.least(devices) is not None, len(planner.builders))
+    devices = first(lambda devices: search.least(devices) is not None, len(planner.builders))
     if devices is None:
         raise search.attempts.error()
     return search.fastest(devices)
 
 
-def _first(holds: Callable[[int], bool], most: int) -> int | None:
+def first(holds: Callable[[int], bool], most: int) -> int | None:
     """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none."""
     low, high = 0, 1
     while not holds(high):
@@ -317,35 +314,3 @@ def _least_seconds(plan: Plan) -> float:
 
 def _order(plan: Plan) -> tuple[float, float]:
     return plan.step_seconds, plan.memory
-
-
-def grow(settings: Settings, options: Options, key: str) -> Plan:
-    """Returns the plan with the largest multiple of the value of ``key``, such as model.L, that fits.
-
-    A value that cannot be planned counts as one that does not fit.
-
-    Raises:
-        ConfigurationError: no such key, not even its value fits, or no multiple is too large.
-    """
-    section, _, name = key.partition(".")
-    start = getattr(settings, section, {}).get(name) if section in FREE_FORM else None
-    if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-        raise ConfigurationError(f"plan.grow={key}: use a key with a whole number, such as model.L or data.batch_size")
-    attempts, fitting = Attempts(), dict[int, Plan]()
-
-    def too_large(times: int) -> bool:
-        changed: Any = {section: {**getattr(settings, section), name: times * start}}
-        made = attempts.make(lambda: Planner(replace(settings, **changed), options).plan())
-        if made is not None and made.fits:
-            fitting[times] = made
-        return times not in fitting
-
-    times = _first(too_large, MOST_TIMES)
-    if times is None:
-        raise ConfigurationError(
-            f"plan.grow={key}: all values up to {MOST_TIMES * start} fit: use a key that makes the model or its "
-            "micro-batches larger, such as model.L or data.batch_size"
-        )
-    if times == 1:
-        raise attempts.error(f"plan.grow={key}: ")
-    return replace(fitting[times - 1], found={key: (times - 1) * start}, tried=attempts.count)

@@ -1,4 +1,4 @@
-"""Holds the report of a run, a sweep, a plan or a table, and renders it as text, as Markdown and as a page.
+"""Holds the report of a run, a sweep, a plan or a table, and renders it as text and as a page.
 
 A page is one HTML file without scripts that loads nothing: pictures stand in it.
 """
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import COLOURS, DARK
-from gpipe_cli.terminal.text import is_number, markdown_table, number, text_table
+from gpipe_cli.terminal.text import is_number, number, text_table
 
 _POLICY = "default-src 'none';img-src data:;style-src 'unsafe-inline'"
 KEY_WIDTH = 12  # at least, of facts on a console
@@ -39,7 +39,7 @@ class Lines:
     """Holds lines.
 
     Attributes:
-        kind: as Markdown marks it: "" paragraphs, "* " notes, "## " the title of a section, "```" words to type.
+        kind: "" paragraphs, "* " notes, "## " the title of a section, "```" words to type.
     """
 
     lines: Sequence[str]
@@ -47,11 +47,6 @@ class Lines:
 
     def text(self) -> str:
         return "\n".join(f"* {line}" if self.kind == "* " else line for line in self.lines)
-
-    def markdown(self) -> str:
-        if self.kind == "```":
-            return "\n".join(["```", *self.lines, "```"])
-        return "\n".join(self.kind + line for line in self.lines)
 
     def html(self) -> str:
         if self.kind == "```":
@@ -75,9 +70,6 @@ class Facts:
         width = max([KEY_WIDTH, *(len(name) + 2 for name, _ in rows)])
         return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
 
-    def markdown(self) -> str:
-        return "\n".join(f"* **{name}**: {value}" for name, value in self._shown())
-
     def html(self) -> str:
         rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{_inline(value)}</dd>" for name, value in self._shown())
         return f"<dl>{rows}</dl>"
@@ -93,9 +85,6 @@ class Grid:
     def text(self) -> str:
         return text_table(self.columns, self.rows)
 
-    def markdown(self) -> str:
-        return markdown_table(self.columns, self.rows)
-
     def html(self) -> str:
         right = [all(is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
         kinds = [' class="n"' if flush else "" for flush in right]
@@ -109,27 +98,20 @@ class Grid:
 
 @dataclass(frozen=True)
 class Picture:
-    """Holds a picture.
+    """Holds a picture, for a page alone.
 
     Attributes:
         svg: the document.
-        alt: what it shows, in words, for Markdown.
-        address: of its file, for Markdown; else it is left out there.
-        characters: the picture for a console.
+        alt: what it shows, in words, of an image.
         trusted: False: the document comes from a file, so a page shows it as an image, in which nothing runs.
     """
 
     svg: str
     alt: str = ""
-    address: str = ""
-    characters: str = ""
     trusted: bool = True
 
     def text(self) -> str:
-        return self.characters
-
-    def markdown(self) -> str:
-        return f"![{self.alt}]({self.address})" if self.address else ""
+        return ""
 
     def html(self) -> str:
         if not self.trusted:
@@ -153,9 +135,6 @@ class Document:
         """Returns the document for a console, without its title."""
         return "\n\n".join(filter(None, (block.text() for block in self.blocks)))
 
-    def markdown(self) -> str:
-        return "\n\n".join(filter(None, [f"# {self.title}", *(block.markdown() for block in self.blocks)])) + "\n"
-
     def html(self) -> str:
         title = escape(self.title)
         meta = [
@@ -168,8 +147,8 @@ class Document:
         return f'<!doctype html>\n<html lang="en">{head}\n<body><main><h1>{title}</h1>\n{body}\n</main></body></html>\n'
 
     def save(self, path: Path) -> None:
-        """Writes the page, or where the file's suffix is .md Markdown, as a whole."""
-        write_whole(path, self.markdown() if path.suffix == ".md" else self.html())
+        """Writes the page, as a whole."""
+        write_whole(path, self.html())
 
 
 def _inline(value: object) -> str:

@@ -220,7 +220,7 @@ class RunTable:
             row += [percent(run[key]) for key in ("bubble", "bubble_predicted")]
             rows.append([*row, *(run["evaluation"].get(score) for score in scores), run["outcome"]])
         drawing = self.drawing()
-        plots = [] if drawing is None else [Picture(str(drawing), drawing.alt, "report.svg")]
+        plots = [] if drawing is None else [Picture(str(drawing))]
         more = f" and {len(hidden) - NAMED_AT_MOST} more keys" if len(hidden) > NAMED_AT_MOST else ""
         differ = [f"The runs also differ in {', '.join(hidden[:NAMED_AT_MOST])}{more}."] if hidden else []
         notes = Lines([*NOTES, *differ], "* ")

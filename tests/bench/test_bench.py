@@ -42,7 +42,7 @@ def test_table_2_as_real_processes(tmp_path: Path) -> None:
     assert rows[2, 1]["seconds"]["torch 1f1b"] is None, "torch refuses M < K"
     assert {"gpipe", "1f1b", "torch gpipe", "torch 1f1b", "torch interleaved"} <= set(rows[2, 2]["seconds"])
     assert all(seconds >= rows[2, 2]["serial_seconds"] / 2 for seconds in rows[2, 2]["seconds"].values())
-    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".html", ".json", ".svg"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".json", ".svg"}
     assert "K·M/(M+K−1)" in figures["stdout"]
 
 

@@ -24,7 +24,7 @@ def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path
     return folder
 
 
-FILES = ("report.md", "report.html", "report.json", "report.svg")
+FILES = ("report.html", "report.json", "report.svg")
 
 
 @pytest.fixture

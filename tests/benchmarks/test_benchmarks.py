@@ -14,11 +14,10 @@ from benchmarks.findings.bootstrap import bleu_difference, seed_difference, sent
 from gpipe_cli.tasks.translation import corpus_bleu
 
 SMALL = {
-    "chosen": "real --quick",
+    "chosen": "gaps --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
     "tradeoffs": "--quick",
-    "plan": "--quick --overrides debug=tiny pipeline.K=1 pipeline.workers=1",
     "quality": "--quick --jobs transformer_lm_small",
 }
 

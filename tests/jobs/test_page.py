@@ -11,7 +11,6 @@ import pytest
 import yaml
 from inline_run import train_inline
 
-from gpipe_cli.commands.plan import main as plan
 from gpipe_cli.jobs import page
 from gpipe_cli.jobs.page import PAGE, PLAN, run_page, write_page
 
@@ -162,10 +161,3 @@ def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     told: list[str] = []
     write_page(tmp_path, told.append)
     assert len(told) == 1 and "report.html is not written" in told[0]
-
-
-def test_a_plan_has_a_page_before_any_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(["debug=tiny", "pipeline.K=2", f"plan.page={tmp_path}/plan.html"]) == 0
-    found = Page((tmp_path / "plan.html").read_text())
-    assert {"memory", "bubble", "parameters"} <= set(found.texts) and found.pictures
-    assert "memory      " in capsys.readouterr().out

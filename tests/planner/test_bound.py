@@ -9,7 +9,7 @@ import pytest
 from own_plan import OWN, planned
 from shortest_step import Search
 
-from gpipe_cli.commands.plan import document, make_request
+from gpipe_cli.commands.plan import make_request, report
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.schedule.orders import KINDS
@@ -129,7 +129,7 @@ def test_any_cut_shares_the_work_and_waits_for_the_largest_layer() -> None:
 def test_the_report_tells_how_near_the_plan_is() -> None:
     made = planned(*OWN, "pipeline.K=1", "pipeline.remat=never")
     assert made.bound_seconds == pytest.approx(made.step_seconds)
-    assert "(gap 0.0 %), of any cut" in document(made).text()
+    assert "(gap 0.0 %), of any cut" in report(made)
     short = planned(*OWN, "pipeline.K=2", "plan.memory=1KB")
     assert (short.bound_seconds, short.to_json()["bound_of_any_cut_seconds"]) == (None, None)
-    assert "bound       no schedule fits, whatever the cut" in document(short).text()
+    assert "bound       no schedule fits, whatever the cut" in report(short)

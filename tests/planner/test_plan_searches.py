@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 from own_plan import OWN, planned
-from torch import nn
 
 from gpipe_cli.commands.plan import make_request, words_of
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.search import find_plan, micro_batch_counts
@@ -41,34 +38,6 @@ def typed_plans(*overrides: str, workers: Sequence[int], **others: Sequence[Any]
         planner.plan(replace(pipeline, K=number, workers=number, **dict(zip(spaces, values, strict=True))))
         for number, values in product(workers, product(*spaces.values()))
     ]
-
-
-# -- plan.grow ---------------------------------------------------------------------------------------------------------
-
-
-def wide(width: int, step: int = 1, most: int = 1 << 50) -> list[Any]:
-    """Takes every ``step``th width up to a largest one."""
-    if width % step or width > most:
-        raise ValueError(f"width={width}: use a multiple of {step}, at most {most}")
-    return [LayerBuilder("inner", partial(nn.Linear, 64, width)), LayerBuilder("outer", partial(nn.Linear, width, 64))]
-
-
-def width_words(width: int, **others: int) -> tuple[str, ...]:
-    given = [f"model.{name}={value}" for name, value in others.items()]
-    target = "model._target_=test_plan_searches.wide"
-    return (target, *OWN[1:], "pipeline.K=1", "plan.memory=1MB", f"model.width={width}", *given)
-
-
-@pytest.mark.parametrize(("start", "step"), [(64, 32), (1, 1)])
-def test_grow_finds_the_largest_multiple_that_fits(start: int, step: int) -> None:
-    found = asked(*width_words(start, step=step), "plan.grow=model.width").found["model.width"]
-    assert found % start == 0 and planned(*width_words(found, step=step)).fits
-    assert not planned(*width_words(found + start, step=step)).fits
-
-
-def test_a_key_of_which_all_larger_values_are_refused_grows_up_to_there() -> None:
-    assert asked(*width_words(7, most=299), "plan.grow=model.width").found == {"model.width": 294}
-    assert "width=400: use a multiple of 1" in refusal(*width_words(400, most=299), "plan.grow=model.width")
 
 
 # -- plan.fit ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,6 @@
 """Tests plans of the present machine; without a GPU here, its figures are given."""
 
-import os
-import subprocess
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ from composed import composed
 
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.planner.measure import this_device
-from gpipe_cli.planner.measure.background_load import background_load
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
 
 PIPELINE = PipelineConfig(**{**composed()["pipeline"], "cost": "flops", "threads": 1}, auto=[])
@@ -50,28 +45,3 @@ def test_a_gpu_is_measured_by_probes_that_fit_and_are_gone_when_a_run_begins(mon
     _, side, *after = done
     assert 16 * side**2 < 1e8
     assert after == ["empty_cache", "reset_peak_memory_stats"]
-
-
-DEADLINE = 30.0  # seconds
-
-
-def status(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the state on; empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def test_other_processes_compute_while_the_body_runs_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(popen(*a, **options)) or started[-1])
-    with pytest.raises(ZeroDivisionError), background_load(processes=2, threads=1):
-        end = time.monotonic() + DEADLINE
-        ticks_per_second = os.sysconf("SC_CLK_TCK")
-        while not all(int(status(process.pid)[11]) > 0.05 * ticks_per_second for process in started):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        1 / 0  # noqa: B018  # the body fails
-    assert [process.returncode for process in started] == [-9, -9]

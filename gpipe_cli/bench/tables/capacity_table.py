@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...svg import Curve
 from ..options import BenchOptions
 from ..paper import TABLE_1, Capacity
 from ..workers import run_command
@@ -47,9 +46,7 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
         "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
         "largest that fits; of AmoebaNet the width D grows at the paper's L.",
     ]
-    curves = curves_of(rows)
-    title, axes = "Table 1: the largest models that fit", ("devices", "parameters")
-    return Table("table1", title, COLUMNS, rows, said, curves=curves, axes=axes, logarithmic=True)
+    return Table("table1", "Table 1: the largest models that fit", COLUMNS, rows, said)
 
 
 def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
@@ -67,26 +64,29 @@ def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     row: Row = {"model": family, "devices": column.K, "how": "naive" if column.naive else "pipeline", "planned": plan}
     row |= {"paper: size": size_text(family, column.sizes), "paper: parameters": big(column.parameters)}
     row |= {"its GB a device": plan["memory"] / GB, "of": plan["limit"] / GB, "fits": "yes" if plan["fits"] else "no"}
-    row["sizes"] = {"paper": column.parameters}
     if not quick:
-        say(f"  and plan.grow={key}")
-        grown = json.loads(run_command("gpipe-plan", [*words, f"{key}={step}", f"plan.grow={key}"]))
-        sizes = (*column.sizes[:-1], grown["found"][key])
+        say(f"  and the largest {key} that fits, by steps of {step}")
+        size, grown = largest(words, key, step, column.sizes[-1])
+        sizes = (*column.sizes[:-1], size)
         row |= {"ours: size": size_text(family, sizes), "ours: parameters": big(grown["parameters"]), "grown": grown}
-        row["sizes"]["ours, planned"] = grown["parameters"]
     return row
 
 
-def curves_of(rows: Sequence[Row]) -> list[Curve]:
-    """Returns parameters over devices: the paper's and planned ones, naive ones as single points."""
-    lines: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for row in rows:
-        for label, parameters in row["sizes"].items():
-            role = "paper" if label == "paper" else "ours"
-            if row["how"] == "naive":
-                label, role = f"{label}, naive", "peer" if role == "ours" else "limit"
-            lines.setdefault((row["model"], label, role), []).append((float(row["devices"]), float(parameters)))
-    return [Curve(panel, label, role, found) for (panel, label, role), found in lines.items()]
+def largest(words: Sequence[str], key: str, step: int, start: int) -> tuple[int, dict[str, Any]]:
+    """Returns the largest multiple of ``step`` as value of ``key`` that fits, and its plan; looks from ``start`` on."""
+    plans: dict[int, dict[str, Any]] = {}
+
+    def fits(times: int) -> bool:
+        plans[times] = json.loads(run_command("gpipe-plan", [*words, f"{key}={times * step}"]))
+        return bool(plans[times]["fits"])
+
+    low, high = 0, start // step
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step, plans[low]
 
 
 def size_text(family: str, sizes: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Holds a table of figures with its notes and curves, and writes it as Markdown, JSON and a plot."""
+"""Holds a table of figures with its notes and curves, and writes it as a page, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class Table:
         facts: entries of the JSON file: everything measured, in full precision; None: the rows.
         curves: of the plot.
         bars: in place of curves, shares of a step: column to name to share.
-        axes: names of the curves' axes.
     """
 
     name: str
@@ -38,24 +37,22 @@ class Table:
     facts: Mapping[str, Any] | None = None
     curves: Sequence[Curve] = ()
     bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    axes: tuple[str, str] = THROUGHPUT_AXES
-    logarithmic: bool = False
 
     def document(self, where: str = "") -> Document:
         """Returns the table with its notes and its plot; ``where``: the machine that the figures are from."""
         drawing = self.drawing()
         grid = Grid(list(self.columns), [cells(self.columns, row) for row in self.rows])
-        plots = [] if drawing is None else [Picture(str(drawing), drawing.alt, f"{self.name}.svg")]
+        plots = [] if drawing is None else [Picture(str(drawing))]
         return Document(self.title, [grid, Lines(self.notes, "* "), *plots, Lines([where] * bool(where))])
 
     def drawing(self) -> Drawing | None:
         """Returns the plot; None for a table without curves and bars."""
         if self.bars:
             return draw_shares(self.bars, self.title)
-        return plot(self.curves, self.axes, self.title, self.logarithmic) if self.curves else None
+        return plot(self.curves, THROUGHPUT_AXES, self.title) if self.curves else None
 
     def write(self, folder: Path, where: str = "", about: Mapping[str, Any] | None = None) -> list[Path]:
-        """Writes ``NAME.md``, ``.html`` and ``.json`` and the plot's ``.svg``; returns the files.
+        """Writes ``NAME.html`` and ``.json`` and the plot's ``.svg``; returns the files.
 
         Args:
             where: the machine that the figures are from.
@@ -65,16 +62,15 @@ class Table:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        text, page, figures, picture = (folder / f"{self.name}.{end}" for end in ("md", "html", "json", "svg"))
-        document, drawing = self.document(where), self.drawing()
-        document.save(text)
-        document.save(page)
+        page, figures, picture = (folder / f"{self.name}.{end}" for end in ("html", "json", "svg"))
+        drawing = self.drawing()
+        self.document(where).save(page)
         facts = {"rows": self.rows} if self.facts is None else self.facts
         content = {"title": self.title, **(about or {}), "notes": list(self.notes), **facts}
         figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if drawing is not None:
             drawing.save(picture)
-        return [text, page, figures, *([picture] if drawing is not None else [])]
+        return [page, figures, *([picture] if drawing is not None else [])]
 
 
 def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[object]:
