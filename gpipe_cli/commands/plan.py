@@ -155,7 +155,7 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
 
 def report(plan: Plan) -> str:
     """Returns the report of one plan: the words that a search has found, cells, memory, time, schedule, notes."""
-    blocks = [Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), Lines(_picture(plan))]
+    blocks: list[Block] = [Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), Lines(_picture(plan))]
     return Document("", [*_found(plan), *blocks, Lines([f"note: {note}" for note in plan.notes])]).text()
 
 
