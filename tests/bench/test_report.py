@@ -24,6 +24,7 @@ def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path
     return folder
 
 
+Capture = pytest.CaptureFixture[str]
 FILES = ("report.html", "report.json", "report.svg")
 
 
@@ -49,9 +50,7 @@ def test_a_sweep_becomes_table_2(sweep: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES}
 
 
-def test_the_printed_table_has_loss_bubble_and_scores(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_table_has_loss_bubble_and_scores(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
     report(tmp_path / "out", sweep)
     header, _, first, *_ = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert header == "run K M loss examples/s × ideal bubble predicted nll bleu status"
@@ -65,9 +64,7 @@ def test_runs_that_differ_elsewhere_have_references_of_their_own(sweep: Path, tm
     assert rows[-1]["settings"]["optimizer.lr"] == 0.2
 
 
-def test_broken_runs_are_named_and_the_others_shown(
-    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_runs_are_named_and_the_others_shown(sweep: Path, tmp_path: Path, capsys: Capture) -> None:
     (sweep / "0_pipeline.K=2,pipeline.M=1" / "summary.json").write_text('{"K": 2, ')
     failed = sweep / "4_x"
     failed.mkdir()

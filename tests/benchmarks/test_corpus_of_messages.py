@@ -71,48 +71,25 @@ def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(w
     assert counts["digest"] == json.loads((make(wheels, tmp_path / "again") / "counts.json").read_text())["digest"]
 
 
+HEAD = ["Content-Type: text/plain; charset=UTF-8", "PO-Revision-Date: YEAR-MO-DA HO:MI+ZONE"]
+HEAD += ["Plural-Forms: nplurals=3; plural=(n==0 ? 0 : n==1 ? 1 : 2);"]
+PLURAL = 'msgid "One day"\nmsgid_plural "Several days"\nmsgstr[0] "Kein Tag"\nmsgstr[1] "Ein Tag"\nmsgstr[2] "Tage"'
+MIXED = [  # what stands before a message, the message, its translation
+    ("#, fuzzy\n", "A guess", "Eine Vermutung"),
+    ("", "Django", "Django"),
+    ("", "Hello %(name)s", "Hallo"),
+    ("", "Read <b>this</b> first", "Lies <b>dies</b> zuerst"),
+    ("", "_Open file", "Datei ö_ffnen"),
+    ("", "Russian words", "русские слова"),
+    ('#. Default: "Your basket is empty"\n', "label_basket_empty", "Ihr Warenkorb ist leer"),
+    ("", "label_other", "Etwas anderes"),
+]
+
+
 def test_what_a_careful_translator_would_leave_out_is_left_out(wheels: Path, tmp_path: Path) -> None:
-    po = """msgid ""
-msgstr ""
-"Content-Type: text/plain; charset=UTF-8\\n"
-"PO-Revision-Date: YEAR-MO-DA HO:MI+ZONE\\n"
-"Plural-Forms: nplurals=3; plural=(n==0 ? 0 : n==1 ? 1 : 2);\\n"
-
-#, fuzzy
-msgid "A guess"
-msgstr "Eine Vermutung"
-
-msgid "Django"
-msgstr "Django"
-
-msgid "Hello %(name)s"
-msgstr "Hallo"
-
-msgid "Read <b>this</b> first"
-msgstr "Lies <b>dies</b> zuerst"
-
-msgid "_Open file"
-msgstr "Datei ö_ffnen"
-
-msgid "Russian words"
-msgstr "русские слова"
-
-#. Default: "Your basket is empty"
-msgid "label_basket_empty"
-msgstr "Ihr Warenkorb ist leer"
-
-msgid "label_other"
-msgstr "Etwas anderes"
-
-msgid "One day"
-msgid_plural "Several days"
-msgstr[0] "Kein Tag"
-msgstr[1] "Ein Tag"
-msgstr[2] "Tage"
-
-#~ msgid "Old message"
-#~ msgstr "Alte Nachricht"
-"""
+    entries = [f'{before}msgid "{english}"\nmsgstr "{german}"' for before, english, german in MIXED]
+    head = 'msgid ""\nmsgstr ""\n' + "\n".join(f'"{field}\\n"' for field in HEAD)
+    po = "\n\n".join([head, *entries, PLURAL, '#~ msgid "Old message"\n#~ msgstr "Alte Nachricht"\n'])
     wheel(wheels, "mixed", "BSD", {"mixed/locale/de/LC_MESSAGES/mixed.po": po})
     made = make(wheels, tmp_path / "made") / "corpus/de-en"
     kept = dict(zip(lines(made / "train.de"), lines(made / "train.en"), strict=True))
@@ -130,9 +107,7 @@ msgstr[2] "Tage"
 @pytest.mark.parametrize(
     ("name", "licence", "said"), [("free", "GPL-3.0", "--also free"), ("netbox", "MIT", "machine")]
 )
-def test_a_package_that_must_not_be_mixed_in_is_refused(
-    name: str, licence: str, said: str, wheels: Path, tmp_path: Path
-) -> None:
+def test_what_must_not_be_mixed_in_is_refused(name: str, licence: str, said: str, wheels: Path, tmp_path: Path) -> None:
     wheel(wheels, name, licence, {f"{name}/locale/de/LC_MESSAGES/x.po": catalogue("de", ENGLISH)})
     with pytest.raises(SystemExit, match=said):
         make(wheels, tmp_path / "made")

@@ -115,9 +115,7 @@ def die_in_the_middle_of_it(folder: Path, **_: object) -> None:
     die()
 
 
-KILLS: dict[
-    str, tuple[Any, str, Callable[..., Any], int]
-] = {  # what kills while step 2 is saved, and what is then left
+KILLS: dict[str, tuple[Any, str, Callable[..., Any], int]] = {  # what kills while step 2 is saved, what is left
     "layer file": (checkpoint_files, "sha256_of", die_at_the_second_layer, 1),
     "part": (checkpoint_writer, "part_path", die, 1),
     "manifest": (checkpoint_writer, "write_manifest", die, 1),

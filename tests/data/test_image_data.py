@@ -19,9 +19,8 @@ from tiny_images import CLASSES, COLOURS, opened, refusal
 from torch import Tensor
 
 from gpipe_cli.data.images.files import BrokenImageError, ImageFiles, decode
-from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.images.transforms import GREY, central_crop, cut_out, shift_colours
-from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.data.source import Batch
 from gpipe_cli.errors import ConfigurationError
 
 
@@ -312,15 +311,12 @@ def test_an_image_of_more_pixels_than_allowed_is_broken_before_it_is_unpacked(re
     assert not recwarn.list
 
 
-def test_files_of_other_kinds_are_told_each_time_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root = tmp_path / "images"
-    tiny_images.image_folder(root)
+def test_other_files_are_told_each_time_and_counted(own_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("notes.txt", "more.TXT", "photo.heic", "README"):
-        (root / "train" / "n00000001" / name).touch()
-    os.mkfifo(root / "val" / "n00000000" / "pipe.png")  # would be waited for
+        (own_folder / "train" / "n00000001" / name).touch()
+    os.mkfifo(own_folder / "val" / "n00000000" / "pipe.png")  # would be waited for
     for _ in range(2):
         caplog.clear()
-        source = ImageSource("image_folder", 3, str(root), batch_size=4, workers=0)
-        source.prepare(no_report)
+        source = opened(own_folder)
         assert "4 files are left out, no images (2 .txt, 1 without, 1 .heic): n00000001/README, " in caplog.text
         assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6

@@ -58,9 +58,7 @@ def shards_in_folders(root: Path) -> None:
             tar.rename(root / split / tar.name)
 
 
-@pytest.mark.parametrize(
-    "write", [*imagenet_layouts.LAYOUTS, shards, shards_in_folders], ids=lambda write: str(write.__name__)
-)
+@pytest.mark.parametrize("write", [*imagenet_layouts.LAYOUTS, shards, shards_in_folders], ids=lambda of: of.__name__)
 def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: Any, tmp_path: Path) -> None:
     class_folders(tmp_path / "sorted")
     write(tmp_path / "other")

@@ -117,9 +117,7 @@ def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("installed", [0, 8])
-def test_gpus_that_torch_cannot_use_are_not_passed_over(
-    installed: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_torch_cannot_use_are_told(installed: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, installed=installed, usable=0)
     context = ranks.context(0, 1, HashStore())
     for device in ("cpu",) if installed else ("cpu", "auto"):
@@ -137,16 +135,13 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(ranks: Ranks, monkeypatc
     gpus(monkeypatch, installed=1, usable=1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla K80")
     monkeypatch.setattr(world, "compute_on", fail)
-    with pytest.raises(
-        ConfigurationError, match=r"cannot compute on the Tesla K80 .*: .* no kernel image .*the device; "
-    ):
+    said = r"cannot compute on the Tesla K80 .*: .* no kernel image .*the device; "
+    with pytest.raises(ConfigurationError, match=said):
         choose_device(ranks.context(0, 1, HashStore()), "auto")
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_nccl_is_told_its_gpu_where_it_would_guess_it(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, newer: bool
-) -> None:
+def test_nccl_is_told_its_gpu_where_it_would_guess(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
     """torch's newer class guesses; the older one, in torch 2.14 beside it, would use one queue if it was told."""
     gpus(monkeypatch, installed=2, usable=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
@@ -172,7 +167,7 @@ def test_nccl_is_told_its_gpu_where_it_would_guess_it(
     assert ranks.together(2, told) == [["nccl", gpu] for gpu in told_gpus]
 
 
-def test_every_group_waits_as_long_as_the_first_and_those_of_the_cpu_are_made_beside_bound_ones(
+def test_all_groups_wait_as_long_as_the_first_those_of_the_cpu_beside_bound_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     receiving, sending = mailbox()

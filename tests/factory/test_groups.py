@@ -31,29 +31,25 @@ def test_all_entries_that_select_a_parameter_apply_and_later_ones_win() -> None:
             {"match": "head.*", "lr_factor": 4, "betas": [0.5, 0.5]},
         )
     )
-    found = {
-        n: groups.settings(groups.key(n, s))
-        for n, s in {"layer.1.weight": [2, 2], "head.bias": [2], "x": [2, 2]}.items()
-    }
+    shapes = {"layer.1.weight": [2, 2], "head.bias": [2], "x": [2, 2]}
+    found = {name: groups.settings(groups.key(name, shape)) for name, shape in shapes.items()}
     assert found["layer.1.weight"] == {"lr": 0.25}
     assert found["head.bias"] == {"lr": 2.0, "weight_decay": 0, "betas": [0.5, 0.5]}
     assert found["x"] == {}
 
 
+TABLES = ("wte.weight", "model.embed_tokens.weight", "lm_head.weight", "fc.weight", "softmax.weight")
+TABLES += ("source_embedding.weight", "heads.head.weight")
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "hidden"),
     [
-        *(
-            (name, [384, 128], True)
-            for name in ("decoder.0.attention.output.weight", "transformer.h.0.attn.c_attn.weight")
-        ),
+        ("decoder.0.attention.output.weight", [384, 128], True),
+        ("transformer.h.0.attn.c_attn.weight", [384, 128], True),
         ("model.layers.1.mlp.down_proj.weight", [2048, 5632], True),
         ("encoder.layers.encoder_layer_0.mlp.0.weight", [3072, 768], True),
-        *(
-            (name, [512, 64], False)
-            for name in ("wte.weight", "model.embed_tokens.weight", "lm_head.weight", "fc.weight")
-        ),
-        *((name, [512, 64], False) for name in ("softmax.weight", "source_embedding.weight", "heads.head.weight")),
+        *((name, [512, 64], False) for name in TABLES),
         ("bert.embeddings.position_embeddings.weight", [512, 768], False),
         ("tied.weight", [32000, 512], False),  # a table, by its shape
         ("norm.weight", [64], False),
@@ -65,21 +61,15 @@ def test_hidden_matrices_are_known_by_name_and_shape(name: str, shape: list[int]
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("keys", "message"),
     [
-        (
-            {"match": "*.bias", "weight_dcay": 0},
-            r"no key optimizer\.groups\[0\]\.weight_dcay; did you mean .*weight_decay",
-        ),
-        (
-            {"match": "*.bias", "muon": True, "lr_factor": 2, "nesterov": True},
-            r"no key optimizer\.groups\[0\]\.nesterov",
-        ),
+        ({"weight_dcay": 0}, r"no key optimizer\.groups\[0\]\.weight_dcay; did you mean .*weight_decay"),
+        ({"muon": True, "lr_factor": 2, "nesterov": True}, r"no key optimizer\.groups\[0\]\.nesterov"),
     ],
 )
-def test_a_key_that_the_optimizer_does_not_take_is_refused(entry: dict[str, Any], message: str) -> None:
+def test_a_key_that_the_optimizer_does_not_take_is_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        build_optimizer(section(entry), {})
+        build_optimizer(section({"match": "*.bias", **keys}), {})
 
 
 @pytest.mark.parametrize(
@@ -100,9 +90,8 @@ def test_an_entry_that_selects_nothing_is_refused_and_the_others_are_told() -> N
     layers = [LayerBuilder(f"layer.{n}", partial(nn.Linear, 3, 4)) for n in range(2)]
     line = Groups(section({"match": "*.1.*", "lr_factor": 2})).told(layers)
     assert line.endswith("2 parameters (16 weights) as `optimizer` says; 2 parameters (16 weights) {lr_factor:2}")
-    with pytest.raises(
-        ConfigurationError, match=r"groups\[1\].*match:.layer.2.* selects no parameter.*layer\.0\.weight"
-    ):
+    said = r"groups\[1\].*match:.layer.2.* selects no parameter.*layer\.0\.weight"
+    with pytest.raises(ConfigurationError, match=said):
         Groups(section({"only": "vectors"}, {"match": ["layer.1.*", "layer.2.*"], "lr_factor": 2})).told(layers)
 
 

@@ -49,9 +49,7 @@ def test_a_start_compares_a_module_with_itself_once(settings: Settings, monkeypa
     assert started(other).startswith("! the module itself: not compared: TypeError")
 
 
-def test_a_start_of_a_large_module_warns_and_says_how_to_compare_it(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_module_s_start_says_how_to_compare_it(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_comparison, "seconds_of", lambda *_: 1e9)
     assert started(settings).startswith("! the module itself: NOT COMPARED") and "gpipe-verify" in started(settings)
 
@@ -77,9 +75,7 @@ def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:
     assert "the module itself: DIFFERENT in" in report["notes"][0] and DIFFERS in report["notes"][0]
 
 
-def test_a_module_that_fails_where_its_layers_do_not_is_different(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_failing_where_its_layers_do_not_differs(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("not a number")
 
@@ -88,9 +84,7 @@ def test_a_module_that_fails_where_its_layers_do_not_is_different(
         started(settings)
 
 
-def test_a_run_refuses_micro_batches_of_one_example_where_the_module_makes_something_else_of_them(
-    tmp_path: Path,
-) -> None:
+def test_a_run_refuses_micro_batches_of_one_example_where_the_module_treats_them_otherwise(tmp_path: Path) -> None:
     words = ["model=module", "model.module._target_=own_module.AloneInImages", "pipeline.M=2", "trainer.steps=1"]
     summary, _ = train_inline(tmp_path / "two", *words, "data.batch_size=4", "trainer.evaluate_every=null")
     assert summary["steps"] == 1

@@ -7,15 +7,13 @@ import pytest
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model
 
+ABSENT = "could not be imported: ModuleNotFoundError: "
 MADE = "could not be made from the keys of `model`"
 CASES = {  # target: the module's text, and what is said of it
     "nowhere_{n}.layers": ("", "was not found: there is no module nowhere_{n} here or on the PYTHONPATH"),
     "mine_{n}.layerz": ("", "was not found: mine_{n} has no layerz"),
     "mine_{n}.layers": ("x = 1\ndef layers(:\n", "could not be imported: SyntaxError: invalid syntax ({path}, line 2)"),
-    "mine_{n}.other": (
-        "import not_there\n",
-        "could not be imported: ModuleNotFoundError: No module named 'not_there' ({path}, line 1)",
-    ),
+    "mine_{n}.other": ("import not_there\n", ABSENT + "No module named 'not_there' ({path}, line 1)"),
     "mine_{n}.raises": (
         "def raises(depth):\n    return inner(depth)\n\n\ndef inner(depth):\n    raise ValueError(f'{depth} is odd')\n",
         MADE + ": ValueError: 3 is odd ({path}, line 6)",
@@ -43,11 +41,8 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
 
 
 def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
-    section = {
-        "_target_": "gpipe_cli.models.traced.layers.layers",
-        "module": {"_target_": "torchvision.models.resnet99"},
-    }
-    with pytest.raises(
-        ConfigurationError, match=r"^model\.module\._target_=torchvision\.models\.resnet99 was not found"
-    ):
+    wrong = {"_target_": "torchvision.models.resnet99"}
+    section = {"_target_": "gpipe_cli.models.traced.layers.layers", "module": wrong}
+    said = r"^model\.module\._target_=torchvision\.models\.resnet99 was not found"
+    with pytest.raises(ConfigurationError, match=said):
         build_model(section)

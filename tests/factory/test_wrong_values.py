@@ -25,10 +25,7 @@ def refusal(*words: str) -> str:
         (["model.d_model=15"], "model.d_model=15: should be a multiple of 2"),
         (["model.dropout=1.0"], "model.dropout=1.0: should be less than 1"),
         (["data.languages=7"], "data.languages=7: use a list or null"),
-        (
-            ["data.languages=[de,false]"],
-            "data.languages=[de,false]: should be a valid string or null; YAML reads no",
-        ),
+        (["data.languages=[de,false]"], "data.languages=[de,false]: should be a valid string or null; YAML reads no"),
         (["data.languages=fr"], "data.languages=fr: use a list or null"),
         (["data.languages=[fr,fr]"], "data.languages=[fr,fr]: should name each once or null"),
         (["data.max_length=1e12"], "data.max_length=1000000000000.0: should be less than or equal to 65535"),

@@ -119,9 +119,8 @@ class Cell(nn.Module):
         elif before is not None and before != f:
             self.match = nn.Sequential(nn.ReLU(), Conv(before, f))
         widths = [f, i if before is None else f] + [f] * 5
-        self.operations = nn.ModuleList(
-            operation(name, widths[state], f, s if state < 2 else 1) for name, state in self.inputs
-        )
+        made = (operation(name, widths[state], f, s if state < 2 else 1) for name, state in self.inputs)
+        self.operations = nn.ModuleList(made)
         self.shrink = nn.ModuleDict({str(c): Halve(f, f) for c in self.concatenated if c < 2 and s == 2})
 
     def forward(self, x: Tensor, before: Tensor) -> Tensor:

@@ -44,13 +44,11 @@ def imagenet(root: Path) -> dict[str, Any]:
     return image_folder(root) | {"dataset": "imagenet", "images": [CLASSES * count for count in SPLITS]}
 
 
-def _cifar(
-    root: Path, dataset: str, folder: str, files: list[str], label: str, meta: tuple[str, str]
-) -> dict[str, Any]:
+def _cifar(root: Path, dataset: str, folder: str, files: list[str], key: str, meta: tuple[str, str]) -> dict[str, Any]:
     base = root / folder
     base.mkdir(parents=True)
     for name in files:
-        _save_pickle(base / name, {"data": _rows(), label: list(range(CLASSES))})
+        _save_pickle(base / name, {"data": _rows(), key: list(range(CLASSES))})
     _save_pickle(base / meta[0], {meta[1]: [f"class {number}" for number in range(CLASSES)]})
     return {"dataset": dataset}
 
@@ -81,9 +79,8 @@ def food101(root: Path) -> dict[str, Any]:
     base = root / "food-101"
     (base / "meta").mkdir(parents=True)
     for split, count in zip(("train", "test"), SPLITS, strict=True):
-        lists = {
-            f"dish_{label}": [f"dish_{label}/{split}{number}" for number in range(count)] for label in range(CLASSES)
-        }
+        dishes = [f"dish_{label}" for label in range(CLASSES)]
+        lists = {dish: [f"{dish}/{split}{number}" for number in range(count)] for dish in dishes}
         for label, names in enumerate(lists.values()):
             for name in names:
                 save_image(base / "images" / f"{name}.jpg", label)
@@ -104,9 +101,8 @@ def fgvc_aircraft(root: Path) -> dict[str, Any]:
     return {"dataset": "fgvc_aircraft"}
 
 
-DATASETS: list[Callable[[Path], dict[str, Any]]] = [
-    imagenet, cifar10, cifar100, oxford_pets, food101, fgvc_aircraft,
-]  # fmt: skip
+Maker = Callable[[Path], dict[str, Any]]
+DATASETS: list[Maker] = [imagenet, cifar10, cifar100, oxford_pets, food101, fgvc_aircraft]
 
 
 def opened(root: Path, **changes: Any) -> ImageSource:

@@ -27,43 +27,35 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
-GROUND = {
-    *("", "config", "cpu", "difference", "disk", "errors", "gpus", "json_files", "layers", "micro_batch", "parent"),
-    *("position", "svg", "typed_section", "version"),
-}  # single files that every room may use
-ROOMS: dict[str, set[str]] = {
-    "conf": set(),
-    "models": set(),
-    "data": set(),
-    "tasks": set(),
-    "launch": set(),
-    "schedule": set(),
-    "terminal": {"launch"},
-    "pipeline": {"schedule"},
-    "distributed": {"launch", "partition", "pipeline", "schedule", "tasks"},
-    "partition": {"pipeline", "schedule"},
-    "checkpoint": {"data", "pipeline"},
-    "optim": {"checkpoint", "pipeline"},
-    "metrics": {"data", "pipeline", "schedule", "tasks"},
-    "decoding": {"data", "distributed", "metrics", "pipeline", "schedule", "tasks"},
-    "factory": {"data", "distributed", "models", "partition", "pipeline", "schedule", "tasks"},
-    "trainer": {
-        *("checkpoint", "data", "decoding", "distributed", "factory", "launch", "metrics", "optim", "pipeline"),
-        *("partition", "planner", "schedule", "tasks"),
-    },
-    "library": {"checkpoint", "distributed", "factory", "models", "partition", "pipeline", "tasks"},
-    "inference": {"data", "decoding", "distributed", "launch", "metrics", "trainer"},
-    "verify": {
-        *("checkpoint", "data", "distributed", "factory", "launch", "metrics", "models", "pipeline", "schedule"),
-        *("tasks", "trainer"),
-    },
-    "planner": {"data", "distributed", "factory", "launch", "optim", "partition", "pipeline", "schedule"},
-    "bench": {"distributed", "launch", "metrics", "models", "partition", "pipeline", "planner", "schedule", "terminal"},
-    "jobs": {"checkpoint", "conf", "data", "launch", "terminal"},
-    "commands": {
-        *("bench", "checkpoint", "data", "jobs", "launch", "metrics", "planner", "schedule", "tasks", "terminal")
-    },
+FILES = "config cpu difference disk errors gpus json_files layers micro_batch parent position svg typed_section version"
+GROUND = {"", *FILES.split()}  # single files that every room may use
+BELOW = {
+    "conf": "",
+    "models": "",
+    "data": "",
+    "tasks": "",
+    "launch": "",
+    "schedule": "",
+    "terminal": "launch",
+    "pipeline": "schedule",
+    "distributed": "launch partition pipeline schedule tasks",
+    "partition": "pipeline schedule",
+    "checkpoint": "data pipeline",
+    "optim": "checkpoint pipeline",
+    "metrics": "data pipeline schedule tasks",
+    "decoding": "data distributed metrics pipeline schedule tasks",
+    "factory": "data distributed models partition pipeline schedule tasks",
+    "trainer": "checkpoint data decoding distributed factory launch metrics optim partition pipeline planner "
+    "schedule tasks",
+    "library": "checkpoint distributed factory models partition pipeline tasks",
+    "inference": "data decoding distributed launch metrics trainer",
+    "verify": "checkpoint data distributed factory launch metrics models pipeline schedule tasks trainer",
+    "planner": "data distributed factory launch optim partition pipeline schedule",
+    "bench": "distributed launch metrics models partition pipeline planner schedule terminal",
+    "jobs": "checkpoint conf data launch terminal",
+    "commands": "bench checkpoint data jobs launch metrics planner schedule tasks terminal",
 }
+ROOMS = {room: set(below.split()) for room, below in BELOW.items()}
 
 
 def test_a_command_is_the_module_of_its_name() -> None:  # `bench.workers.run_command` needs no installation
@@ -104,9 +96,8 @@ def imports_of(module: str) -> set[str]:
             base = resolve_name("." * node.level + (node.module or ""), package)
             below = {f"{base}.{alias.name}" for alias in node.names}
             found |= {name if name.removeprefix("gpipe_cli.") in MODULES else base for name in below}
-    return {name.removeprefix("gpipe_cli").removeprefix(".") for name in found if name.startswith("gpipe_cli")} - {
-        module
-    }
+    own = {name.removeprefix("gpipe_cli").removeprefix(".") for name in found if name.startswith("gpipe_cli")}
+    return own - {module}
 
 
 def room_of(module: str) -> str:

@@ -74,16 +74,14 @@ def test_the_layers_are_l_plus_six_and_reductions_precede_the_second_and_third_s
 
 
 @pytest.mark.parametrize(
-    ("image_size", "sides"), [(480, [239, 120, 60, 60, 30, 30, 15, 15]), (32, [15, 8, 4, 4, 2, 2, 1, 1])]
+    ("size", "sides"), [(480, [239, 120, 60, 60, 30, 30, 15, 15]), (32, [15, 8, 4, 4, 2, 2, 1, 1])]
 )
-def test_each_layer_has_the_published_size(image_size: int, sides: list[int]) -> None:
+def test_each_layer_has_the_published_size(size: int, sides: list[int]) -> None:
     with FakeTensorMode():
-        layers = build(small(image_size=image_size, auxiliary_head=False))
-        boundaries = run(layers, torch.empty(2, 3, image_size, image_size))
+        boundaries = run(build(small(image_size=size, auxiliary_head=False)), torch.empty(2, 3, size, size))
     outputs = [b[0] if isinstance(b, tuple) else b for b in boundaries.values()]
     assert [tuple(output.shape[2:]) for output in outputs[:-1]] == [(side, side) for side in sides]
-    expected = spatial_sizes(image_size)
-    assert list(expected.values()) == [sides[0], sides[1], sides[3], sides[5], sides[7]]
+    assert list(spatial_sizes(size).values()) == [sides[0], sides[1], sides[3], sides[5], sides[7]]
 
 
 @pytest.mark.parametrize("in_channels", [1, 3])

@@ -92,9 +92,8 @@ def test_a_declared_cost_is_taken() -> None:
 
 
 def test_a_layer_without_a_declared_cost_is_named() -> None:
-    with pytest.raises(
-        CostError, match=r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
-    ):
+    said = r"layer 'layer1' has no cost: give every layer a `cost`, or use pipeline\.cost=flops"
+    with pytest.raises(CostError, match=said):
         layer_costs(builders(nn.ReLU, nn.ReLU, costs=(1.0, None)), floats(BATCH, 8), "declared")
 
 
@@ -103,14 +102,14 @@ def test_a_layer_that_cannot_be_built_is_named() -> None:
         layer_costs(builders(partial(nn.Linear, 8)), floats(BATCH, 8), "flops")
 
 
+Complex = partial(nn.ParameterList, [torch.zeros(3, dtype=torch.complex64)])
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: nn.LazyLinear(4), r"'layer0': parameter 'weight' gets its shape only .* nn.Linear\(in_features"),
-        (
-            lambda: nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]),
-            r"'layer0': parameter '0' is complex \(complex64\): .* torch.view_as_complex",
-        ),
+        (Complex, r"'layer0': parameter '0' is complex \(complex64\): .* torch.view_as_complex"),
     ],
     ids=["lazy", "complex"],
 )

@@ -88,9 +88,8 @@ def test_a_run_counts_a_tied_parameter_once_where_its_owner_is(cost: str) -> Non
 @pytest.mark.parametrize(("sizes", "copied"), [("[2,3]", 0), ("[3,2]", 72)])
 def test_a_plan_counts_a_gradient_for_each_use_and_a_value_for_each_worker(sizes: str, copied: int) -> None:
     plan = planned(*TWICE, f"pipeline.partition={sizes}", "trainer.average=null", "optimizer=adam")
-    weights, gradients, state = (
-        sum(getattr(cell, kind) for cell in plan.cells) for kind in ("weights", "gradients", "optimizer")
-    )
+    kinds = ("weights", "gradients", "optimizer")
+    weights, gradients, state = (sum(getattr(cell, kind) for cell in plan.cells) for kind in kinds)
     assert (plan.parameters, weights, gradients) == (1706, 4 * (1706 + copied), 4 * (1706 + 72))
     tensors = 2 + 2 + 2  # Adam keeps two numbers for each, and a step of 4 bytes for each tensor
     assert state == 8 * 1706 + 4 * tensors

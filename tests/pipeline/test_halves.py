@@ -1,6 +1,7 @@
 """Tests a backward in two halves: it has the bits of a whole one, and the weights' half is really left for later."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -80,6 +81,10 @@ def doubled_on_the_way(x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Tensor:
     return F.linear(y.tanh(), v)
 
 
+def checkpointed(reentrant: bool, x: Tensor, w: Tensor, v: Tensor, b: Tensor) -> Any:
+    return checkpoint(lambda y: F.linear(F.dropout(y, 0.5) @ w, v, b), x, use_reentrant=reentrant)
+
+
 # name: (what the layer computes, how many of its three parameters can wait)
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "two linear maps": (lambda x, w, v, b: F.linear(F.linear(x, w, b).tanh(), v), 3),
@@ -90,14 +95,8 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "the input as output": (lambda x, w, v, b: (x, F.linear(x, w, b), x.detach()), 2),
     "a custom function": (lambda x, w, v, b: F.linear(Product.apply(x, w), v, b), 2),
     "a hook on the way": (doubled_on_the_way, 3),
-    "checkpointed": (
-        lambda x, w, v, b: checkpoint(lambda y: F.linear(F.dropout(y, 0.5) @ w, v, b), x, use_reentrant=False),
-        3,
-    ),
-    "checkpointed, re-entrant": (
-        lambda x, w, v, b: checkpoint(lambda y: F.linear(F.dropout(y, 0.5) @ w, v, b), x, use_reentrant=True),
-        0,
-    ),
+    "checkpointed": (partial(checkpointed, False), 3),
+    "checkpointed, re-entrant": (partial(checkpointed, True), 0),
 }
 
 

@@ -15,9 +15,7 @@ def test_every_sort_of_message_arrives_as_it_was_in_memory_of_its_own(wire: str)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_a_part_of_a_larger_tensor_is_aligned_alike_whether_it_is_sent_or_passed_on(
-    layout: torch.memory_format,
-) -> None:
+def test_a_part_of_a_larger_tensor_is_aligned_alike_sent_or_passed_on(layout: torch.memory_format) -> None:
     """Matrix products on GPUs take other kernels for addresses that are no multiples of 256 bytes."""
     assert boundary.ALIGNMENT % 256 == 0
     part = torch.randn(2, 3, 4, 5).contiguous(memory_format=layout)[1:]

@@ -39,9 +39,8 @@ def test_a_profile_is_measured_once(tmp_path: Path) -> None:
     assert "measured in" in said and said.endswith(f"kept in {file}")
     second, said = profile(tmp_path)
     assert f"from {file}" in said
-    assert [(cost.name, cost.parameters, cost.cost) for cost in second] == [
-        (cost.name, cost.parameters, cost.cost) for cost in first
-    ]
+    ours, theirs = ([(cost.name, cost.parameters, cost.cost) for cost in costs] for costs in (first, second))
+    assert ours == theirs
     file.write_text(file.read_text()[:20])
     assert len(profile(tmp_path)[0]) == len(first)  # a damaged one is measured anew
 

@@ -90,9 +90,7 @@ def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocate
         assert worker.activations - worker.by_kind["shared"] == pytest.approx(real["activations"], rel=exact)
 
 
-def test_the_largest_model_of_the_paper_is_planned_exactly_and_without_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_paper_s_largest_model_is_planned_exactly_and_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PAPER_LM, "model.L=1663", "pipeline.K=128", "pipeline.M=32", "plan.format=json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["parameters"] == 83_876_910_336

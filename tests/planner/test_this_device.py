@@ -25,9 +25,7 @@ PIPELINE = PipelineConfig(**{**composed()["pipeline"], "cost": "flops", "threads
         pytest.param(4, {"WORLD_SIZE": "4"}, 1, id="a launcher that may have given each its GPU"),
     ],
 )
-def test_only_workers_of_this_machine_share_its_two_gpus(
-    workers: int, environment: dict[str, str], sharing: int
-) -> None:
+def test_only_workers_of_this_machine_share_its_gpus(workers: int, environment: dict[str, str], sharing: int) -> None:
     assert workers_per_gpu(workers, 2, environment) == sharing
 
 
