@@ -5,8 +5,6 @@ random models on random described devices, with memory between the least of all 
 nothing needs.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

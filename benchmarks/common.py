@@ -1,7 +1,5 @@
 """Defines the command line and the printed table that all benchmarks share."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import ArgumentParser, RawDescriptionHelpFormatter

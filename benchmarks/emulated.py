@@ -12,8 +12,6 @@ lies outside, for the engine and torch alike. One untimed step without sleeping 
 first; after that the contenders take turns. step: median of the repetitions.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ Nothing of the text is in this repository; it stays under its packages' licences
 where --also names it. Versions and digests are pinned and the wheels are read, not run, so any Python gets this corpus.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -11,8 +11,6 @@ it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the 
 memory what the plain loop's read from the cache. That is the price of the order, not of the engine.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ A fault is a function that takes the place of one of gpipe_cli in a worker, and 
 `tests/verify/test_planted_faults.py` tries them all, on a small model that shows every sort of fault in seconds.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import random
 import time

@@ -7,8 +7,6 @@ gets the processor seconds that the job took, start included.
 `evaluation` is the loss on the job's evaluation set, `accuracy` there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import resource

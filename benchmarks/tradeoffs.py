@@ -12,8 +12,6 @@ the asynchronous weights against PipeDream's rule computed in one process. The d
 processor 240 times as slow as its device (20 GFLOP/s): 40 MB/s and 2.4 ms, one message of a direction at a time.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -39,15 +37,8 @@ from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.cell import build_layer
 
 WIDTH, VOCABULARY = 128, 1000
-SIZES: dict[str, Any] = {
-    "L": 4,
-    "H": 512,
-    "A": 2,
-    "d_model": WIDTH,
-    "vocabulary": VOCABULARY,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
+SIZES: dict[str, Any] = {"L": 4, "H": 512, "A": 2, "d_model": WIDTH, "vocabulary": VOCABULARY}
+SIZES |= {"dropout": 0.0, "attention_dropout": 0.0}
 FAST, DELAYED = (math.inf, 0.0), (40e6, 0.0024)  # bytes a second, seconds of latency
 EXAMPLES, TOKENS, RATE = 32, 24, 0.2  # of a mini-batch; of an example; of SGD, for the mean loss of a token
 KINDS = ("plain", "engine", "tensor-sliced", "asynchronous")

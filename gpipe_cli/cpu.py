@@ -1,9 +1,8 @@
 """Reports the cores and memory that a process may use, and sets its threads and its memory allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" e
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
-MEMORY_FACTS = Path("/proc/meminfo")
+MEMORY_FACTS, PROCESSORS = Path("/proc/meminfo"), Path("/proc/cpuinfo")
 WAITS = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds waiting for one, turns
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -26,6 +25,12 @@ def usable_cores() -> int:
     """Returns the number of cores that this process may use: of its affinity, within its control groups' share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *_shares()]))
+
+
+def processor_name() -> str:
+    """Returns the processor's name."""
+    lines = (line.partition(":") for line in _read(PROCESSORS).splitlines())
+    return next((name.strip() for key, _, name in lines if key.startswith("model name")), platform.machine())
 
 
 def compile_helpers(workers: int) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Draws pictures as SVG, light and dark: bars, curves and text. No library, so that a run draws in milliseconds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape

@@ -5,8 +5,6 @@ no time left for is named; the same command again goes on with it, and with thos
 one JSON file, with a page of tables beside it. It needs no network. --device cpu --tiny tries all parts on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

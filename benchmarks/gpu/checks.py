@@ -1,7 +1,5 @@
 """Describes the machine and checks results: against a plain model, at other K, over a resume, and against a plan."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import mkdtemp
@@ -260,27 +259,6 @@ def tests(site: Site) -> Iterator[Row]:
             }
 
 
-def compare(plan: Row, steps: Sequence[Row]) -> Iterator[Row]:
-    """Makes the rows of each cell, for one micro-batch, and of the bubble in per cent: planned and measured.
-
-    Args:
-        steps: rows of metrics.jsonl; their median counts.
-    """
-    kinds = KINDS[plan["remat"]]
-    for cell, planned in enumerate(plan["cells"]):
-        for kind, field in kinds.items():
-            taken = median(step["cells"][cell].get(kind, 0.0) for step in steps) / plan["M"]
-            yield pair(cell, f"{kind}, ms", 1e3 * planned["seconds"][field], 1e3 * taken)
-    for what, key in (("bubble, %", "bubble"), ("bubble by the measured times, %", "bubble_predicted")):
-        yield pair("all", what, 100 * plan["bubble"], 100 * median(step[key] for step in steps))
-
-
-def pair(cell: int | str, what: str, planned: float, measured: float) -> Row:
-    """Makes a row."""
-    ratio = planned / measured if measured else None
-    return {"cell": cell, "what": what, "planned": planned, "measured": measured, "planned / measured": ratio}
-
-
 def plans(site: Site) -> Iterator[Row]:
     """Compares planned and measured cells, bubble (by events on GPUs) and memory."""
     model = ("model=transformer_lm_small", "debug=tiny") if site.tiny else (*TO_PLAN, "precision=bf16")
@@ -291,7 +269,14 @@ def plans(site: Site) -> Iterator[Row]:
         steps = WARM_UP + (2 if site.tiny else 20)
         site.run("gpipe-train", [*words, *RUN, f"trainer.steps={steps}", f"hydra.run.dir={folder}"])
         rows, _ = read_rows(folder / "metrics.jsonl")
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        yield from ({"remat": remat, **row} for row in compare(plan, rows[WARM_UP:]))
-        memory = pair("all", "memory, MB", plan["memory"] / 1e6, summary["peak_memory_bytes"] / 1e6)
-        yield {"remat": remat, **memory}
+        summary, kinds = json.loads((folder / "summary.json").read_text(encoding="utf-8")), KINDS[remat]
+        pairs = {
+            f"cell {cell['cell']}, {kind}, ms": (
+                1e3 * cell["seconds"][field],
+                1e3 * median(row["cells"][cell["cell"]].get(kind, 0.0) for row in rows[WARM_UP:]) / plan["M"],
+            )
+            for cell, (kind, field) in product(plan["cells"], kinds.items())
+        }
+        pairs["bubble, %"] = 100 * plan["bubble"], 100 * median(row["bubble"] for row in rows[WARM_UP:])
+        pairs["memory, MB"] = plan["memory"] / 1e6, summary["peak_memory_bytes"] / 1e6
+        yield from ({"remat": remat, "what": k, "planned": a, "measured": b} for k, (a, b) in pairs.items())

@@ -4,8 +4,6 @@ Engine and loop share modules, precision, task and optimizer. Mini-batches are r
 has for a micro-batch, and start on the CPU. The plain loop is F0 B0 F1 B1 …, which the schedule 1f1b is at K=1.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Counts the paper's models, and runs a workload by the engine and by torch.distributed.pipelining."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from math import prod
@@ -11,14 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.launch.context import Context
@@ -33,12 +24,10 @@ from .steps import CPU, Step, engine_step, make_cell, squared_loss
 from .throughput import TORCH
 from .timing import StopWatch, take_turns
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-OF_SEVERAL_STAGES: dict[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
-OF_SEVERAL_STAGES |= {"interleaved_1f1b": ScheduleInterleaved1F1B, "zbv": ScheduleZBVZeroBubble}
+SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+OF_SEVERAL_STAGES: dict[str, Any] = {"zbv": pipelining.ScheduleZBVZeroBubble}
+OF_SEVERAL_STAGES |= dict.fromkeys(("interleaved", "interleaved_1f1b"), pipelining.ScheduleInterleaved1F1B)
+OF_SEVERAL_STAGES |= {"zero_bubble": pipelining.ScheduleInterleavedZeroBubble}
 HALVES = ("zero_bubble", "zbv")
 TOKENS, VOCABULARY, IMAGE, CLASSES = 1024, 32000, 224, 1000
 
@@ -134,7 +123,9 @@ def torch_step(kind: str, parts: Sequence[range], policy: str, work: Workload) -
     mine = [rank, cells - 1 - rank] if kind == "zbv" else [*range(rank, cells, work.K)]  # ZBV: in a V
     make = nn.Sequential if policy == "never" else _Checkpointed
     modules = [make(*work.layers(parts[cell], kind in HALVES)) for cell in mine]
-    stages = [PipelineStage(m, cell, cells, CPU, group=peer_group()) for m, cell in zip(modules, mine, strict=True)]
+    stages = [
+        pipelining.PipelineStage(m, cell, cells, CPU, group=peer_group()) for m, cell in zip(modules, mine, strict=True)
+    ]
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return squared_loss((y,), (target,))[0]

@@ -12,8 +12,6 @@ latency + bytes / bandwidth, where a link carries one message after another in e
 machine share one monotonic clock, so the receiver waits for that moment, if it has not passed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Defines the types and limits of ``gpipe-bench``'s options; the defaults stand in ``conf/bench.yaml``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

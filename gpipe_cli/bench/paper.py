@@ -1,7 +1,5 @@
 """Holds the figures of the paper's tables 1 to 4 (NeurIPS 2019)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 Throughputs = dict[tuple[int, int], float]  # by (K, M)
@@ -19,20 +17,11 @@ TABLE_2 = {
 }
 
 # Table 3: AmoebaNet-D (18,128) and Transformer-24 on P100 GPUs without NVLink, M=32, in units of K=2.
-TABLE_3 = {
-    "amoebanet": _throughputs({32: (1.0, 1.7, 2.7)}),
-    "transformer": _throughputs({32: (1.0, 1.8, 3.3)}),
-}
+TABLE_3 = {"amoebanet": _throughputs({32: (1.0, 1.7, 2.7)}), "transformer": _throughputs({32: (1.0, 1.8, 3.3)})}
 
 # Table 4: shares of a step. The slice of the weight update has no label: it is what the others leave.
-TABLE_4 = {
-    "computation": 0.656,
-    "recomputation": 0.225,
-    "bubble": 0.041,
-    "load_imbalance": 0.032,
-    "setup": 0.029,
-    "weight_update": 0.017,
-}
+TABLE_4 = {"computation": 0.656, "recomputation": 0.225, "bubble": 0.041}
+TABLE_4 |= {"load_imbalance": 0.032, "setup": 0.029, "weight_update": 0.017}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Builds training steps to be measured, without a trainer: by the engine, and by a plain loop over the same layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

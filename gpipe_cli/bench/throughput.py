@@ -3,8 +3,6 @@
 Imports no torch: models are counted by a worker process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

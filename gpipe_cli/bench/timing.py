@@ -1,7 +1,5 @@
 """Times steps that several workers run together, and lets contenders take turns."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Starts worker processes and commands for a measurement, and describes the machine. Imports no torch."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -12,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.cpu import usable_cores
+from gpipe_cli.cpu import processor_name, usable_cores
 from gpipe_cli.launch.supervisor import Job, launch
 
 LINES_KEPT = 30  # of a failed command's output
@@ -63,7 +61,7 @@ def run_command(
 def machine() -> dict[str, Any]:
     """Returns the processor, its cores, the load and the versions of Python and torch."""
     return {
-        "processor": processor(),
+        "processor": processor_name(),
         "cores": usable_cores(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
@@ -78,12 +76,3 @@ def machine_line() -> str:
         f"{facts['processor']}, {facts['cores']} cores, load {facts['load']} at the start; "
         f"Python {facts['python']}, torch {facts['torch']}"
     )
-
-
-def processor() -> str:
-    """Returns the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -7,9 +7,9 @@ It needs no hardware, data or weights, and takes seconds; searches (best, fit) u
 
 Every key of gpipe-train (gpipe-train --help), and:
 
-    plan.device=NAME        h100, a100-80gb, rtx-4090, tpu-v3 and more (conf/plan.yaml), this (measured now), or
+    plan.device=NAME        h100, a100-80gb, rtx-4090, tpu-v3 and more (conf/plan.yaml), this (measured here), or
                             {flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}
-    plan.efficiency=0.5     share of the device's FLOP/s that is reached; plan.bandwidth_efficiency likewise
+    plan.efficiency=0.5     share of the device's FLOP/s that is reached
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
     plan.format=json        one JSON object on standard output

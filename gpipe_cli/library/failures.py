@@ -1,7 +1,5 @@
 """Tells other workers of an exception, so that they raise one of the same class."""
 
-from __future__ import annotations
-
 import builtins
 import traceback
 

@@ -40,14 +40,8 @@ from ..typed_section import read_values
 from .failures import describe, failed_there
 
 Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
-_NOT_OFFERED: dict[str, Any] = {
-    "devices": None,
-    "memory": None,
-    "auto": [],
-    "sync_batchnorm": False,
-    "compile": False,
-    "shard_optimizer": False,
-}
+_NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": []}
+_NOT_OFFERED |= dict.fromkeys(("sync_batchnorm", "compile", "shard_optimizer"), False)
 
 
 class Pipeline(WorkerPipeline):

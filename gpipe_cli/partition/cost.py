@@ -20,15 +20,7 @@ from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ..pipeline.randomness import COSTS, seeded
-from .fake_layers import (
-    CostError,
-    Drawn,
-    TensorShape,
-    build_key,
-    build_without_memory,
-    fake_mode,
-    measured_on_shapes,
-)
+from .fake_layers import CostError, Drawn, TensorShape, build_key, build_without_memory, fake_mode, measured_on_shapes
 
 
 @dataclass(frozen=True)

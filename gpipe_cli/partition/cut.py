@@ -19,6 +19,7 @@ from ..pipeline.tied_parameters import Use
 from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
 from .cutter import Cutter, Memory, worker_totals
 from .fake_layers import CostError
+from .model_profile import ModelProfile
 from .partition import cell_costs, cell_layers, even_placement, partition
 from .tie_search import Ties, find_ties
 
@@ -71,7 +72,7 @@ def cut_model(
     config: PipelineConfig,
     workers: int,
     example: MicroBatch,
-    profile: Callable[[], list[LayerCost]] | None = None,
+    profile: Callable[[], ModelProfile] | None = None,
     say: Callable[[str], None] = lambda line: None,
     fitted: Callable[[Sequence[LayerCost], Ties], Cut] | None = None,
 ) -> Cut:
@@ -79,7 +80,7 @@ def cut_model(
 
     Args:
         example: a micro-batch; only its shapes matter.
-        profile: returns the costs for `pipeline.cost=profile`; None: that is refused.
+        profile: returns the times for `pipeline.cost=profile`; None: that is refused.
         say: receives a line about places without a cut.
         fitted: makes the cut of known costs; None: whatever the memory of the workers.
 
@@ -89,7 +90,7 @@ def cut_model(
     refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
     if config.cost == "profile" and profile is not None:
         try:
-            costs = profile()
+            costs = profile().costs
         except (CostError, torch.OutOfMemoryError) as error:  # a layer cannot be timed by itself
             say(f"cut by FLOPs, because layers could not be timed: {error}")
             costs = layer_costs(builders, example[0], "flops")

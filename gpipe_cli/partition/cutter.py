@@ -5,8 +5,6 @@ nothing. So every worker has seconds of its own for each layer. Even workers do 
 few micro-batches the pipeline fills and drains for a large part of it, and cells in rounds wait for each other.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -169,7 +167,7 @@ class Cutter:
         return [start + int(end) for end in cells[1:]]
 
 
-def instruction_lists(config: PipelineConfig, placement: Sequence[int]) -> InstructionLists:
+def instruction_lists(config: PipelineConfig, placement: Sequence[int]) -> list[list[Instruction]]:
     """Returns the lists of a step."""
     return schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
 

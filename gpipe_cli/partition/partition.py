@@ -4,8 +4,6 @@ The paper minimises the variance of the cells' costs C_k by a heuristic of its o
 ``min_variance``, the paper's words, and ``min_max``, because the slowest cell sets the pace of a pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -85,10 +83,7 @@ def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str
 
 
 def divide(
-    totals: Sequence[Floats],
-    least: Sequence[int],
-    last: Sequence[Places] | None = None,
-    objective: str = "min_max",
+    totals: Sequence[Floats], least: Sequence[int], last: Sequence[Places] | None = None, objective: str = "min_max"
 ) -> Places | None:
     """Divides elements between parts, neighbours together; see `partition` for the objective.
 
@@ -116,11 +111,7 @@ def divide(
 
 
 def _least(
-    totals: Sequence[Floats],
-    least: Sequence[int],
-    last: Sequence[Places] | None,
-    limit: float,
-    power: int,
+    totals: Sequence[Floats], least: Sequence[int], last: Sequence[Places] | None, limit: float, power: int
 ) -> Places | None:
     """Returns the ends with the least sum of costs to a power, each at most ``limit``; None where there are none.
 

@@ -3,8 +3,6 @@
 Layers tie them by builders that return one module or one parameter, or declare it (`LayerBuilder.tied`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

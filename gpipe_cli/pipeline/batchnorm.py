@@ -5,8 +5,6 @@ replicas). The moving averages that evaluation uses follow the statistics of the
 in the forwards, never in recomputes, and applied once when the step ends.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache

@@ -5,8 +5,6 @@ results of a layer that changes its buffers would depend on K, on re-materializa
 BatchNorm's statistics may change, when a step ends (`batchnorm.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Runs one cell: consecutive layers on one device, for one micro-batch at a time (paper, section 2.1: F_k)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -196,13 +194,7 @@ class Cell:
         return nullcontext() if self._compiled else self._casts.used_on(device)  # compiled layers cast within kernels
 
     def run_training(
-        self,
-        inputs: Tensors,
-        targets: Tensors,
-        step: int,
-        micro_batch: int,
-        signature: Hashable,
-        first_time: bool,
+        self, inputs: Tensors, targets: Tensors, step: int, micro_batch: int, signature: Hashable, first_time: bool
     ) -> tuple[Tensors, dict[int, Tensor]]:
         """Runs F_k for one micro-batch, with the noise that belongs to it.
 

@@ -12,8 +12,6 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 `StepBuffers` of its own: what a step holds ends with it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

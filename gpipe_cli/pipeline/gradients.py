@@ -6,8 +6,6 @@ The global norm is made of one number per parameter, computed on the parameter's
 float64: the same bits for every K.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch

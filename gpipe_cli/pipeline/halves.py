@@ -15,8 +15,6 @@ added up before they are added to those of other micro-batches; a weight that en
 All are exact; less is left for the second half.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,10 +95,7 @@ class WeightHalf:
 
 
 def backward_of_inputs(
-    roots: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    waits: dict[int, bool] | None = None,
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], waits: dict[int, bool] | None = None
 ) -> WeightHalf:
     """Runs the first half of ``torch.autograd.backward(roots, gradients)``; the second is `WeightHalf.run`.
 

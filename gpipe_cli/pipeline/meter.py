@@ -1,7 +1,5 @@
 """Measures when each instruction of a step begins and ends, by the CPU's clock or by CUDA events; the peak memory."""
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

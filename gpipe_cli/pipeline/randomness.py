@@ -6,8 +6,6 @@ numbers do not depend on K, on the worker or on earlier ones, and recompute (pap
 again without any stored generator state. What the program around the engine draws goes on as if the engine drew none.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

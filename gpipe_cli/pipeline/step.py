@@ -1,7 +1,5 @@
 """Defines a step's plan, which all workers know before it begins, and its result, when they have met."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

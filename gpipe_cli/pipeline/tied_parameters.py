@@ -5,8 +5,6 @@ the sums are added in layer order, and the bits do not depend on the cut. The fi
 alone has an optimizer state, an average and a place in checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

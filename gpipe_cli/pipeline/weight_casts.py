@@ -5,8 +5,6 @@ micro-batch is computed, widened and added up as without this file: the same bit
 casts of a cell's inputs, and those made without a graph, so that bits would depend on the cut.)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

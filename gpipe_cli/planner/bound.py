@@ -23,8 +23,6 @@ The bound is the largest of these:
   update is left out here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ Memory that two layers keep (the output of one is the input of the next) counts 
 layers are walked through with the storages that they keep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -4,8 +4,6 @@ Figures are the vendors' peaks for one accelerator (for a TPU: one core, as the 
 share of them that a real run reaches. A device sold with 16 GB has 16 GiB.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal

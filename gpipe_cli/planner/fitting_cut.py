@@ -1,7 +1,5 @@
 """Computes the bytes that workers would hold with some of the layers, so that cuts fit their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import accumulate, starmap
@@ -14,11 +12,11 @@ from ..layers import LayerBuilder, own_name
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost
 from ..partition.cut import Cut, cut_by_costs
-from ..partition.cutter import Memory
+from ..partition.cutter import Memory, instruction_lists
 from ..partition.fake_layers import CostError
 from ..partition.tie_search import Ties
 from ..schedule.instruction import Op
-from ..schedule.schedule import kept_graphs, most_kept, schedule
+from ..schedule.schedule import most_kept
 from .cells import cell_sizes
 from .devices import parse_bytes
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
@@ -45,11 +43,10 @@ def memory_of_workers(
         limits: bytes of each worker.
         wire: how messages travel.
     """
-    keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
-    lists = schedule(pipeline.schedule, placement, pipeline.M, keep)
+    lists = instruction_lists(pipeline, placement)
     kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
-    waiting = [max(each.inputs.values()) for each in kept]
-    graphs = [max(each.graphs.values()) for each in kept]
+    waiting = [max(inputs.values()) for inputs, _ in kept]
+    graphs = [max(graphs.values()) for _, graphs in kept]
     sums = [0.0, *accumulate(held)]
 
     @cache

@@ -5,8 +5,6 @@ in the cell behind it, a graph from the run that built it to the last computatio
 used or sent. Messages on their way count as if there were always as many as there may be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,14 +14,8 @@ from ..pipeline.messages.shared_memory import slot_bytes
 from ..schedule.instruction import Instruction, Op, send_window
 from ..schedule.posting import RECEIVES_AHEAD
 
-MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING = KINDS = (
-    "mini_batch",
-    "inputs",
-    "graphs",
-    "messages",
-    "shared",
-    "running",
-)
+KINDS = ("mini_batch", "inputs", "graphs", "messages", "shared", "running")
+MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING = KINDS
 
 
 class Wire(Enum):

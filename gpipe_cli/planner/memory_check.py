@@ -1,7 +1,5 @@
 """Refuses a model that the memory of this machine or its GPUs cannot hold, counted on layers without memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -16,9 +16,7 @@ THIS = "this"
 @dataclass(frozen=True)
 class _Typed:
     efficiency: Positive = 1.0
-    bandwidth_efficiency: Positive = 1.0
     longest: bool = False
-    kernels: Literal["auto", "accelerator", "cpu"] = "auto"
     bytes_per_parameter: Positive | None = None
     best: bool = False
     devices: Count | None = None

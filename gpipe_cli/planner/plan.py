@@ -1,7 +1,5 @@
 """Defines the plan of a run as plain data: its cut, the bytes of every cell and worker, the time of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -193,8 +191,8 @@ def cell_plans(
     plans = []
     for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
         worker, size = cell.worker, cell.sizes
-        inputs = kept[worker].inputs[number] * (cell.inputs_bytes if number else size.message)
-        graphs = kept[worker].graphs[number]
+        waiting, graphs = (of_cell[number] for of_cell in kept[worker])
+        inputs = waiting * (cell.inputs_bytes if number else size.message)
         working = size.working(graphs, halves)
         plans.append(
             CellPlan(
@@ -209,7 +207,7 @@ def cell_plans(
                 seconds=time,
                 **asdict(bytes_),
                 graph=size.graph + size.outputs,
-                inputs_in_flight=kept[worker].inputs[number],
+                inputs_in_flight=waiting,
                 inputs=inputs,
                 working=working,
                 total=bytes_.total + inputs + working,

@@ -5,8 +5,6 @@ instruction lists that would run (`memory`), times from a described device (`tim
 and loss are run and timed on the machine as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
@@ -24,17 +22,16 @@ from ..factory.groups import Groups
 from ..micro_batch import MicroBatch
 from ..partition.cost import LayerCost, LayerTimes, layer_costs
 from ..partition.cut import Cut, cut_by_costs, places_without_cut
-from ..partition.cutter import durations
+from ..partition.cutter import durations, instruction_lists
 from ..partition.fake_layers import CostError
-from ..partition.model_profile import ModelProfile, profile_layers
+from ..partition.model_profile import ModelProfile
 from ..partition.tie_search import Ties, find_ties
 from ..schedule.instruction import Instruction
-from ..schedule.schedule import kept_graphs, schedule
 from ..schedule.simulate import simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
 from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
-from .measure.kept_profile import kept_costs, profile_file
+from .measure.kept_profile import profile_file, profiled
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, workers_on_a_gpu
 from .memory import most_alive, wire_of
@@ -43,6 +40,7 @@ from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
 from .timing import TimeModel, cell_times
 
+BANDWIDTH = 0.7  # share of a described memory's bytes/s that is reached: an assumption
 LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer; timing takes about six of them
 
 
@@ -86,8 +84,7 @@ class Planner:
         self.device = options.device or measure_device(self._section)
         self._times = TimeModel(self.device)  # the rates of this machine are measured, those of others are peaks
         if options.device is not None:
-            self._times = TimeModel(self.device, options.efficiency, options.bandwidth_efficiency)
-        self._kernels = self.device.kernels if options.kernels == "auto" else options.kernels
+            self._times = TimeModel(self.device, options.efficiency, BANDWIDTH)
         self._measured = cache(self._measure)
         self._state_bytes = optimizer_state_bytes(settings.optimizer)
 
@@ -120,82 +117,56 @@ class Planner:
         pipeline = self._with_workers(pipeline or self.settings.pipeline)
         measured = self._measured(pipeline.M * pipeline.replicas)
         cut = self._cut(measured, pipeline)
-        keep = kept_graphs(pipeline.policy, pipeline.K, pipeline.M)
-        lists = schedule(pipeline.schedule, cut.placement, pipeline.M, keep)
-        return self._assemble(pipeline, measured, cut, lists)
+        return self._assemble(pipeline, measured, cut, instruction_lists(pipeline, cut.placement))
 
     def _measure(self, count: int) -> Measurement:
         """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
         micro_batch, examples = example_micro_batch(self.settings, count, self.options.longest)
         precision = self.settings.precision
         autocast, passed_as = build_autocast(precision, torch.device("cpu")), boundary_type_of(precision)
-        model = measure_model(self.builders, self._task.loss, micro_batch, autocast, passed_as, self._kernels)
-        timed = self._time(model, micro_batch) if self.options.device is None else None
-        costs = [
-            replace(cost, may_end_cell=facts.may_end_cell)
-            for cost, facts in zip(self._costs(model, micro_batch, timed), model.layers, strict=True)
-        ]
+        model = measure_model(self.builders, self._task.loss, micro_batch, autocast, passed_as, self.device.kernels)
+        profile = self._profile(model, micro_batch) if self.options.device is None else None
+        if self._section.cost != "profile":
+            costs = layer_costs(self.builders, micro_batch[0], self._section.cost)
+        elif profile is not None:
+            costs = profile.costs
+        else:
+            costs = [
+                LayerCost(name, facts.parameter_count, None, None, times.total, measured=times)
+                for name, facts, times in zip(self._names, model.layers, self._times.layers(model), strict=True)
+            ]
+        both = zip(costs, model.layers, strict=True)
+        costs = [replace(cost, may_end_cell=facts.may_end_cell) for cost, facts in both]
         model.notes.extend(places_without_cut(costs))
         return Measurement(**vars(model), costs=costs, examples=examples)
 
-    def _costs(self, model: ModelFacts, micro_batch: MicroBatch, timed: ModelProfile | None) -> list[LayerCost]:
-        """Returns the costs by which the model is cut; may add a note.
+    def _profile(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
+        """Returns the times of layers and loss here, as a run keeps them; None, with a note, where they take too long.
 
-        For `pipeline.cost=profile` on this machine they are those of the profile that a run uses, or this one, which it
-        will use; for a described device, and where layers take too long to be timed, they are worked out.
+        Ones may stand for tokens, labels and pixels.
         """
-        how = self._section.cost
-        if how != "profile":
-            return layer_costs(self.builders, micro_batch[0], how)
-        if self.options.device is None:
-            with as_worker(self._section.threads):  # a profile is kept for a number of threads
-                file = profile_file(self.builders, micro_batch, self.settings, present_device(self._section))
-            if timed is not None or file.exists():
-                model.notes.append(f"pipeline.cost=profile: cut by the profile in {file}")
-                names = [builder.name for builder in self.builders]
-                return kept_costs(file, names, lambda: [] if timed is None else timed.costs)
-        return [
-            LayerCost(builder.name, facts.parameter_count, None, None, times.total, measured=times)
-            for builder, facts, times in zip(self.builders, model.layers, self._times.layers(model), strict=True)
-        ]
-
-    def _time(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
-        """Times layers and loss on this machine; returns None, with a note, where that fails or takes too long."""
+        here = present_device(self._section)
+        inputs, targets = (tuple(torch.ones_like(tensor, device="cpu") for tensor in side) for side in micro_batch)
         distinct = dict.fromkeys(model.with_loss)  # equal layers are timed once
-        if sum(self._times.estimate(facts).total for facts in distinct) > LONGEST_PROFILE:
-            model.notes.append("layers are too large to be timed here: times follow from the machine's measured rates")
-            return None
         try:
-            timed = self._profile(micro_batch)
+            with as_worker(self._section.threads):  # a profile is kept for a number of threads
+                file = profile_file(self.builders, (inputs, targets), self.settings, here)
+                if not file.exists() and sum(self._times.estimate(of).total for of in distinct) > LONGEST_PROFILE:
+                    raise CostError("that would take long")
+                found = profiled(self.builders, (inputs, targets), self.settings, here, model.notes.append)
         except (CostError, RuntimeError) as error:
-            model.notes.append(f"layers could not be timed here ({error}): times follow from the machine's rates")
+            model.notes.append(f"layers are not timed here ({error}): times follow from the machine's measured rates")
             return None
         # The GPU was this process's alone; workers that share it take turns.
-        sharing, both = workers_on_a_gpu(self._section), zip(model.with_loss, [*timed.times, timed.loss], strict=False)
+        sharing, both = workers_on_a_gpu(self._section), zip(model.with_loss, [*found.times, found.loss], strict=False)
         self._times.measured.update({facts: times.slower(sharing) for facts, times in both if times})
-        return timed
-
-    def _profile(self, micro_batch: MicroBatch) -> ModelProfile:
-        pipeline, here = self._section, present_device(self._section)
-        autocast = build_autocast(self.settings.precision, here)
-        # Ones may stand for tokens, labels and pixels.
-        inputs, targets = (tuple(torch.ones_like(tensor, device=here) for tensor in side) for side in micro_batch)
-        with as_worker(pipeline.threads):
-            return profile_layers(
-                self.builders,
-                inputs,
-                here,
-                autocast,
-                lambda outputs: self._task.loss(outputs, targets)[0],
-                targets,
-                boundary_type_of(self.settings.precision),
-            )
+        return found
 
     def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
         """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
         held = list(map(partial(self._held, replace(self.settings, pipeline=pipeline)), self._names, measured.layers))
         limits = self.limits(pipeline)
-        wire = wire_of(pipeline, self._kernels == "cpu")
+        wire = wire_of(pipeline, self.device.kernels == "cpu")
         memory_of = partial(memory_of_workers, pipeline=pipeline, model=measured, held=held, limits=limits, wire=wire)
         return cut_by_costs(self.builders, measured.costs, pipeline, pipeline.worker_count, self._ties, memory_of)
 
@@ -223,7 +194,7 @@ class Planner:
 
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host)
         model = self._model_bytes(cells, pipeline)
-        wire = wire_of(pipeline, self._kernels == "cpu")
+        wire = wire_of(pipeline, self.device.kernels == "cpu")
         alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
         workers = worker_plans(cells, model, alive, self.limits(pipeline))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)

@@ -1,7 +1,5 @@
 """Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -75,45 +73,6 @@ def micro_batch_counts(planner: Planner) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-class Attempts:
-    """Counts the plans of one search and remembers the one with the least memory.
-
-    Attributes:
-        count: number of plans made.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._nearest: Plan | None = None
-        self._refusal: ConfigurationError | None = None
-
-    def make(self, plan: Callable[[], Plan]) -> Plan | None:
-        """Makes a plan; returns None where model or schedule refuse its values, as BatchNorm does a single number."""
-        try:
-            made = plan()
-        except ConfigurationError as error:
-            self._refusal = self._refusal or error
-            return None
-        self.count += 1
-        if self._nearest is None or made.memory < self._nearest.memory:
-            self._nearest = made
-        return made
-
-    def error(self) -> ConfigurationError:
-        """Returns the error to raise when no plan fits."""
-        plan = self._nearest
-        if plan is None:
-            return self._refusal or ConfigurationError("there is nothing to try")
-        cause = ""
-        if plan.model_memory > plan.limit:
-            cause = f", and weights, gradients and optimizer state alone are {plan.model_memory / 1e9:.4g} GB"
-        return ConfigurationError(
-            f"nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
-            f"pipeline.K={plan.K} pipeline.M={plan.M} pipeline.remat={plan.remat} pipeline.schedule={plan.schedule}"
-            f"{cause}; use more workers, smaller mini-batches or a smaller model"
-        )
-
-
 def candidates(
     pipeline: PipelineConfig, free: Collection[str], devices: int, layers: int, counts: Sequence[int]
 ) -> Iterator[PipelineConfig]:
@@ -160,7 +119,9 @@ class Search:
 
     def __init__(self, planner: Planner, free: Collection[str], say: Say = lambda line: None) -> None:
         self._planner, self._free, self._say = planner, free, say
-        self.attempts = Attempts()
+        self._tried = 0
+        self._nearest: Plan | None = None
+        self._refusal: ConfigurationError | None = None
 
     def fastest(self, devices: int) -> Plan:
         """Returns the plan with the shortest step that fits ``devices``; of those as fast the one with fewest cells.
@@ -191,7 +152,7 @@ class Search:
                 fitting.append(leaner)
             found += [min(fitting, key=_order)] if fitting else []
         if not found:
-            raise self.attempts.error()
+            raise self.error()
         unsure = MEASURED_AGAIN if self._planner.options.device is None else ROUNDING
         as_fast = (1 + unsure) * min(found, key=_order).step_seconds
 
@@ -204,7 +165,7 @@ class Search:
             {"keys": self._words(each), "step_seconds": each.step_seconds, "memory": each.memory, "fits": each.fits}
             for each in shown
         ]
-        return replace(best, found=self._words(best), tried=self.attempts.count, rivals=rivals)
+        return replace(best, found=self._words(best), tried=self._tried, rivals=rivals)
 
     def least(self, devices: int) -> Plan | None:
         """Returns a plan that fits ``devices`` with the smallest micro-batches; None without one."""
@@ -241,8 +202,30 @@ class Search:
         return None
 
     def plan(self, section: PipelineConfig) -> Plan | None:
-        """Makes a plan; returns None where it is refused."""
-        return self.attempts.make(lambda: self._planner.plan(section))
+        """Makes a plan; returns None where model or schedule refuse its values, as BatchNorm does a single number."""
+        try:
+            made = self._planner.plan(section)
+        except ConfigurationError as error:
+            self._refusal = self._refusal or error
+            return None
+        self._tried += 1
+        if self._nearest is None or made.memory < self._nearest.memory:
+            self._nearest = made
+        return made
+
+    def error(self) -> ConfigurationError:
+        """Returns the error to raise when no plan fits."""
+        plan = self._nearest
+        if plan is None:
+            return self._refusal or ConfigurationError("there is nothing to try")
+        cause = ""
+        if plan.model_memory > plan.limit:
+            cause = f", and weights, gradients and optimizer state alone are {plan.model_memory / 1e9:.4g} GB"
+        return ConfigurationError(
+            f"nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
+            f"pipeline.K={plan.K} pipeline.M={plan.M} pipeline.remat={plan.remat} pipeline.schedule={plan.schedule}"
+            f"{cause}; use more workers, smaller mini-batches or a smaller model"
+        )
 
     def _words(self, plan: Plan) -> dict[str, Any]:
         """Returns the keys that a person could have typed for a plan, with their values."""
@@ -261,13 +244,13 @@ def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
         ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
     """
     search = Search(planner, [key for key in FREE if key != "replicas"], say)
-    devices = first(lambda devices: search.least(devices) is not None, len(planner.builders))
+    devices = _first(lambda devices: search.least(devices) is not None, len(planner.builders))
     if devices is None:
-        raise search.attempts.error()
+        raise search.error()
     return search.fastest(devices)
 
 
-def first(holds: Callable[[int], bool], most: int) -> int | None:
+def _first(holds: Callable[[int], bool], most: int) -> int | None:
     """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none."""
     low, high = 0, 1
     while not holds(high):

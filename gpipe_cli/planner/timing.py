@@ -4,8 +4,6 @@ An operation takes the longer of two times: its FLOPs at the device's rate, or i
 run reaches a share of both rates (`plan.efficiency`), and every operation costs its start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 

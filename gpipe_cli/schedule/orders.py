@@ -10,8 +10,6 @@
 F, B, I and W' are the times of a worker's forward, backward, and the two halves of its backward; M >= W.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

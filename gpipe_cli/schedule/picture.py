@@ -1,7 +1,5 @@
 """Draws a timeline, as text for a terminal and as a picture for a paper (after the paper's figure 2c)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ..svg import Bar, Drawing, short, ticks

@@ -16,8 +16,6 @@ gap waits for came before it on the ideal machine's clock; so the run cannot sta
 `Receives` posts what is due while a step runs.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

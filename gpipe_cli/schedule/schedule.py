@@ -8,12 +8,9 @@ Here the units become instructions. A boundary inside a worker is no instruction
 stands directly after the computation whose result it sends.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -98,22 +95,12 @@ def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:
     return [_instructions(units, placement, (0,) * len(placement)) for units in lists]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Holds the most that one worker keeps at any moment of a step.
+def most_kept(instructions: Sequence[Instruction]) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns the most that a worker keeps, by its training list (paper, section 2.3: N + (L/K)·(N/M)).
 
-    Attributes:
-        inputs: cell -> micro-batches whose boundary input is kept, from forward to the end of backward (its
-            second half, where it has two).
-        graphs: cell -> micro-batches whose graph is kept, from forward (or recompute) to there.
+    Two numbers of micro-batches, each by cell: those whose boundary input is kept, from forward to the end of backward
+    (its second half, where it has two); and those whose graph is kept, from forward (or recompute) to there.
     """
-
-    inputs: dict[int, int]
-    graphs: dict[int, int]
-
-
-def most_kept(instructions: Sequence[Instruction]) -> Kept:
-    """Returns the activations that a worker has to keep, by its training list (paper, section 2.3: N + (L/K)·(N/M))."""
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     inputs, graphs = (Counter({i.cell: 0 for i in instructions}) for _ in range(2))
     most_inputs, most_graphs = dict(inputs), dict(graphs)
@@ -124,7 +111,7 @@ def most_kept(instructions: Sequence[Instruction]) -> Kept:
         graphs[i.cell] += 0 if forgets_its_graph else 1 if i.op is Op.RECOMPUTE else change
         most_inputs[i.cell] = max(most_inputs[i.cell], inputs[i.cell])
         most_graphs[i.cell] = max(most_graphs[i.cell], graphs[i.cell])
-    return Kept(most_inputs, most_graphs)
+    return most_inputs, most_graphs
 
 
 def _instructions(units: Sequence[Unit], placement: Sequence[int], keep: Sequence[int]) -> list[Instruction]:

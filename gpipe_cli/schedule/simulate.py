@@ -1,7 +1,5 @@
 """Simulates a schedule: makes a timeline of instruction lists and the duration of each instruction."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

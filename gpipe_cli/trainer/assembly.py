@@ -38,7 +38,7 @@ from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..pipeline.cell import COMPILED_BACKWARD
 from ..planner.fitting_cut import cut_for_run
-from ..planner.measure.kept_profile import profiled_costs
+from ..planner.measure.kept_profile import profiled
 from ..planner.measure.this_device import workers_on_a_gpu
 from ..planner.memory_check import memory_of, refuse_too_large
 from ..tasks.base import GenerationSettings, Task
@@ -202,7 +202,7 @@ def describe_and_cut(
         assert source is not None and read is not None
         example = read.micro_batches[0]
         usual = usual_micro_batch(source, example, settings.pipeline)
-        profile = partial(profiled_costs, builders, usual, settings, world.device, say)
+        profile = partial(profiled, builders, usual, settings, world.device, say)
         memory = memory_of_worker(settings, world)
         fitted = None if memory is None else partial(cut_for_run, builders, settings, example, memory)
         cut = cut_model(builders, settings.pipeline, world.workers, usual, profile, say, fitted)

@@ -4,8 +4,6 @@ A step begins on both sides with what the pipeline held before it, which the che
 beginning) has found to be right. So any step can be checked, and rounding does not add up.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -8,17 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config import Settings
-from ..difference import (
-    MISSING,
-    NO_LAYER,
-    Difference,
-    Gap,
-    Key,
-    Quantity,
-    judge,
-    judge_tensors,
-    may_be_rounding,
-)
+from ..difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge, judge_tensors, may_be_rounding
 from ..factory.kept_comparison import ModuleReport
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown

@@ -393,13 +393,7 @@ def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKe
 
 
 def update(
-    section: Section,
-    key: GroupKey,
-    rate: float | None,
-    weight: Tensor,
-    state: Section,
-    gradient: Tensor,
-    seed: int = 0,
+    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor, seed: int = 0
 ) -> tuple[Tensor, Any]:
     """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 

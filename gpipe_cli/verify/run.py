@@ -4,8 +4,6 @@ The first steps are checked, then one with a loss that is not finite, then one a
 checks a step while the workers wait, so that only one step has to be kept.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Checks the settings of gpipe-verify, and changes them for float64: the same weights and examples, wider."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import partial

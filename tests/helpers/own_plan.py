@@ -57,4 +57,5 @@ class OwnTask(Task):
 
 
 IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"
+ON_CPU = "plan.device={flops: 31.2e12, half_flops: 125e12, memory: 24GiB, bandwidth: 6e11, link: 2.5e10, kernels: cpu}"
 OWN = (EVEN, "data._target_=own_plan.OwnData", "data.batch_size=64", "task._target_=own_plan.OwnTask", IDEAL)

@@ -83,7 +83,7 @@ def test_the_best_kind_is_the_shortest_schedule_where_each_worker_has_room_for_w
     kind: str, keep: tuple[int, ...], M: int, graphs: int, ours: int, shortest: int
 ) -> None:
     lists = schedule(kind, range(W := len(keep)), M, keep)
-    assert max(sum(most_kept(each).graphs.values()) for each in lists) <= graphs
+    assert max(sum(most_kept(each)[1].values()) for each in lists) <= graphs
     assert simulate(lists, range(W), cost_durations([1.0] * W)).span == ours
     assert Search([even(1)] * W, range(W), M, [graphs] * W, True).shortest() == shortest
 

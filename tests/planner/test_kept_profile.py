@@ -15,8 +15,7 @@ from inline_run import train_inline
 from gpipe_cli.commands import plan
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.partition.cost import LayerCost
-from gpipe_cli.planner.measure import kept_profile
-from gpipe_cli.planner.measure.kept_profile import profile_file, profiled_costs
+from gpipe_cli.planner.measure.kept_profile import profile_file, profiled
 from gpipe_cli.tasks.language_model import LanguageModelTask
 
 CPU = torch.device("cpu")
@@ -29,7 +28,7 @@ def profile(cache: Path, *words: str, batch: int = 2) -> tuple[list[LayerCost], 
     said: list[str] = []
     ids = (torch.ones(batch, 5, dtype=torch.int64),)
     with mock.patch.dict(os.environ, GPIPE_CACHE=str(cache)):
-        costs = profiled_costs(build_model(settings.model), (ids, ids), settings, CPU, said.append)
+        costs = profiled(build_model(settings.model), (ids, ids), settings, CPU, said.append).costs
     return costs, said[0]
 
 
@@ -53,7 +52,7 @@ def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any
 
 
 def test_a_gpu_s_profile_is_that_of_the_kernels_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_profile, "device_name", lambda device: "H100")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
     ids = (torch.ones(2, 5, dtype=torch.int64),)
 
     def file(device: str, *words: str) -> Path:
@@ -92,6 +91,6 @@ def test_a_run_and_a_plan_of_this_machine_cut_by_one_profile(
     assert not (tmp_path / "profiles").exists()
     notes = notes_of_a_plan("plan.device=this", capsys=capsys)
     (file,) = (tmp_path / "profiles").glob("*.json")
-    assert notes[0] == f"pipeline.cost=profile: cut by the profile in {file}"
+    assert notes[0].endswith(f"kept in {file}")
     _, events = train_inline(tmp_path / "run", *PLANNED, "trainer.steps=1", "pipeline.workers=1")
     assert any(f"from {file}" in event["text"] for event in events if event["kind"] == "message")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_plan import OWN, planned
+from own_plan import ON_CPU, OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
@@ -77,7 +77,7 @@ def allocated() -> list[list[dict[str, Any]]]:
 def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocated: list[list[dict[str, Any]]]) -> None:
     family, how = RUNS[number]
     exact = 0.05 if "pipeline.keep" in str(how) else 0.1
-    made = planned(*FAMILIES[family], *how, "plan.kernels=cpu", "pipeline.cost=flops")
+    made = planned(*FAMILIES[family], *how, ON_CPU, "pipeline.cost=flops")
     for worker, real in zip(made.workers_plan, allocated[number], strict=True):
         cells = [made.cells[cell] for cell in worker.cells]
         for kind in ("weights", "gradients", "optimizer", "average"):
@@ -172,8 +172,7 @@ def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory()
 # -- the cut that a run makes ----------------------------------------------------------------------------------------
 
 
-WORDS = ("model=transformer_lm_small", "pipeline.K=2", "pipeline.workers=2", "pipeline.cost=flops")
-WORDS += ("plan.device=a10", "plan.kernels=cpu")
+WORDS = ("model=transformer_lm_small", "pipeline.K=2", "pipeline.workers=2", "pipeline.cost=flops", ON_CPU)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from inline_run import train_inline
-from own_plan import planned
+from own_plan import ON_CPU, planned
 from run_files import losses
 from small_models import CPU, build_all, small_model
 
@@ -119,7 +119,6 @@ def test_the_first_layer_that_differs_is_named() -> None:
 # -- pipeline=auto ---------------------------------------------------------------------------------------------------
 
 
-ON_CPU = ("plan.device=a10", "plan.kernels=cpu")
 TINY = ("debug=tiny", "model=transformer_lm_small", "model.L=2", "checkpoint.every=2")
 
 
@@ -153,7 +152,7 @@ def test_other_commands_do_not_choose(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_graphs_are_kept_by_the_memory_and_change_no_loss(tmp_path: Path) -> None:
     words = (*TINY, "pipeline.K=4", "pipeline.M=4", "pipeline.workers=1")
-    most, least = (planned(*words, f"pipeline.remat={remat}", *ON_CPU).memory for remat in ("never", "always"))
+    most, least = (planned(*words, f"pipeline.remat={remat}", ON_CPU).memory for remat in ("never", "always"))
     _, events = train_inline(tmp_path / "auto", *words, "pipeline.remat=auto", f"pipeline.memory={(most + least) / 2}")
     (chosen,) = (event["keys"] for event in events if event["kind"] == "chosen")
     assert sorted(chosen) == ["pipeline.keep", "pipeline.partition"] and 0 < min(chosen["pipeline.keep"]) < 4

@@ -1,7 +1,5 @@
 """Makes table 4: where a training step goes, in a real run of gpipe-train."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
 
+from ...svg import draw_shares
 from ..options import BenchOptions
 from ..paper import TABLE_4
 from ..workers import run_command
@@ -35,9 +34,9 @@ def breakdown_table(number: int, options: BenchOptions, say: Say) -> Table:
     title, formats = f"Table {number}: where a training step goes (K={K}, M={M})", dict.fromkeys(columns, ".1%")
     said = [
         f"Schedule {options.schedules[0]}, remat {options.remat}; gpipe-train with {' '.join(options.train)}. "
-        "docs/run.md says what the shares are; the paper does not.",
+        "docs/run.md says what the shares are; the paper does not."
     ]
-    return Table("table4", title, {"share of a step": "", **formats}, rows, said, {"columns": columns}, bars=columns)
+    return Table("table4", title, {"share of a step": "", **formats}, rows, said, draw_shares(columns, title))
 
 
 def one(values: list[int] | None, key: str, default: int) -> int:

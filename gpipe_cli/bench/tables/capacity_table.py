@@ -1,7 +1,5 @@
 """Makes table 1: the largest models that fit, by gpipe-plan for the paper's devices. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,18 +1,15 @@
 """Holds a table of figures with its notes and curves, and writes it as a page, JSON and a plot."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.svg import Curve, Drawing, draw_shares, plot
+from gpipe_cli.svg import Drawing
 from gpipe_cli.terminal.document import Document, Grid, Lines, Picture
 
 Say = Callable[[str], None]  # reports to the user what is being measured
-THROUGHPUT_AXES = ("cells K", "normalised throughput")
 
 
 @dataclass(frozen=True)
@@ -24,9 +21,6 @@ class Table:
         columns: title of each column to the format of its values, e.g. ``{"ours": ".2f", "remat": ""}``.
         rows: values by title; further keys are for the JSON file only.
         notes: the protocol and what is remarkable, a sentence or two each.
-        facts: entries of the JSON file: everything measured, in full precision; None: the rows.
-        curves: of the plot.
-        bars: in place of curves, shares of a step: column to name to share.
     """
 
     name: str
@@ -34,43 +28,32 @@ class Table:
     columns: Mapping[str, str]
     rows: Sequence[Mapping[str, Any]]
     notes: Sequence[str]
-    facts: Mapping[str, Any] | None = None
-    curves: Sequence[Curve] = ()
-    bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    drawing: Drawing | None = None
 
     def document(self, where: str = "") -> Document:
         """Returns the table with its notes and its plot; ``where``: the machine that the figures are from."""
-        drawing = self.drawing()
         grid = Grid(list(self.columns), [cells(self.columns, row) for row in self.rows])
-        plots = [] if drawing is None else [Picture(str(drawing))]
+        plots = [] if self.drawing is None else [Picture(str(self.drawing))]
         return Document(self.title, [grid, Lines(self.notes, "* "), *plots, Lines([where] * bool(where))])
-
-    def drawing(self) -> Drawing | None:
-        """Returns the plot; None for a table without curves and bars."""
-        if self.bars:
-            return draw_shares(self.bars, self.title)
-        return plot(self.curves, THROUGHPUT_AXES, self.title) if self.curves else None
 
     def write(self, folder: Path, where: str = "", about: Mapping[str, Any] | None = None) -> list[Path]:
         """Writes ``NAME.html`` and ``.json`` and the plot's ``.svg``; returns the files.
 
         Args:
             where: the machine that the figures are from.
-            about: entries of the JSON file in front of the notes and `facts`.
+            about: entries of the JSON file in front of notes and rows.
 
         Raises:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         page, figures, picture = (folder / f"{self.name}.{end}" for end in ("html", "json", "svg"))
-        drawing = self.drawing()
         self.document(where).save(page)
-        facts = {"rows": self.rows} if self.facts is None else self.facts
-        content = {"title": self.title, **(about or {}), "notes": list(self.notes), **facts}
+        content = {"title": self.title, **(about or {}), "notes": list(self.notes), "rows": self.rows}
         figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        if drawing is not None:
-            drawing.save(picture)
-        return [page, figures, *([picture] if drawing is not None else [])]
+        if self.drawing is not None:
+            self.drawing.save(picture)
+        return [page, figures, *([picture] if self.drawing is not None else [])]
 
 
 def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[object]:

@@ -4,8 +4,6 @@ Everything is in units of the engine's own run at the smallest K and M, as the p
 fixed, so a micro-batch takes 1/M of it. Imports no torch: worker processes measure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.terminal.runs import ideal_throughput
 
-from ...svg import Curve
+from ...svg import Curve, plot
 from ..options import BenchOptions
 from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
 from .table import Say, Table
@@ -39,8 +37,8 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     columns |= {"of limit": ".2f"}
     columns |= {name: ".2f" for name in others if any(row.get(name) is not None for row in rows)}
     title = f"Table {number}: {protocol.title}, emulated accelerators"
-    said, found = notes(settings[0], rows), curves(rows, options.schedules[0])
-    return Table(f"table{number}", title, columns, rows, said, curves=found)
+    drawing = plot(curves(rows, options.schedules[0]), ("cells K", "normalised throughput"), title)
+    return Table(f"table{number}", title, columns, rows, notes(settings[0], rows), drawing)
 
 
 def check(options: BenchOptions, protocol: GridTable) -> None:
@@ -131,12 +129,8 @@ def notes(setting: Setting, rows: Sequence[Row]) -> list[str]:
     options = setting.options
     units = dict.fromkeys(f"{row['model']} at K={row['reference'][0]}, M={row['reference'][1]}" for row in rows)
     said = [
-        f"ours: schedule {options.schedules[0]}, remat {options.remat}; each layer sleeps as long as its FLOPs "
-        f"require. Median of {options.timed_steps} step(s) after a warm-up. docs/measurements/tables.md says more.",
-        f"Units: our own run of {'; '.join(units)}; the paper's its own, at the smallest K and M that it has.",
-        "simulated: the same instruction lists with nothing between them, in units of its own; of limit: its step over "
-        "ours.",
-        *["torch: torch.distributed.pipelining, a dash where it refuses M."] * (options.peers and not setting.linked),
+        f"ours: schedule {options.schedules[0]}, remat {options.remat}, median of {options.timed_steps} step(s), in "
+        f"units of our own run of {'; '.join(units)}. docs/measurements/tables.md says more."
     ]
     if setting.linked:
         said.append(

@@ -1,7 +1,5 @@
 """Implements `Transport` with a process group of torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

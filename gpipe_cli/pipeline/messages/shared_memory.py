@@ -9,8 +9,6 @@ of one machine hands from worker to worker. So nobody else gets in, and nothing 
 end; the end of one process is seen by the other as the end of the socket.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import socket
@@ -60,11 +58,7 @@ class SharedMemoryTransport:
     blocks_device = False
 
     def __init__(
-        self,
-        other: ProcessGroupTransport,
-        ranks: tuple[int, ...],
-        device: torch.device,
-        sockets: Sockets,
+        self, other: ProcessGroupTransport, ranks: tuple[int, ...], device: torch.device, sockets: Sockets
     ) -> None:
         self._other, self._ranks = other, ranks
         self._outgoing: dict[tuple[str, int], Outgoing] = {}  # by direction and receiver

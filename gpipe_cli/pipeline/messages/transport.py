@@ -6,8 +6,6 @@ beforehand: the first message of a boundary is preceded by its `BoundarySpec`, w
 A new implementation needs the methods of `Transport` and a line in `connect_workers`; the engine sees nothing else.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Protocol
 

@@ -4,8 +4,6 @@ Times waver from start to start; without the file a resumed run would be cut dif
 file's name stands for everything that a profile depends on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -20,6 +18,7 @@ from hydra.utils import get_object
 from typing_extensions import TypedDict
 
 from ...config import Settings
+from ...cpu import processor_name
 from ...data.cache import cache_folder, made, writing_cache
 from ...factory.build import boundary_type_of, build_autocast, build_task
 from ...gpus import GPU
@@ -28,9 +27,9 @@ from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, LayerTimes
 from ...partition.fake_layers import TensorShape
-from ...partition.model_profile import profile_layers
+from ...partition.model_profile import ModelProfile, profile_layers
 
-FORMAT = 5  # of the files; profiles in another format are measured again
+FORMAT = 6  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 
@@ -42,13 +41,17 @@ class KeptCost(TypedDict):
     seconds: LayerTimes
 
 
+class KeptProfile(TypedDict):
+    """Describes a file."""
+
+    layers: list[KeptCost]
+    loss: LayerTimes | None
+
+
 def profile_file(
-    builders: Sequence[LayerBuilder],
-    micro_batch: MicroBatch,
-    settings: Settings,
-    device: torch.device,
+    builders: Sequence[LayerBuilder], micro_batch: MicroBatch, settings: Settings, device: torch.device
 ) -> Path:
-    """Returns the file of these layers' profile in the cache, which need not exist; as `profiled_costs`."""
+    """Returns the file of these layers' profile in the cache, which need not exist; as `profiled`."""
     precision = settings.precision
     kernels = (precision.tf32, precision.deterministic)
     depends_on = {
@@ -58,7 +61,7 @@ def profile_file(
         "layers": [builder.name for builder in builders],
         "task": settings.task,
         "micro-batch": [[str(TensorShape.of(tensor)) for tensor in side] for side in micro_batch],
-        "device": device_name(device),
+        "device": torch.cuda.get_device_name(device) if device.type == GPU else processor_name(),
         "threads": torch.get_num_threads(),
         "precision": [precision.autocast, precision.boundaries, *(kernels if device.type == GPU else ())],
         "torch": torch.__version__,
@@ -67,41 +70,14 @@ def profile_file(
     return cache_folder(None) / "profiles" / f"{digest[:32]}.json"
 
 
-def kept_costs(file: Path, names: Sequence[str], measure: Callable[[], Sequence[LayerCost]]) -> list[LayerCost]:
-    """Returns the costs in a file, which are measured first unless it is there whole.
-
-    Args:
-        names: of the layers.
-
-    Raises:
-        DiskError: the cache cannot be written.
-    """
-
-    def write(draft: Path) -> None:
-        rows = [{"name": cost.name, "parameters": cost.parameters, "seconds": asdict(cost.times)} for cost in measure()]
-        draft.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-
-    with writing_cache(file.parent):
-        rows = None
-        with suppress(DamagedJson):
-            rows = read_json(made(file, write), list[KeptCost])
-        if rows is None or [row["name"] for row in rows] != [*names]:  # a crash of the machine left a part of it
-            file.unlink()
-            rows = read_json(made(file, write), list[KeptCost])
-    return [
-        LayerCost(row["name"], row["parameters"], None, None, row["seconds"].total, measured=row["seconds"])
-        for row in rows
-    ]
-
-
-def profiled_costs(
+def profiled(
     builders: Sequence[LayerBuilder],
     micro_batch: MicroBatch,
     settings: Settings,
     device: torch.device,
     say: Callable[[str], None],
-) -> list[LayerCost]:
-    """Returns each layer's seconds of forward and backward, from the cache or measured now; the loss is in the last.
+) -> ModelProfile:
+    """Returns the seconds of each layer and of the task's loss, from the cache or measured now.
 
     Args:
         micro_batch: its values matter only where the times are measured.
@@ -113,32 +89,34 @@ def profiled_costs(
         DiskError: the cache cannot be written.
     """
     file = profile_file(builders, micro_batch, settings, device)
-    autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
-    inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])
-    between = boundary_type_of(settings.precision)
 
-    def measured() -> Sequence[LayerCost]:
+    def write(draft: Path) -> None:
         began = time.perf_counter()
-        costs = profile_layers(
+        autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
+        inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])
+        between = boundary_type_of(settings.precision)
+        found = profile_layers(
             builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
-        ).costs
-        say(f"profile of {len(costs)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
-        return costs
+        )
+        layers = [{"name": of.name, "parameters": of.parameters, "seconds": asdict(of.times)} for of in found.layers]
+        loss = None if found.loss is None else asdict(found.loss)
+        draft.write_text(json.dumps({"layers": layers, "loss": loss}, indent=1), encoding="utf-8")
+        say(f"profile of {len(layers)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
 
     if file.exists():
         say(f"profile of the layers from {file}; remove the file to measure anew")
-    return kept_costs(file, [builder.name for builder in builders], measured)
-
-
-def device_name(device: torch.device) -> str:
-    """Returns the name of the GPU or the processor."""
-    if device.type == GPU:
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "cpu"
+    with writing_cache(file.parent):
+        kept = None
+        with suppress(DamagedJson):
+            kept = read_json(made(file, write), KeptProfile)
+        if kept is None or [row["name"] for row in kept["layers"]] != [builder.name for builder in builders]:
+            file.unlink()  # a crash of the machine left a part of it
+            kept = read_json(made(file, write), KeptProfile)
+    layers = [
+        LayerCost(row["name"], row["parameters"], None, None, row["seconds"].total, measured=row["seconds"])
+        for row in kept["layers"]
+    ]
+    return ModelProfile(layers, kept["loss"])
 
 
 def _source_hash(target: str) -> str:

@@ -1,7 +1,5 @@
 """Describes the present machine as a `Device`: measures its rates, reads its memory."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

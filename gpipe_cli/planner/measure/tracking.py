@@ -1,7 +1,5 @@
 """Records operations on tensors: their FLOPs, the bytes that they move, and the bytes alive meanwhile."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
