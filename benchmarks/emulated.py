@@ -13,13 +13,12 @@ first; after that the contenders take turns. step: median of the repetitions.
 """
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.throughput import BACKWARD, TORCH, cells_of, measure
-from gpipe_cli.schedule.schedule import kept_graphs, schedule
-from gpipe_cli.schedule.simulate import cost_durations, simulate
+from gpipe_cli.bench.throughput import TORCH, ModelCosts, Setting, cells_of, measure
+from gpipe_cli.commands.bench import parse
 
 LAYERS = 48
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms
@@ -33,27 +32,20 @@ def kinds_on(workers: int) -> list[str]:
     return ["gpipe", "1f1b", *(("interleaved_1f1b", "zero_bubble") if workers > 1 else ())]
 
 
-def setting(K: int, M: int, remat: str, arguments: Namespace) -> dict[str, Any]:
-    """Returns the seconds that the workers of gpipe-bench measure, with equal layers."""
+def setting(K: int, M: int, remat: str, arguments: Namespace) -> Setting:
+    """Returns the setting of `gpipe-bench` with equal layers."""
     serial = QUICK_SERIAL_SECONDS if arguments.quick else SERIAL_SECONDS
-    forward = (arguments.seconds or serial.get(M, 8.0)) / (1 + BACKWARD)  # of the whole mini-batch
-    kinds = {kind: kind for kind in kinds_on(K)}
-    kinds |= {f"{TORCH}{kind}": kind for kind in (*kinds, *(["zbv"] if K > 1 else []))}
-    contenders = {name: (kind, equal_cut(kind, K), remat) for name, kind in kinds.items()}
-    return {"seconds": [forward / LAYERS / M] * LAYERS, "M": M, "contenders": contenders, "link": None}
+    costs = ModelCosts("transformer", (LAYERS,), [1.0] * LAYERS, [0] * LAYERS)
+    words = ["table=2", f"remat={remat}", f"seconds={arguments.seconds or serial.get(M, 8.0)}"]
+    return Setting(costs, K, M, parse(words), False)
 
 
-def equal_cut(kind: str, K: int) -> list[int]:
-    cells = cells_of(kind, K)
-    return [LAYERS // cells] * cells
-
-
-def limit(kind: str, K: int, remat: str, measured: Mapping[str, Any]) -> float:
-    """Returns the seconds of the shortest possible step."""
-    placement = tuple(cell % K for cell in range(cells_of(kind, K)))
-    costs = [sum(measured["seconds"]) / len(placement)] * len(placement)
-    lists = schedule(kind, placement, measured["M"], kept_graphs(remat, len(placement), measured["M"]))
-    return simulate(lists, placement, cost_durations(costs, BACKWARD)).span
+def config(setting: Setting) -> dict[str, Any]:
+    """Returns what the workers measure: all kinds, ours and torch's."""
+    kinds = {kind: kind for kind in kinds_on(setting.K)}
+    kinds |= {f"{TORCH}{kind}": kind for kind in (*kinds, *(["zbv"] if setting.K > 1 else []))}
+    cut, K, remat = setting.costs.cut, setting.K, setting.options.remat
+    return {**setting.config(), "contenders": {n: (kind, cut(cells_of(kind, K)), remat) for n, kind in kinds.items()}}
 
 
 def rows(arguments: Namespace) -> Iterator[Row]:
@@ -62,11 +54,11 @@ def rows(arguments: Namespace) -> Iterator[Row]:
         cases = [(M, remat) for M in arguments.M for remat in ("never", "except_last")]
         settings = [setting(K, M, remat, arguments) for M, remat in cases]
         repetitions = 1 if arguments.quick else arguments.repetitions
-        answers = measure(settings, K, repetitions, arguments.realtime)
-        for (M, remat), measured, seconds in zip(cases, settings, answers, strict=True):
+        answers = measure([*map(config, settings)], K, repetitions, arguments.realtime)
+        for (M, remat), one, seconds in zip(cases, settings, answers, strict=True):
             place = {"K": K, "M": M, "remat": remat}
             for kind in kinds_on(K):
-                least, step, peer = limit(kind, K, remat, measured), seconds[kind], seconds.get(f"torch {kind}")
+                least, step, peer = one.limit(kind), seconds[kind], seconds.get(f"torch {kind}")
                 row: Row = {**place, "schedule": kind, "limit, s": least, "step, s": step, "of limit": least / step}
                 yield row | {"torch, s": peer, "torch / ours": None if peer is None else peer / step}
             if zbv := seconds.get("torch zbv"):

@@ -29,9 +29,7 @@ COLOURS = {
 }
 DARK = "@media screen and (prefers-color-scheme:dark)"
 _RULES = [
-    "".join(
-        f".f-{name}{{fill:{both[dark]}}}.s-{name}{{stroke:{both[dark]};fill:none}}" for name, both in COLOURS.items()
-    )
+    "".join(f".f-{of}{{fill:{both[dark]}}}.s-{of}{{stroke:{both[dark]};fill:none}}" for of, both in COLOURS.items())
     for dark in (0, 1)
 ]
 STYLE = f"svg text{{font-family:system-ui,sans-serif}}{_RULES[0]}{DARK}{{{_RULES[1]}}}"

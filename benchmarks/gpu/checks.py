@@ -252,11 +252,8 @@ def tests(site: Site) -> Iterator[Row]:
     for line in done.stdout.splitlines():
         outcome, _, test = line.partition(" ")
         if outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
-            yield {
-                "test": test,
-                "outcome": outcome,
-                "ok": outcome == "PASSED" or (outcome, site.device) == ("SKIPPED", "cpu"),
-            }
+            ok = outcome == "PASSED" or (outcome, site.device) == ("SKIPPED", "cpu")
+            yield {"test": test, "outcome": outcome, "ok": ok}
 
 
 def plans(site: Site) -> Iterator[Row]:
@@ -270,13 +267,10 @@ def plans(site: Site) -> Iterator[Row]:
         site.run("gpipe-train", [*words, *RUN, f"trainer.steps={steps}", f"hydra.run.dir={folder}"])
         rows, _ = read_rows(folder / "metrics.jsonl")
         summary, kinds = json.loads((folder / "summary.json").read_text(encoding="utf-8")), KINDS[remat]
-        pairs = {
-            f"cell {cell['cell']}, {kind}, ms": (
-                1e3 * cell["seconds"][field],
-                1e3 * median(row["cells"][cell["cell"]].get(kind, 0.0) for row in rows[WARM_UP:]) / plan["M"],
-            )
-            for cell, (kind, field) in product(plan["cells"], kinds.items())
-        }
+        pairs = {}
+        for cell, (kind, field) in product(plan["cells"], kinds.items()):
+            taken = median(row["cells"][cell["cell"]].get(kind, 0.0) for row in rows[WARM_UP:]) / plan["M"]
+            pairs[f"cell {cell['cell']}, {kind}, ms"] = 1e3 * cell["seconds"][field], 1e3 * taken
         pairs["bubble, %"] = 100 * plan["bubble"], 100 * median(row["bubble"] for row in rows[WARM_UP:])
         pairs["memory, MB"] = plan["memory"] / 1e6, summary["peak_memory_bytes"] / 1e6
         yield from ({"remat": remat, "what": k, "planned": a, "measured": b} for k, (a, b) in pairs.items())

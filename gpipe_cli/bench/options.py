@@ -1,11 +1,15 @@
 """Defines the types and limits of ``gpipe-bench``'s options; the defaults stand in ``conf/bench.yaml``."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from gpipe_cli.typed_section import Count, Positive
 
 Family = Literal["amoebanet", "transformer"]
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Cells = Annotated[int, Field(ge=2)]  # a pipeline to measure has two at least
 
 
 @dataclass(frozen=True)
@@ -15,16 +19,14 @@ class BenchOptions:
     table: Literal[1, 2, 3, 4] | None
     quick: bool
     output: str
-    models: list[Family]
-    K: list[Count] | None
+    models: Annotated[list[Family], Field(min_length=1)]
+    K: Annotated[list[Cells], Field(min_length=1)] | None
     M: list[Count] | None
     remat: Literal["always", "except_last", "never"]
-    schedules: list[str]
-    peers: bool
+    schedules: Annotated[list[Kind], Field(min_length=1)]
     repetitions: Count | None
     seconds: Positive | None
     realtime: bool
-    batch: Count | None
     device_flops: Positive
     bandwidth: Positive
     latency: float

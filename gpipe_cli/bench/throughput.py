@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
-from gpipe_cli.schedule.instruction import Instruction, Op, ScheduleError
+from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
@@ -115,7 +115,7 @@ class Setting:
         """Returns the seconds of the emulation that a message in front of each cell occupies its link, and travels."""
         if not self.linked:
             return None
-        options, examples = self.options, self.options.batch or BATCH[self.costs.family]
+        options, examples = self.options, BATCH[self.costs.family]
         whole = sum(self.costs.costs) * (1 + BACKWARD) * examples
         scale = self.serial_seconds * options.device_flops / whole  # seconds of the emulation for one of the device
         sizes = [size * examples // self.M for size in self.costs.boundaries(self.K)]
@@ -123,18 +123,15 @@ class Setting:
 
     def contenders(self) -> dict[str, tuple[str, list[int], str]]:
         """Returns kind of schedule, cut and policy of the contenders by name, ours first."""
-        kinds = {kind: kind for kind in self.options.schedules if self.limit(kind) is not None}
-        if self.options.peers and not self.linked:
+        kinds = {kind: kind for kind in self.options.schedules}
+        if not self.linked:
             kinds |= {name: name.removeprefix(TORCH) for name in (PEERS[:1] if self.options.quick else PEERS)}
         cells = {name: cells_of(kind, self.K) for name, kind in kinds.items()}
         fitting = [name for name in kinds if cells[name] <= len(self.costs.costs)]
         return {name: (kinds[name], self.costs.cut(cells[name]), self.options.remat) for name in fitting}
 
-    def limit(self, kind: str) -> float | None:
-        """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead.
-
-        None where the schedule refuses the setting.
-        """
+    def limit(self, kind: str) -> float:
+        """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead."""
         cells = cells_of(kind, self.K)
         placement = tuple(cell % self.K for cell in range(cells))
         link, costs = self.link, cell_costs(self.seconds, self.costs.cut(cells))
@@ -143,10 +140,7 @@ class Setting:
             front = send.cell + 1 if send.op is Op.SEND_ACTIVATION else send.cell
             return link["carry"][front] + link["latency"] if link else 0.0
 
-        try:
-            lists = schedule(kind, placement, self.M, kept_graphs(self.options.remat, cells, self.M))
-        except ScheduleError:
-            return None
+        lists = schedule(kind, placement, self.M, kept_graphs(self.options.remat, cells, self.M))
         return simulate(lists, placement, cost_durations(costs, BACKWARD), on_the_way).span
 
     def config(self) -> dict[str, Any]:

@@ -60,13 +60,8 @@ def run_command(
 
 def machine() -> dict[str, Any]:
     """Returns the processor, its cores, the load and the versions of Python and torch."""
-    return {
-        "processor": processor_name(),
-        "cores": usable_cores(),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
+    facts = {"processor": processor_name(), "cores": usable_cores(), "load": round(os.getloadavg()[0], 2)}
+    return facts | {"python": platform.python_version(), "torch": version("torch")}
 
 
 def machine_line() -> str:

@@ -25,9 +25,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import Problems
@@ -49,22 +49,11 @@ WIDEST_PICTURE = 120  # characters
 MOST_ROWS = 32
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Holds one configuration to plan."""
 
     settings: Settings
     options: Options
-
-    def plan(self) -> Plan:
-        """Returns the run's plan; prints a line on standard error before each long measurement.
-
-        Raises:
-            ConfigurationError: it cannot be planned, or nothing fits.
-        """
-        from gpipe_cli.planner.search import find_plan
-
-        return find_plan(self.settings, self.options, _Progress())
 
 
 class _Progress:
@@ -88,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
     request = make_request(line.overrides, line.folder)
-    plan = request.plan()
+    from gpipe_cli.planner.search import find_plan  # imports torch
+
+    plan = find_plan(request.settings, request.options, _Progress())
     show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
     return 0
 

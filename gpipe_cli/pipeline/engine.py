@@ -532,16 +532,10 @@ class _TrainingStep(_Step):
         return (self.engine.boundaries if self._is_local(i.cell - 1) else self.engine.messages)[key].takers
 
     def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
-        cell = self.engine.cells[i.cell]
+        cell, number = self.engine.cells[i.cell], i.micro_batch
+        inputs, targets = self.buffers.inputs[i.cell, number], self.buffers.targets[number]
         with cell.weights_cast(self.engine.device):
-            return cell.run_training(
-                self.buffers.inputs[i.cell, i.micro_batch],
-                self.buffers.targets[i.micro_batch],
-                self.given.step,
-                i.micro_batch,
-                self.signatures[i.micro_batch],
-                first_time,
-            )
+            return cell.run_training(inputs, targets, self.given.step, number, self.signatures[number], first_time)
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         self.engine.where.enter(self.engine.last, micro_batch, "the task's loss")

@@ -17,13 +17,9 @@ Mark: TypeAlias = Any  # a moment: seconds of the machine's monotonic clock, or 
 
 # The kind of time of each operation of a cell. A cell waits for activations from the cell before it and for gradients
 # from the cell behind it.
-TIME_OF = {
-    **{op: op.name.lower() for op in COMPUTE},
-    Op.RECEIVE_ACTIVATION: "waiting_for_activation",
-    Op.RECEIVE_GRADIENT: "waiting_for_gradient",
-    Op.SEND_ACTIVATION: "sending",
-    Op.SEND_GRADIENT: "sending",
-}
+TIME_OF = {op: op.name.lower() for op in COMPUTE}
+TIME_OF |= {Op.RECEIVE_ACTIVATION: "waiting_for_activation", Op.RECEIVE_GRADIENT: "waiting_for_gradient"}
+TIME_OF |= {Op.SEND_ACTIVATION: "sending", Op.SEND_GRADIENT: "sending"}
 KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
 PHASES = ("data", "gradients", "exchange", "update")  # between the instructions of two steps, in this order
 WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)

@@ -82,12 +82,8 @@ class CellSizes:
     @property
     def by_message(self) -> dict[Op, int]:
         """Returns the bytes of each kind of message that the cell sends and receives."""
-        return {
-            Op.SEND_ACTIVATION: self.sent,
-            Op.SEND_GRADIENT: self.input_gradients,
-            Op.RECEIVE_ACTIVATION: self.message,
-            Op.RECEIVE_GRADIENT: self.output_gradients,
-        }
+        sent = {Op.SEND_ACTIVATION: self.sent, Op.SEND_GRADIENT: self.input_gradients}
+        return sent | {Op.RECEIVE_ACTIVATION: self.message, Op.RECEIVE_GRADIENT: self.output_gradients}
 
 
 def most_alive(

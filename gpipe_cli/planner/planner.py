@@ -82,9 +82,11 @@ class Planner:
         self._section = self._with_workers(most_cells)  # of which this machine is measured
         build_autocast(settings.precision, present_device(self._section))  # for the kernels of a run
         self.device = options.device or measure_device(self._section)
-        self._times = TimeModel(self.device)  # the rates of this machine are measured, those of others are peaks
+        reached = self.device  # the rates of this machine are measured, those of others are peaks
         if options.device is not None:
-            self._times = TimeModel(self.device, options.efficiency, BANDWIDTH)
+            shares_of = {"flops": options.efficiency, "half_flops": options.efficiency, "bandwidth": BANDWIDTH}
+            reached = replace(reached, **{key: getattr(reached, key) * share for key, share in shares_of.items()})
+        self._times = TimeModel(reached)
         self._measured = cache(self._measure)
         self._state_bytes = optimizer_state_bytes(settings.optimizer)
 
@@ -206,14 +208,10 @@ class Planner:
         bound = step_bound(loads(times, graphs), cut.placement, pipeline.M, room, halves=True)
         any_cut = self._bound_of_any_cut(measured, cells, model, [worker.limit for worker in workers], pipeline)
         bound = max(bound, any_cut)
+        keys = ("K", "M", "replicas", "remat", "keep", "schedule")
         return Plan(
-            K=pipeline.K,
-            M=pipeline.M,
+            **{key: getattr(pipeline, key) for key in keys},
             workers=len(lists),
-            replicas=pipeline.replicas,
-            remat=pipeline.remat,
-            keep=pipeline.keep,
-            schedule=pipeline.schedule,
             device=self.device,
             examples=measured.examples,
             micro_batch=[str(tensor.shape) for tensor in measured.inputs],

@@ -161,10 +161,8 @@ class Search:
 
         best, *others = sorted(found, key=simplest_first)
         shown = [*others[:_RIVALS], *[plan for plan, _ in quick if not plan.fits][:1]]
-        rivals = [
-            {"keys": self._words(each), "step_seconds": each.step_seconds, "memory": each.memory, "fits": each.fits}
-            for each in shown
-        ]
+        facts = ("step_seconds", "memory", "fits")
+        rivals = [{"keys": self._words(each)} | {name: getattr(each, name) for name in facts} for each in shown]
         return replace(best, found=self._words(best), tried=self._tried, rivals=rivals)
 
     def least(self, devices: int) -> Plan | None:
@@ -195,10 +193,8 @@ class Search:
             made = self.plan(replace(section, keep=keep_what_fits(lean, room)))
             if made is None or made.fits:
                 return made
-            room = [
-                left - max(0.0, worker.total - worker.limit)
-                for left, worker in zip(room, made.workers_plan, strict=True)
-            ]
+            over = [max(0.0, worker.total - worker.limit) for worker in made.workers_plan]
+            room = [left - more for left, more in zip(room, over, strict=True)]
         return None
 
     def plan(self, section: PipelineConfig) -> Plan | None:

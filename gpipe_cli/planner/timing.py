@@ -19,15 +19,11 @@ class TimeModel:
     """Returns seconds on one device: measured ones for layers that were timed, else worked out.
 
     Attributes:
-        device: the device.
-        efficiency: share of its FLOP/s that is reached.
-        bandwidth_efficiency: share of its memory's bytes/s that is reached.
+        device: with the rates that are reached.
         measured: times of the layers that were timed, and of those worked out already.
     """
 
     device: Device
-    efficiency: float = 1.0
-    bandwidth_efficiency: float = 1.0
     measured: dict[LayerFacts, LayerTimes] = field(default_factory=dict)
 
     def layer(self, facts: LayerFacts) -> LayerTimes:
@@ -57,11 +53,10 @@ class TimeModel:
 
     def seconds(self, operations: Iterable[Operation]) -> float:
         """Returns the seconds of some operations, one after the other."""
-        device, bandwidth = self.device, self.device.bandwidth * self.bandwidth_efficiency
-        total = 0.0
+        device, total = self.device, 0.0
         for flops, moved, half in operations:
-            rate = (device.half_flops if half else device.flops) * self.efficiency
-            total += max(flops / rate, moved / bandwidth) + device.overhead
+            rate = device.half_flops if half else device.flops
+            total += max(flops / rate, moved / device.bandwidth) + device.overhead
         return total
 
     def update(self, cell: CellFacts, state_bytes: float) -> float:
@@ -71,7 +66,7 @@ class TimeModel:
         """
         moved = 2 * cell.gradient_bytes + cell.gradient_bytes + 2 * state_bytes
         starts = len(cell.trained) * self.device.overhead
-        return moved / (self.device.bandwidth * self.bandwidth_efficiency) + starts
+        return moved / self.device.bandwidth + starts
 
     def transfer(self, size: float) -> float:
         """Returns the seconds that a message of ``size`` bytes takes to a neighbour."""

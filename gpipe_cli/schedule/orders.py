@@ -32,21 +32,15 @@ class Unit:
 
 def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Orders as the paper does: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
-    return [
-        [Unit(Op.FORWARD, cells, m) for m in range(M)] + [Unit(Op.BACKWARD, cells, m) for m in reversed(range(M))]
-        for cells in _one_run_per_worker("gpipe", placement)
-    ]
+    runs = _one_run_per_worker("gpipe", placement)
+    return [_each(Op.FORWARD, cells, M) + _each(Op.BACKWARD, cells, M)[::-1] for cells in runs]
 
 
 def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Starts worker w of W with W-1-w forwards, then alternates: at most W-w micro-batches are kept, for any M."""
     runs = _one_run_per_worker("1f1b", placement)
     return [
-        _alternate(
-            [Unit(Op.FORWARD, cells, m) for m in range(M)],
-            [Unit(Op.BACKWARD, cells, m) for m in range(M)],
-            len(runs) - 1 - worker,
-        )
+        _alternate(_each(Op.FORWARD, cells, M), _each(Op.BACKWARD, cells, M), len(runs) - 1 - worker)
         for worker, cells in enumerate(runs)
     ]
 
@@ -87,11 +81,8 @@ def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
     runs = _one_run_per_worker("zero_bubble", placement)
     lists = []
     for worker, cells in enumerate(runs):
-        units = _alternate(
-            [Unit(Op.FORWARD, cells, m) for m in range(M)],
-            [Unit(Op.INPUT_GRADIENT, cells, m) for m in range(M)],
-            len(runs) - 1 - worker,
-        )
+        ahead = len(runs) - 1 - worker
+        units = _alternate(_each(Op.FORWARD, cells, M), _each(Op.INPUT_GRADIENT, cells, M), ahead)
         put_off: list[Unit] = []
         made: list[Unit] = []
         for unit in units:
@@ -132,6 +123,10 @@ def _one_run_per_worker(kind: str, placement: Sequence[int]) -> list[tuple[int, 
             f"is {list(placement)}: use one like {sorted(placement)}"
         )
     return runs
+
+
+def _each(op: Op, cells: tuple[int, ...], M: int) -> list[Unit]:
+    return [Unit(op, cells, m) for m in range(M)]
 
 
 def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int) -> list[Unit]:

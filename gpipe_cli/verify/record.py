@@ -162,16 +162,10 @@ class Spill:
         """
         path = self._path(moment, layer)
         tensors = load_file(path) if path.exists() else {}
-        return (
-            {
-                name.removeprefix(f"{kind}/"): tensor
-                for kind in kinds
-                for name, tensor in tensors.items()
-                if name.startswith(f"{kind}/")
-            }
-            if kinds
-            else tensors
-        )
+        if not kinds:
+            return tensors
+        wanted = [(f"{kind}/", name) for kind in kinds for name in tensors if name.startswith(f"{kind}/")]
+        return {name.removeprefix(prefix): tensors[name] for prefix, name in wanted}
 
     def drop(self, moment: str) -> None:
         """Deletes the files of a moment, if there are any; those of all for an empty name."""

@@ -52,19 +52,19 @@ def test_the_shortest_step_of_even_cells_is_the_paper_s_formula() -> None:
 
 
 def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer() -> None:
-    words = ("batch=8", "device_flops=24", "bandwidth=500", "latency=0.5", "remat=never")
+    words = ("device_flops=24", "bandwidth=500", "latency=0.5", "remat=never")
     free, slow = setting(2, 4, *words), setting(2, 4, *words, linked=True)
-    assert slow.link is not None  # 8 examples of 24 FLOPs at 24 FLOP/s: 8 s, shown in 3
-    assert slow.link["carry"] == pytest.approx([0.0, 2000 / 500 * 3 / 8])
-    assert slow.link["latency"] == pytest.approx(0.5 * 3 / 8)
-    assert (slow.limit("gpipe") or 0) > (free.limit("gpipe") or 0) + 2 * slow.link["carry"][1] - 1e-9
+    assert slow.link is not None  # 32 examples of 24 FLOPs at 24 FLOP/s: 32 s, shown in 3
+    assert slow.link["carry"] == pytest.approx([0.0, 8000 / 500 * 3 / 32])
+    assert slow.link["latency"] == pytest.approx(0.5 * 3 / 32)
+    assert slow.limit("gpipe") > free.limit("gpipe") + 2 * slow.link["carry"][1] - 1e-9
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["table=2", "schedules=pipedream"], "schedules=pipedream: use gpipe"),
-        (["table=2", "K=1"], "at least 2 cells"),
+        (["table=2", "schedules=pipedream"], "schedules=[pipedream]: should be 'gpipe'"),
+        (["table=2", "K=1"], "K=[1]: should be greater than or equal to 2"),
         (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
         (["table=4", "K=2,4"], "give one K"),
     ],

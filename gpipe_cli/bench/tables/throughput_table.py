@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.terminal.runs import ideal_throughput
 
 from ...svg import Curve, plot
 from ..options import BenchOptions
-from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
+from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, cells_of, count_models, measure
 from .table import Say, Table
 
 Row = dict[str, Any]
@@ -24,11 +23,12 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     """Measures table 2 or 3.
 
     Raises:
-        ConfigurationError: an unknown schedule, or more cells than layers.
+        ConfigurationError: more cells than layers, or than workers in table 3.
         WorkerFailed: a worker's exception.
     """
     protocol = TABLES[number]
-    check(options, protocol)
+    if protocol.linked and "interleaved_1f1b" in options.schedules:
+        raise ConfigurationError("schedules=interleaved_1f1b: table 3 has one cell a worker; leave it out")
     grid = [(K, M) for K in options.grid_K for M in options.M or protocol.M]
     settings = make_settings(protocol, options, grid, say)
     rows = make_rows(settings, measured(settings, options, say), protocol)
@@ -39,18 +39,6 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     title = f"Table {number}: {protocol.title}, emulated accelerators"
     drawing = plot(curves(rows, options.schedules[0]), ("cells K", "normalised throughput"), title)
     return Table(f"table{number}", title, columns, rows, notes(settings[0], rows), drawing)
-
-
-def check(options: BenchOptions, protocol: GridTable) -> None:
-    """Refuses, before anything runs, settings that cannot be measured."""
-    if wrong := [kind for kind in options.schedules if kind not in KINDS]:
-        raise ConfigurationError(f"schedules={','.join(wrong)}: use {', '.join(KINDS)}")
-    if protocol.linked and (round_robin := [kind for kind in options.schedules if kind.startswith("interleaved")]):
-        raise ConfigurationError(f"schedules={round_robin[0]}: table 3 has one cell a worker; leave it out")
-    if not options.schedules or not options.models or not options.grid_K:
-        raise ConfigurationError("models, schedules and K need at least one value each: see gpipe-bench --help")
-    if too_few := [K for K in options.grid_K if K < 2]:
-        raise ConfigurationError(f"K={too_few[0]}: a pipeline to measure has at least 2 cells")
 
 
 def make_settings(
@@ -64,8 +52,8 @@ def make_settings(
     say("counting the models' FLOPs on fake tensors")
     counted = count_models({family: protocol.sizes[family] for family in options.models})
     for costs in counted:
-        if (most := max(K for K, _ in grid)) > len(costs.costs):
-            raise ConfigurationError(f"K={most}: {costs.name} has {len(costs.costs)} layers, one for each cell")
+        if (most := max(cells_of(kind, K) for kind in options.schedules for K, _ in grid)) > len(costs.costs):
+            raise ConfigurationError(f"{most} cells: {costs.name} has {len(costs.costs)} layers, one for each cell")
     return [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
 
 
@@ -83,31 +71,21 @@ def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> li
 def make_rows(settings: Sequence[Setting], found: Sequence[Seconds], protocol: GridTable) -> list[Row]:
     """Returns one row per setting, with throughput in units of the reference of each model.
 
-    The reference is the setting with the smallest K, then M, in which our first schedule was measured.
+    The reference is the setting with the smallest K, then M.
     """
     rows = []
     for setting, steps in zip(settings, found, strict=True):
-        kind, limit = setting.options.schedules[0], setting.limit(setting.options.schedules[0])
+        kind, place = setting.options.schedules[0], (setting.K, setting.M)
         same = [pair for pair in zip(settings, found, strict=True) if pair[0].costs is setting.costs]
-        known = [pair for pair in same if pair[1].get(kind)]
-        unit, of_unit = min(known or same, key=lambda pair: (pair[0].K, pair[0].M))
-        serial = setting.serial_seconds / unit.serial_seconds
-        normalised = {name: _times(_quotient(of_unit.get(kind), taken), serial) for name, taken in steps.items()}
-        place, reference = (setting.K, setting.M), (unit.K, unit.M)
-        row: Row = {"model": setting.costs.name, "K": setting.K, "M": setting.M, "reference": reference, **normalised}
-        row |= {"paper": protocol.paper[setting.costs.family].get(place), "ours": normalised.get(kind)}
-        row |= {IDEAL: ideal_throughput(*place, reference), "of limit": _quotient(limit, steps.get(kind))}
-        row |= {"simulated": _times(_quotient(unit.limit(kind), limit), serial), "seconds": steps}
+        unit, of_unit = min(same, key=lambda pair: (pair[0].K, pair[0].M))
+        serial, limit, reference = setting.serial_seconds / unit.serial_seconds, setting.limit(kind), (unit.K, unit.M)
+        row: Row = {"model": setting.costs.name, "K": setting.K, "M": setting.M, "reference": reference}
+        row |= {name: taken and of_unit[kind] / taken * serial for name, taken in steps.items()}
+        row |= {"paper": protocol.paper[setting.costs.family].get(place), "ours": row[kind]}
+        row |= {IDEAL: ideal_throughput(*place, reference), "of limit": limit / steps[kind]}
+        row |= {"simulated": unit.limit(kind) / limit * serial, "seconds": steps}
         rows.append(row | {"limit_seconds": limit, "serial_seconds": setting.serial_seconds})
     return rows
-
-
-def _quotient(one: float | None, other: float | None) -> float | None:
-    return one / other if one and other else None
-
-
-def _times(one: float | None, other: float) -> float | None:
-    return None if one is None else one * other
 
 
 def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
