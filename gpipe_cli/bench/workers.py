@@ -66,8 +66,5 @@ def machine() -> dict[str, Any]:
 
 def machine_line() -> str:
     """Returns `machine` as one line of text."""
-    facts = machine()
-    return (
-        f"{facts['processor']}, {facts['cores']} cores, load {facts['load']} at the start; "
-        f"Python {facts['python']}, torch {facts['torch']}"
-    )
+    line = "{processor}, {cores} cores, load {load} at the start; Python {python}, torch {torch}"
+    return line.format(**machine())

@@ -8,8 +8,6 @@
 Prints a table and writes it, its figures and its plot: OUTPUT/tableN.html, .json, .svg. The keys:
 """  # --help prints this
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import time

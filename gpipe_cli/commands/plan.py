@@ -173,13 +173,12 @@ def _cells(plan: Plan) -> Grid:
         kinds.remove("average")
     rows = [
         [
-            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters),
-            *(round(cell.flops / 1e9, 3), percent(cell.share)),
+            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters, percent(cell.share)),
             *(size_text(getattr(cell, kind)) for kind in kinds),
         ]
         for cell in plan.cells
     ]
-    return Grid(["cell", "device", "layers", "from", "to", "parameters", "GFLOP", "time", *kinds], rows)
+    return Grid(["cell", "device", "layers", "from", "to", "parameters", "time", *kinds], rows)
 
 
 def _facts(plan: Plan) -> list[tuple[str, object]]:

@@ -13,8 +13,6 @@ Throughput is in units of the run with the smallest K, then M, among runs that d
 K·M/(M+K-1) beside it, as in the paper's table 2. Runs that failed, are not finished or are damaged are named.
 """  # --help prints this
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -85,6 +85,11 @@ class LayerCost:
     may_end_cell: bool = True
     measured: LayerTimes | None = None
 
+    @classmethod
+    def timed(cls, name: str, parameters: int, times: LayerTimes) -> LayerCost:
+        """Returns the description of a layer whose cost is its seconds."""
+        return cls(name, parameters, None, None, times.total, measured=times)
+
     @property
     def times(self) -> LayerTimes:
         """Returns the time of each pass, in the unit of the cost; unmeasured, a backward takes two forwards."""

@@ -3,8 +3,6 @@
 With `partition=auto` by the seconds that workers spend in a step, with what the schedule makes them recompute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +44,7 @@ class Cut:
     varying: list[int] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Cut:
+    def from_json(cls, values: Mapping[str, Any]) -> "Cut":
         """Reads a cut from the JSON of its `dataclasses.asdict`."""
         ties = [{name: Owner(*owner) for name, owner in tied.items()} for tied in values["ties"]]
         return cls(**{**values, "placement": tuple(values["placement"]), "ties": ties})

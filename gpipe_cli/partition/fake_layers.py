@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
+from typing_extensions import Self
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
@@ -47,7 +48,7 @@ class TensorShape:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorShape:
+    def of(cls, tensor: Tensor) -> Self:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self) -> Tensor:
@@ -155,7 +156,7 @@ def _frozen(value: object) -> Hashable:
 
 def measured_on_shapes(
     builder: LayerBuilder,
-    shapes: tuple[TensorShape, ...],
+    shapes: Sequence[TensorShape],
     drawn: Drawn | None,
     measure: Callable[[nn.Module, Tensors], T],
 ) -> tuple[T, Drawn | None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from itertools import starmap
 from statistics import median
 from typing import Any
 
@@ -113,11 +114,8 @@ def profile_layers(
         if loss is not None:
             trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
         trials.run()
-    times = [trials.times[key] for key in keys]
-    layers = [
-        LayerCost(builder.name, known[key][0], None, None, time.total, measured=time)
-        for key, builder, time in zip(keys, builders, times, strict=True)
-    ]
+    rows = [(builder.name, known[key][0], trials.times[key]) for key, builder in zip(keys, builders, strict=True)]
+    layers = list(starmap(LayerCost.timed, rows))
     return ModelProfile(layers, trials.times.get(_LOSS))
 
 

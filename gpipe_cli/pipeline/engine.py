@@ -41,6 +41,7 @@ Sink = Callable[[int, Tensors, Tensors], None]
 Caches = dict[tuple[int, int], list[dict[str, Any]]]  # of generation, by (cell, micro-batch): one dict a layer
 Handlers = Mapping[Op, Callable[..., None]]  # called with the step and the instruction
 Gradients = Sequence[Tensor | None]
+Graph = tuple[Tensors, list[Tensor]]  # the roots of a backward: outputs of a cell for one micro-batch, and its losses
 
 
 class SenderFailed(RuntimeError):
@@ -78,14 +79,6 @@ class StepRecord:
 
     losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     statistics: Tensor | None = None
-
-
-@dataclass
-class Graph:
-    """Holds the roots of a backward: the outputs of a cell for one micro-batch, and its losses."""
-
-    outputs: Tensors
-    losses: list[Tensor]
 
 
 @dataclass
@@ -503,7 +496,7 @@ class _TrainingStep(_Step):
         if counts:
             self.record.losses |= {(layer, i.micro_batch): loss.detach().clone() for layer, loss in losses.items()}
             # The last cell's outputs (logits) are not needed once the loss is known; its graph keeps what it needs.
-            self.buffers.graphs[i.cell, i.micro_batch] = Graph(() if is_last else outputs, list(losses.values()))
+            self.buffers.graphs[i.cell, i.micro_batch] = () if is_last else outputs, list(losses.values())
         return outputs
 
     def _look_for_takers(self, i: Instruction, outputs: Tensors) -> None:
@@ -554,10 +547,10 @@ class _TrainingStep(_Step):
     def _backward(self, i: Instruction) -> None:
         """Runs B_k, or with INPUT_GRADIENT its first half."""
         place = i.cell, i.micro_batch
-        graph, inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
+        (made, losses), inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
         arrived = self._take_output_gradients(i)
-        roots = [(graph.outputs[n], gradient) for n, gradient in arrived if graph.outputs[n].requires_grad]
-        roots += [(loss, torch.full_like(loss, self.given.scale)) for loss in graph.losses if loss.requires_grad]
+        roots = [(made[n], gradient) for n, gradient in arrived if made[n].requires_grad]
+        roots += [(loss, torch.full_like(loss, self.given.scale)) for loss in losses if loss.requires_grad]
         outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
         with self.engine.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:

@@ -67,11 +67,6 @@ class CellFacts:
         """Returns those of weights and gradients that another cell has too."""
         return _bytes(self.copies) + _bytes(self.uses)
 
-    @property
-    def flops(self) -> float:
-        """Returns the FLOPs of the forward of one micro-batch."""
-        return sum(operation.flops for layer in self.layers for operation in layer.inference.operations)
-
 
 def _bytes(shapes: Sequence[TensorShape]) -> int:
     return sum(shape.bytes for shape in shapes)

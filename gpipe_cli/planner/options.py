@@ -1,7 +1,5 @@
 """Defines the section `plan`, typed. Without torch: the command refuses a wrong value before it imports torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,7 +37,7 @@ class Options(_Typed):
     most_workers: int | None = None
 
     @classmethod
-    def read(cls, section: Mapping[str, Any], problems: Problems) -> Options:
+    def read(cls, section: Mapping[str, Any], problems: Problems) -> "Options":
         """Returns the section `plan`; with problems, of which each adds a line, not all of it."""
         if not isinstance(section, Mapping):
             problems.append(f"plan must be a section with keys, not {shown(section)}")

@@ -21,7 +21,6 @@ class CellPlan:
         cell, worker: their numbers.
         first, last: names of its first and last layer.
         layers: number of its layers.
-        flops: FLOPs of one forward.
         share: its share of all cells' time.
         seconds: of each pass.
         weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
@@ -38,7 +37,6 @@ class CellPlan:
     last: str
     layers: int
     parameters: int
-    flops: float
     share: float
     seconds: LayerTimes
     weights: float
@@ -119,7 +117,6 @@ class Plan:
     sent_bytes: int
     bubble: float
     step_seconds: float
-    update_seconds: float
     bound_seconds: float | None
     bound_of_any_cut_seconds: float | None
     memory: float
@@ -202,7 +199,6 @@ def cell_plans(
                 last=builders[cell.last].name,
                 layers=cell.last - cell.first + 1,
                 parameters=cell.parameters,
-                flops=cell.flops,
                 share=time.total / whole,
                 seconds=time,
                 **asdict(bytes_),

@@ -79,7 +79,7 @@ class Planner:
             groups.told(self.builders)  # refuses entries that select nothing
         self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
-        self._section = self._with_workers(most_cells)  # of which this machine is measured
+        self._section = self.with_workers(most_cells)  # of which this machine is measured
         build_autocast(settings.precision, present_device(self._section))  # for the kernels of a run
         self.device = options.device or measure_device(self._section)
         reached = self.device  # the rates of this machine are measured, those of others are peaks
@@ -90,7 +90,7 @@ class Planner:
         self._measured = cache(self._measure)
         self._state_bytes = optimizer_state_bytes(settings.optimizer)
 
-    def _with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
+    def with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
         most = self.options.most_workers
         return replace(pipeline, workers=pipeline.planned_workers if most is None else pipeline.workers_in(most))
@@ -116,7 +116,7 @@ class Planner:
         Raises:
             ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
-        pipeline = self._with_workers(pipeline or self.settings.pipeline)
+        pipeline = self.with_workers(pipeline or self.settings.pipeline)
         measured = self._measured(pipeline.M * pipeline.replicas)
         cut = self._cut(measured, pipeline)
         return self._assemble(pipeline, measured, cut, instruction_lists(pipeline, cut.placement))
@@ -133,10 +133,8 @@ class Planner:
         elif profile is not None:
             costs = profile.costs
         else:
-            costs = [
-                LayerCost(name, facts.parameter_count, None, None, times.total, measured=times)
-                for name, facts, times in zip(self._names, model.layers, self._times.layers(model), strict=True)
-            ]
+            counts = [facts.parameter_count for facts in model.layers]
+            costs = [*map(LayerCost.timed, self._names, counts, self._times.layers(model))]
         both = zip(costs, model.layers, strict=True)
         costs = [replace(cost, may_end_cell=facts.may_end_cell) for cost, facts in both]
         model.notes.extend(places_without_cut(costs))
@@ -214,7 +212,7 @@ class Planner:
             workers=len(lists),
             device=self.device,
             examples=measured.examples,
-            micro_batch=[str(tensor.shape) for tensor in measured.inputs],
+            micro_batch=[*map(str, measured.inputs)],
             parameters=sum(cell.parameters for cell in cells),
             cells=cell_plans(self.builders, cells, times, model, lists),
             workers_plan=workers,
@@ -222,7 +220,6 @@ class Planner:
             sent_bytes=sent + sum(size for _, _, size in ties),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
-            update_seconds=update,
             bound_seconds=bound + update if isfinite(bound) else None,
             bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
             memory=fullest.total,

@@ -56,9 +56,7 @@ def _devices(planner: Planner) -> int:
         return options.devices
     if options.device is not None and "K" in pipeline.auto and pipeline.workers == "auto":
         raise ConfigurationError("pipeline.K=auto needs the number of devices: type plan.devices=4, for example")
-    most = planner.options.most_workers
-    workers = pipeline.planned_workers if most is None else pipeline.workers_in(most)
-    return workers * pipeline.replicas
+    return planner.with_workers(pipeline).planned_workers * pipeline.replicas
 
 
 def micro_batch_counts(planner: Planner) -> list[int]:

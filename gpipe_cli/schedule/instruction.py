@@ -15,8 +15,6 @@
 The backward of a micro-batch through a cell is either B, or I and later W.
 """
 
-from __future__ import annotations
-
 import enum
 import re
 from collections import defaultdict, deque
@@ -91,7 +89,7 @@ class Instruction:
     __repr__ = __str__
 
     @classmethod
-    def parse(cls, text: str) -> Instruction:
+    def parse(cls, text: str) -> "Instruction":
         """Parses the text that ``str`` prints. Raises ScheduleError for any other text."""
         match = _PRINTED.fullmatch(text)
         if match is None:

@@ -1,7 +1,5 @@
 """Says which quantities differ between two ways to run a training step, where, and what a user can do about it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -166,7 +164,7 @@ class VerifyReport:
             return False
         return may_be_rounding(self._quantities(), CEILINGS, ceiling_of(self.settings))
 
-    def decided_by(self, wide: VerifyReport) -> VerifyReport:
+    def decided_by(self, wide: "VerifyReport") -> "VerifyReport":
         """Returns the report of the same run in float64; where it agrees a note says what differed here."""
         if not wide.agrees:
             return wide

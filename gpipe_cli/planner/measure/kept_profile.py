@@ -112,10 +112,7 @@ def profiled(
         if kept is None or [row["name"] for row in kept["layers"]] != [builder.name for builder in builders]:
             file.unlink()  # a crash of the machine left a part of it
             kept = read_json(made(file, write), KeptProfile)
-    layers = [
-        LayerCost(row["name"], row["parameters"], None, None, row["seconds"].total, measured=row["seconds"])
-        for row in kept["layers"]
-    ]
+    layers = [LayerCost.timed(row["name"], row["parameters"], row["seconds"]) for row in kept["layers"]]
     return ModelProfile(layers, kept["loss"])
 
 

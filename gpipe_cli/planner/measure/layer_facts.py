@@ -34,18 +34,10 @@ Run = Callable[..., tuple[Tensors, Tensor | None]]  # inputs to outputs, and the
 
 
 @dataclass(frozen=True)
-class BoundaryTensor:
-    """Describes one tensor between two layers: its shape, and whether a gradient flows back through it."""
+class BoundaryTensor(TensorShape):
+    """Describes one tensor between two layers, and whether a gradient flows back through it."""
 
-    shape: TensorShape
-    needs_gradient: bool
-
-    @property
-    def bytes(self) -> int:
-        return self.shape.bytes
-
-    def fake(self) -> Tensor:
-        return self.shape.empty().requires_grad_(self.needs_gradient)
+    needs_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +186,7 @@ def measure_model(
         CostError: a layer runs neither on fake tensors nor on random values; the message names it.
     """
     inputs, targets = example
-    first = boundary = tuple(BoundaryTensor(TensorShape.of(tensor), False) for tensor in inputs)
+    first = boundary = tuple(map(BoundaryTensor.of, inputs))
     target_shapes = [TensorShape.of(tensor) for tensor in targets]
     known: dict[Hashable, tuple[LayerFacts, Drawn | None]] = {}
     layers: list[LayerFacts] = []
@@ -225,7 +217,7 @@ def _measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensor
         CostError: the loss looks at values.
     """
     with torch.device("meta"):
-        logits = [output.fake() for output in outputs]
+        logits = [output.empty().requires_grad_(output.needs_gradient) for output in outputs]
         wanted = tuple(torch.empty_like(target, device="meta") for target in targets)
     try:
         return _measure(lambda *values: ((loss(values, wanted)[0],), None), logits, nn.Module(), wanted, autocast)
@@ -271,7 +263,7 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 
 def _measure_layer(
     builder: LayerBuilder,
-    boundary: Sequence[BoundaryTensor],
+    boundary: tuple[BoundaryTensor, ...],
     drawn: Drawn | None,
     targets: Sequence[TensorShape],
     autocast: Autocast,
@@ -281,14 +273,13 @@ def _measure_layer(
 
     def measure(module: nn.Module, values: Tensors) -> LayerFacts:
         typed = (
-            tensor.to(described.shape.dtype).requires_grad_(described.needs_gradient)
+            tensor.to(described.dtype).requires_grad_(described.needs_gradient)
             for tensor, described in zip(values, boundary, strict=True)
         )
         wanted = draw(targets)[0]
         return _measure_module(module, grouped_like(typed, boundary), wanted, autocast, boundary_type)
 
-    shapes = grouped_like((tensor.shape for tensor in boundary), boundary)
-    found, outputs = measured_on_shapes(builder, shapes, drawn, measure)
+    found, outputs = measured_on_shapes(builder, boundary, drawn, measure)
     return replace(found, may_end_cell=outputs is None), outputs
 
 
@@ -415,7 +406,7 @@ def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, 
     for tensor in outputs:
         key = storage_key(tensor)
         storage = numbers.setdefault(key, len(numbers))
-        shape = BoundaryTensor(TensorShape.of(tensor), tensor.requires_grad)
+        shape = replace(BoundaryTensor.of(tensor), needs_gradient=tensor.requires_grad)
         described.append(LayerOutput(shape, of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
     return grouped_like(described, outputs)
 
