@@ -86,21 +86,6 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], gradients[0].sum(), None  # ends when the weight has its gradient
 
 
-class _Half(torch.autograd.Function):
-    """Returns its input at once, and the gradient after half the time of a backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ACCELERATOR.begin(ctx.seconds * BACKWARD / 2)
-        ACCELERATOR.end()
-        return gradients[0], None
-
-
 class SleepingLayer(nn.Module):
     """Maps x [b, WIDTH] to x + weight in ``seconds``; its backward takes twice as long.
 
@@ -123,12 +108,23 @@ class SleepingLayer(nn.Module):
         try:  # torch.utils.checkpoint leaves the last layer that it runs again by an exception
             y: Tensor
             if self.divisible:
-                y = _Half.apply(x, self.seconds) + _Half.apply(self.weight, self.seconds)
+                y = self._with_half(x) + self._with_half(self.weight)
             else:
                 y = _Sleep.apply(x, self.weight, self.seconds)
         finally:
             ACCELERATOR.end()
         return y
+
+    def _with_half(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor, whose gradient takes half a backward; a custom function would keep both halves whole."""
+        view = tensor.view_as(tensor)
+        if view.requires_grad:
+            view.register_hook(self._pass_half)  # type: ignore[no-untyped-call]  # torch's own
+        return view
+
+    def _pass_half(self, gradient: Tensor) -> None:
+        ACCELERATOR.begin(self.seconds * BACKWARD / 2)
+        ACCELERATOR.end()
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import command, succeeded
+from torch import nn
 
+from gpipe_cli.bench.emulated import WIDTH, SleepingLayer
 from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.terminal.runs import ideal_throughput
 
 TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")
@@ -58,6 +62,12 @@ def test_a_slow_link_stretches_bytes_as_flops_and_makes_the_shortest_step_longer
     assert slow.link["carry"] == pytest.approx([0.0, 8000 / 500 * 3 / 32])
     assert slow.link["latency"] == pytest.approx(0.5 * 3 / 32)
     assert slow.limit("gpipe") > free.limit("gpipe") + 2 * slow.link["carry"][1] - 1e-9
+
+
+def test_the_backward_of_an_emulated_layer_can_be_divided() -> None:
+    x = torch.zeros(2, WIDTH, requires_grad=True)
+    y = nn.Sequential(*(SleepingLayer(0.0, divisible=True) for _ in range(3)))(x)
+    assert len(backward_of_inputs([y], [torch.ones_like(y)], [x])) == 3
 
 
 @pytest.mark.parametrize(
