@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import starmap
 from pathlib import Path
 
 import torch
@@ -33,18 +34,10 @@ FORMAT = 6  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 
-class KeptCost(TypedDict):
-    """Describes one layer in a file."""
-
-    name: str
-    parameters: int
-    seconds: LayerTimes
-
-
 class KeptProfile(TypedDict):
-    """Describes a file."""
+    """Describes a file: of each layer name, number of parameters and seconds."""
 
-    layers: list[KeptCost]
+    layers: list[tuple[str, int, LayerTimes]]
     loss: LayerTimes | None
 
 
@@ -98,7 +91,7 @@ def profiled(
         found = profile_layers(
             builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
         )
-        layers = [{"name": of.name, "parameters": of.parameters, "seconds": asdict(of.times)} for of in found.layers]
+        layers = [(layer.name, layer.parameters, asdict(layer.times)) for layer in found.layers]
         loss = None if found.loss is None else asdict(found.loss)
         draft.write_text(json.dumps({"layers": layers, "loss": loss}, indent=1), encoding="utf-8")
         say(f"profile of {len(layers)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
@@ -109,11 +102,10 @@ def profiled(
         kept = None
         with suppress(DamagedJson):
             kept = read_json(made(file, write), KeptProfile)
-        if kept is None or [row["name"] for row in kept["layers"]] != [builder.name for builder in builders]:
+        if kept is None or [name for name, *_ in kept["layers"]] != [builder.name for builder in builders]:
             file.unlink()  # a crash of the machine left a part of it
             kept = read_json(made(file, write), KeptProfile)
-    layers = [LayerCost.timed(row["name"], row["parameters"], row["seconds"]) for row in kept["layers"]]
-    return ModelProfile(layers, kept["loss"])
+    return ModelProfile(list(starmap(LayerCost.timed, kept["layers"])), kept["loss"])
 
 
 def _source_hash(target: str) -> str:
