@@ -86,12 +86,9 @@ def contender(name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Wo
     if name.startswith(TORCH):
         return torch_step(kind, parts, policy, work)
     placement = tuple(cell % work.K for cell in range(len(cut)))
-    mine = [
-        make_cell(cell, work.layers(part, kind == "zero_bubble"), part.start)
-        for cell, part in enumerate(parts)
-        if placement[cell] == work.rank
-    ]
-    return engine_step(mine, placement, work.rank, work.transport(placement), work.micro_batches, kind, policy)
+    mine = [cell for cell, worker in enumerate(placement) if worker == work.rank]
+    cells = [make_cell(cell, work.layers(parts[cell], kind == "zero_bubble"), parts[cell].start) for cell in mine]
+    return engine_step(cells, placement, work.rank, work.transport(placement), work.micro_batches, kind, policy)
 
 
 class _Checkpointed(nn.Sequential):
