@@ -49,7 +49,7 @@ CASES = {  # command line to what the answer must contain
     "bench K=2": "which table?",
     "bench table=5": "table=5: should be 1, 2, 3 or 4",
     "bench table=2 K": "K: write key=value",
-    "bench table=2 K=[0]": "K=[0]: should be greater than or equal to 1 or null",
+    "bench table=2 K=[0]": "K=[0]: should be greater than or equal to 2 or null",
     "train pipeline.schedule=interleaved_1f1b pipeline.workers=3": "use pipeline.K=3 or 6",
     "train pipeline.keep=[3,5]": "pipeline.keep=[3,5] has 2 numbers but pipeline.K=4",
     "train pipeline.M=32 pipeline.replicas=4": "pipeline.M=32 × pipeline.replicas=4 needs 128 examples",
