@@ -123,7 +123,7 @@ class Setting:
 
     def contenders(self) -> dict[str, tuple[str, list[int], str]]:
         """Returns kind of schedule, cut and policy of the contenders by name, ours first."""
-        kinds = {kind: kind for kind in self.options.schedules}
+        kinds: dict[str, str] = {kind: kind for kind in self.options.schedules}
         if not self.linked:
             kinds |= {name: name.removeprefix(TORCH) for name in (PEERS[:1] if self.options.quick else PEERS)}
         cells = {name: cells_of(kind, self.K) for name, kind in kinds.items()}
