@@ -10,14 +10,18 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..checkpoint.compatibility import other_vocabulary, vocabularies
+from ..checkpoint.compatibility import differences, other_vocabulary, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten, vocabulary_folder
 from ..checkpoint.foreign import SavedTensor, is_foreign, match_names, open_foreign
 from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, shapes_of
 from ..layers import own_name
 from ..metrics.journal import Notices
 from ..pipeline.cell import BuiltLayer
+from ..typed_section import shown
 from .assembly import Assembly
+
+# Keys of `model` that decide how weights begin or what training drops, not what trained ones mean; or their shapes.
+OTHERS_MAY_DIFFER = ("model.*init*", "model.depth_scale*", "model.*drop*", "model.classes", "model.*vocabulary")
 
 
 def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
@@ -28,7 +32,8 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
         saved = open_foreign(path)
     else:
         info = open_checkpoint(path)
-        _warn_of_other_vocabulary(info, assembly, journal)
+        if world.rank == 0:
+            _warn_of_another_model(info, assembly, journal)
         saved = open_run(info, config.init_average)
     model = dict(world.gather_from_workers(named_shapes(layers).items()))
     tied: dict[str, list[str]] = {}
@@ -46,12 +51,17 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     journal.message(f"weights from {path}{''.join(kinds)}; begun anew: {shorten(new) or 'nothing'}")
 
 
-def _warn_of_other_vocabulary(info: CheckpointInfo, assembly: Assembly, journal: Notices) -> None:
-    if assembly.world.rank == 0 and (name := other_vocabulary(info, vocabularies(assembly.source))):
+def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: Notices) -> None:
+    """Tells of a vocabulary and of keys of the model that give the same weights another meaning."""
+    if name := other_vocabulary(info, vocabularies(assembly.source)):
         journal.warn(
             f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
             f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
         )
+    before, now = ({"model": model} for model in (info.state.configuration["model"], assembly.settings.model))
+    if other := differences(before, now, OTHERS_MAY_DIFFER):
+        keys = shorten([f"{key}: {shown(old)} there, {shown(new)} here" for key, (old, new) in other.items()])
+        journal.warn(f"checkpoint.init_from={info.path} was trained with other keys of the model ({keys})")
 
 
 def open_run(info: CheckpointInfo, averages: bool) -> dict[str, SavedTensor]:

@@ -148,6 +148,14 @@ def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:
 # -- another run: the paper's transfer, end to end on tiny images ----------------------------------------------------
 
 
+def test_other_keys_of_the_model_that_change_what_the_same_weights_mean_are_told(tmp_path: Path) -> None:
+    train_inline(tmp_path / "origin", *LM)
+    for word, told in (("model.dropout=0.3", False), ("model.positions=rotary", True)):
+        _, texts = begun(tmp_path, step_directory(tmp_path / "origin", 1), word)
+        assert any("(model.positions: sinusoids there, rotary here)" in text for text in texts) == told
+        assert any("other keys of the model" in text for text in texts) == told
+
+
 TINY = ["debug=tiny", "model=amoebanet", "model.L=3", "checkpoint.every=null", "trainer.evaluate_every=null"]
 
 
