@@ -242,10 +242,9 @@ def main() -> None:
 
     def draw(rows: Sequence[Row]) -> Sequence[str]:
         if arguments.picture is not None:
+            curves = [_curve(row) for row in rows if "trial" not in row["side"]]
             axes, title = ("seconds of the processor", "training loss"), "What a default job learns"
-            plot([_curve(row) for row in rows if "trial" not in row["side"]], axes, title, from_zero=False).save(
-                arguments.picture
-            )
+            plot(curves, axes, title, from_zero=False).save(arguments.picture)
         return ()
 
     report(COLUMNS, rows(), arguments.output, draw)

@@ -20,7 +20,7 @@ from ..pipeline.cell import BuiltLayer
 from ..typed_section import shown
 from .assembly import Assembly
 
-# Keys of `model` that decide how weights begin or what training drops, not what trained ones mean; or their shapes.
+# Keys of `model` that decide how weights begin, what training drops, or shapes: not what trained weights mean.
 OTHERS_MAY_DIFFER = ("model.*init*", "model.depth_scale*", "model.*drop*", "model.classes", "model.*vocabulary")
 
 
@@ -61,7 +61,7 @@ def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: No
     before, now = ({"model": model} for model in (info.state.configuration["model"], assembly.settings.model))
     if other := differences(before, now, OTHERS_MAY_DIFFER):
         keys = shorten([f"{key}: {shown(old)} there, {shown(new)} here" for key, (old, new) in other.items()])
-        journal.warn(f"checkpoint.init_from={info.path} was trained with other keys of the model ({keys})")
+        journal.message(f"checkpoint.init_from={info.path} was trained with other keys of the model ({keys})")
 
 
 def open_run(info: CheckpointInfo, averages: bool) -> dict[str, SavedTensor]:
