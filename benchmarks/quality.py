@@ -145,9 +145,9 @@ def optimizer_of(model: nn.Module, muon: bool, rate: float) -> torch.optim.Optim
     for name, parameter in model.named_parameters():
         inside = parameter.dim() > 2 or ".layers." in f".{name}"
         (others if parameter.dim() < 2 else matrices if inside else tables).append(parameter)
-    groups = {"params": matrices, "muon": muon}, {"params": tables, "lr": (TABLES if muon else 1) * rate}
-    adamw = partial(torch.optim.AdamW, betas=(0.9, 0.98), weight_decay=0.01)
-    return Muon([*groups, {"params": others}], adamw, rate, MATRICES)
+    groups: list[dict[str, Any]] = [{"params": matrices, "muon": muon}, {"params": others}]
+    groups.append({"params": tables, "lr": (TABLES if muon else 1) * rate})
+    return Muon(groups, partial(torch.optim.AdamW, betas=(0.9, 0.98), weight_decay=0.01), rate, MATRICES)
 
 
 def job(name: str, words: Sequence[str], folder: Path) -> Row:
