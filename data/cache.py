@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import open_for_writing, whole_file, writing
+from ..disk import explain, open_for_writing, open_regular, whole_file, writing
 from ..errors import ConfigurationError
 from ..json_files import WORK, DamagedJson, parse_json, read_json
 from .source import Report, no_report
@@ -79,14 +79,30 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         np.save(draft, array)
 
 
-@lru_cache(maxsize=4_096)  # Linux allows a process 65,530 maps
-def mapped_array(path: Path) -> npt.NDArray[Any]:
-    """Returns the array in a file, mapped into memory; raises ConfigurationError for a damaged file."""
+def open_array(path: Path, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    """Returns the integers in a file, mapped into memory; raises ConfigurationError for a damaged file.
+
+    Args:
+        shape: that they must have.
+    """
     try:
+        os.close(open_regular(path))  # numpy would wait for a pipe
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
-    except (ValueError, EOFError) as error:
-        raise ConfigurationError(f"{path} is damaged ({error}): delete its corpus, which is then made anew") from error
+        if array.dtype.kind not in "iu" or array.shape != (shape or array.shape):
+            raise ValueError(f"it holds {array.dtype} of shape {array.shape}")
+    except Exception as error:  # of a dozen types
+        if explain(error):
+            raise
+        raise damaged(path, error) from error
     return array
+
+
+mapped_array = lru_cache(maxsize=4_096)(open_array)  # Linux allows a process 65,530 maps
+
+
+def damaged(path: Path, error: object) -> ConfigurationError:
+    """Returns the refusal of a damaged file of a prepared corpus."""
+    return ConfigurationError(f"{path} is damaged ({error}): delete its corpus, which is then made anew")
 
 
 def _lock(file: int, name: str, report: Report) -> None:

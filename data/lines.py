@@ -8,11 +8,13 @@ import importlib
 import io
 import json
 import lzma
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from ..disk import open_regular
 from ..errors import ConfigurationError
 from .records import ROWS_OF, json_array
 
@@ -57,6 +59,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 def _opened(path: Path) -> BinaryIO:
     ending = ending_of(path)
+    os.close(open_regular(path))  # none of the readers below may wait for a pipe
     if ending == PARQUET:
         return io.BufferedReader(_RecordLines(_parquet_rows(path)), 1 << 20)
     file = _unpacking(path)

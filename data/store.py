@@ -16,6 +16,7 @@ that batches are formed without reading a sentence.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -29,7 +30,7 @@ from typing_extensions import TypedDict
 
 from ..disk import write_whole
 from ..json_files import json_rows, read_json
-from .cache import mapped_array, save_array
+from .cache import damaged, mapped_array, save_array
 from .source import fingerprint_of
 from .token_batches import width_of
 from .vocabulary import read_both
@@ -183,6 +184,10 @@ class Store:
             in_block = within[within // self.block == block] - first
             of_block = np.asarray(lengths[first : first + self.block]).astype(np.int64)
             pair_lengths = of_block.sum(1)
+            if pair_lengths.sum() != starts[block + 1] - starts[block]:
+                raise damaged(
+                    shard_path(self.folder, *self._shards[shard], "lengths"), "they are not those of its tokens"
+                )
             begins = int(starts[block]) + np.cumsum(pair_lengths) - pair_lengths
             rows["offset"][chosen] = begins[in_block]
             rows["source"][chosen], rows["target"][chosen] = of_block[in_block].T
@@ -202,7 +207,11 @@ class Store:
         return ids, lengths
 
     def _map(self, shard: int, kind: str) -> npt.NDArray[Any]:
-        return mapped_array(shard_path(self.folder, *self._shards[shard], kind))
+        code, number = self._shards[shard]
+        pairs = self.languages[code].shards[number]
+        shapes = {"lengths": (pairs, 2), "starts": (math.ceil(pairs / self.block) + 1,)}
+        shape = shapes.get(kind) or (int(self._map(shard, "starts")[-1]),)
+        return mapped_array(shard_path(self.folder, code, number, kind), shape)
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """Yields all held-out sentences of "dev" or "test", language after language."""

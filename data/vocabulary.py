@@ -13,6 +13,7 @@ from typing import Any
 
 import sentencepiece
 
+from ..disk import read_bytes
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .source import Batch, Source
@@ -145,7 +146,7 @@ class TokenizerFile:
         try:
             from tokenizers import Tokenizer
 
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(read_bytes(path))
         except ImportError as error:
             raise ConfigurationError(
                 f"data.tokenizer={path} needs the tokenizers library: pip install 'gpipe-cli[tokenizers]'"
@@ -203,15 +204,15 @@ def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | To
         ConfigurationError: it is neither, or damaged.
     """
     if path.suffix == ".model" and path.is_file():
-        return Vocabulary(path.read_bytes(), path)
+        return Vocabulary(read_bytes(path), path)
     return TokenizerFile(path, end_token)
 
 
 def read_both(folder: Path) -> tuple[Vocabulary, Vocabulary]:
     """Returns the vocabularies of sources and of targets in a folder; one object if they share one."""
     source, target = (folder / name for name in (SOURCE, TARGET))
-    of_source = Vocabulary(source.read_bytes(), source)
-    return of_source, Vocabulary(target.read_bytes(), target) if target.exists() else of_source
+    of_source = Vocabulary(read_bytes(source), source)
+    return of_source, Vocabulary(read_bytes(target), target) if target.exists() else of_source
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

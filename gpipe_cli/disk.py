@@ -33,6 +33,13 @@ class DiskError(PlainError):
     """Raised when a file cannot be written; the message names the file, the reason and the room that is left."""
 
 
+class NotRegular(PlainError, OSError):
+    """Raised where a file should be and a folder, a pipe or a device is, or a file that has another name elsewhere."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 class Vanished(DiskError):
     """Raised when a file or folder that a run writes to is no longer at its path."""
 
@@ -62,15 +69,21 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Returns a descriptor of a regular file, without waiting; of a pipe or device, which may never end, an OSError."""
+    """Returns a descriptor of a regular file, without waiting; raises NotRegular for a pipe, which may never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or (flags != os.O_RDONLY and found.st_nlink > 1):
         os.close(descriptor)
         is_file = stat.S_ISREG(found.st_mode)
         why = "it has another name elsewhere, put a copy in its place" if is_file else "it is no regular file"
-        raise OSError(errno.EINVAL, why, str(path))
+        raise NotRegular(errno.EINVAL, why, str(path))
     return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:
@@ -93,7 +106,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     A device or a pipe keeps its place: that is an OSError.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}{path.suffix}")  # numpy wants its ending
     os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
@@ -156,7 +169,7 @@ def room(path: Path) -> str:
 
 def explain(error: BaseException) -> str | None:
     """Returns one line for an error of the disk, or a limit of the system, that no code has explained; else None."""
-    unmapped = isinstance(error, ImportError) and "failed to map segment" in str(error)
+    unmapped = isinstance(error, (ImportError, OSError)) and "failed to map segment" in str(error)
     no_memory = unmapped or isinstance(error, MemoryError)
     scarce = SCARCE.get(errno.ENOMEM if no_memory else getattr(error, "errno", None) or 0)
     if scarce is not None:

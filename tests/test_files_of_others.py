@@ -13,9 +13,13 @@ from inline_run import train_inline
 from own_model import WORDS
 
 from gpipe_cli.commands import eval as evaluate
-from gpipe_cli.commands import train, translate
+from gpipe_cli.commands import plan, train, translate
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
+from gpipe_cli.data.images.tars import read_tars
+from gpipe_cli.data.lines import reading
+from gpipe_cli.data.source import no_report
 from gpipe_cli.disk import DiskError, write_whole, writing
+from gpipe_cli.errors import PlainError
 from gpipe_cli.jobs.trust import OURS, SECTIONS
 
 RUN = [*WORDS, "pipeline.K=1", "trainer.steps=1", "launch.inline=true", "logging.tensorboard=false"]
@@ -94,6 +98,23 @@ def test_a_damaged_corpus_is_made_anew(content: str, name: str, tmp_path: Path) 
     said = list[str]()
     assert open_store(CORPUS, str(tmp_path), lambda text, *_: said.append(text)).fingerprint() == before
     assert f"{name} is damaged" in said[0]
+
+
+def test_a_pipe_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "conf" / "a.yaml"
+    pipe.parent.mkdir()
+    os.mkfifo(pipe)
+    assert plan.main(["--config-dir", str(pipe.parent)]) == 1
+    assert capsys.readouterr().err == f"{pipe}: it is no regular file\n"
+    for read in (lambda: read_tars([pipe], no_report), lambda: reading(pipe).__enter__()):
+        with pytest.raises(PlainError, match=r"a\.yaml: .*it is no regular file"):
+            read()
+    corpus = open_store(CORPUS, str(tmp_path), no_report).folder
+    for name in ("dev.jsonl", "source.model"):
+        (corpus / name).unlink()
+        os.mkfifo(corpus / name)
+        with pytest.raises(PlainError, match=f"{name}: it is no regular file"):
+            list(open_store(CORPUS, str(tmp_path), no_report).held_out("dev"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": [["flatten", [], {}]], "loss": null}', "NaN"])

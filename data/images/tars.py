@@ -11,15 +11,16 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import writing
+from ...disk import open_regular, whole_file, writing
 from ...errors import ConfigurationError
-from ..cache import cache_folder, made
+from ..cache import cache_folder, made, sole_maker
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
@@ -27,6 +28,7 @@ from .folders import SUFFIXES, FoldersOf, in_order, numbered, some_of
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
 IN_TAR = ".tar/"  # in a name: between a tar in a tar, which has the images of one class, and its image
+KEYS = ("names", "places", "labels")  # of an index
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
 
 
@@ -122,10 +124,26 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
     """Returns the index of tar files from the cache; it is made again when a file's size or time has changed."""
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
     kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES]).encode())}.npz"
+
+    def make(draft: Path) -> None:
+        np.savez(draft, **_index(tars, report))
+
     with writing(kept.parent, "set GPIPE_CACHE to a folder with room"):
-        made(kept, lambda draft: np.savez(draft, **_index(tars, report)), report)
-    with np.load(kept) as arrays:
-        return dict(arrays)
+        made(kept, make, report)
+        with suppress(Exception):  # numpy and zipfile have a dozen types for a damaged file
+            return _read_index(kept, len(tars))
+        with sole_maker(kept, report), whole_file(kept) as draft:
+            make(draft)
+        return _read_index(kept, len(tars))
+
+
+def _read_index(kept: Path, tars: int) -> dict[str, npt.NDArray[Any]]:
+    with os.fdopen(open_regular(kept), "rb") as file, np.load(file) as arrays:
+        names, places, labels = index = [arrays[key] for key in KEYS]
+    fits = names.dtype.kind == "S" and places.dtype == labels.dtype == np.int64 and len(labels) in (0, len(names))
+    if not (fits and places.shape == (len(names), 3) and (places >= 0).all() and (places[:, 0] < tars).all()):
+        raise ValueError(f"{kept} is no index of tars")
+    return dict(zip(KEYS, index, strict=True))
 
 
 def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
@@ -138,7 +156,7 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
     names, places, labels = list[bytes](), list[tuple[int, int, int]](), list[int]()
     for number, tar in enumerate(tars):
         images, classes = dict[str, tuple[int, int]](), dict[str, int]()
-        with tar.open("rb") as file:
+        with os.fdopen(open_regular(tar), "rb") as file:
             for name, first, size in _members(file, tar):
                 if name.lower().endswith(SUFFIXES):
                     images[name] = (first, size)
@@ -160,7 +178,7 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
         places += [(number, *place) for place in images.values()]
         labels += [classes[stem] for stem in stems] if classes else []
     arrays = {"places": np.array(places, np.int64).reshape(-1, 3), "labels": np.array(labels, np.int64)}
-    return {"names": np.array(names), **arrays}
+    return {"names": np.array(names, np.bytes_), **arrays}
 
 
 def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> Iterator[tuple[str, int, int]]:

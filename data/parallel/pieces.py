@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import TypedDict
 
-from ..cache import made_json, save_array
+from ..cache import made_json, open_array, save_array
 from ..defects import KINDS, Counted, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK
@@ -315,7 +315,7 @@ def pair_digest(source: str, target: str) -> int:
 
 @lru_cache(maxsize=2)
 def _digests(path: Path) -> frozenset[int]:
-    return frozenset(np.load(path).tolist())
+    return frozenset(open_array(path).tolist())
 
 
 def _ids(
@@ -364,5 +364,5 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str,
 
 def _collected(pieces: list[Path], kind: str, bounds: Numbers) -> npt.NDArray[Any]:
     """Returns a part of each piece's numbers, one after the other; nothing else of the pieces is read or kept open."""
-    files = (np.load(piece.with_suffix(f".{kind}.npy"), mmap_mode="r") for piece in pieces)
+    files = (open_array(piece.with_suffix(f".{kind}.npy")) for piece in pieces)
     return np.concatenate([file[first:last].copy() for file, (first, last) in zip(files, bounds.tolist(), strict=True)])

@@ -37,7 +37,7 @@ class TokenFiles:
     """
 
     def __init__(self, paths: Sequence[Path], lengths: Sequence[int]) -> None:
-        self._paths = paths
+        self._files = [(path, (length,)) for path, length in zip(paths, lengths, strict=True)]
         self._ends = np.cumsum([0, *lengths])
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class TokenFiles:
         ids = np.empty(len(flat), np.int64)
         for number in np.unique(file_of).tolist():
             mine = file_of == number
-            ids[mine] = mapped_array(self._paths[number])[flat[mine] - self._ends[number]]
+            ids[mine] = mapped_array(*self._files[number])[flat[mine] - self._ends[number]]
         return ids.reshape(places.shape)
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,6 +23,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
+from gpipe_cli.disk import NotRegular, read_bytes
 from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
@@ -77,8 +77,12 @@ def refuse_swollen_files(folder: str) -> None:
         ConfigurationError: it names the file and the line.
     """
     for path in sorted(Path(folder).rglob("*.yaml")):
-        with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):  # Hydra says what is wrong where it reads the file
-            _count_values(yaml.compose(path.read_text(encoding="utf-8")), path, {})
+        try:
+            _count_values(yaml.compose(read_bytes(path).decode()), path, {})
+        except NotRegular:
+            raise
+        except (yaml.YAMLError, OSError, UnicodeDecodeError):
+            continue  # Hydra says what is wrong where it reads the file
 
 
 def _count_values(node: Any, path: Path, counts: dict[int, int]) -> int:

@@ -38,6 +38,9 @@ ADVICE = {  # on errors whose own words do not help; the last part of what is pr
     ): "a GPU reports a wrong index late, at another layer: is a token or label beyond a "
     "table? The same words with pipeline.device=cpu name the layer",
     re.compile("deterministic implementation"): "precision.deterministic=false runs it; its last bits vary",
+    re.compile(
+        "Resource temporarily unavailable"
+    ): "this machine or account allows no more threads or memory (ulimit -a)",
     re.compile("/dev/shm"): "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
 }
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}

@@ -93,7 +93,7 @@ def open_closed_streams() -> None:
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
     """Runs a command's work and returns its exit code, or the code of the error that ended it."""
     try:
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `commands`
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `ctrl_c`
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return work()
     except BrokenPipeError:

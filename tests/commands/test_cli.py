@@ -175,6 +175,7 @@ sys.exit(run_command("gpipe-train", [], "", lambda _: os.fork()))"""
     ("limit", "words", "what"),
     [
         ("ulimit -n 12", "-m gpipe_cli.commands.train debug=tiny hydra.run.dir=run", "open files"),
+        ("ulimit -v 60000", "-m gpipe_cli.commands.train debug=tiny launch.inline=true hydra.run.dir=run", "memory"),
         ("ulimit -v 400000", "-m gpipe_cli.commands.train debug=tiny hydra.run.dir=run", "memory"),
         ("true", f"-c '{NO_FORK}'", "processes"),
     ],
@@ -187,7 +188,7 @@ def test_what_the_system_has_too_little_of_is_told_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("at", ["gpipe_cli.terminal.command", "pydantic", "gpipe_cli.jobs.job", "rich", "antlr4"])
+@pytest.mark.parametrize("at", ["gpipe_cli.version", "pydantic", "gpipe_cli.jobs.job", "rich", "antlr4"])
 def test_ctrl_c_while_it_is_loaded_ends_a_command_without_a_traceback(at: str, tmp_path: Path) -> None:
     hook = "lambda event, given: (event, given[:1]) == ('import', (os.environ['AT'],)) and signal.raise_signal(2)"
     (tmp_path / "sitecustomize.py").write_text(f"import os, signal, sys\nsys.addaudithook({hook})\n")

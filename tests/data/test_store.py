@@ -15,7 +15,7 @@ import parallel_folder
 import preparation_jobs
 import pytest
 from launch_command import wait_for
-from run_files import bytes_of
+from run_files import array_file, bytes_of
 from text_sources import sentences
 
 from gpipe_cli.data.sampling import temperature_shares
@@ -99,6 +99,9 @@ def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> 
     wide = Store(tmp_path)
     rows = wide.locate(np.array([0, 0]), np.array([1, 0]))
     assert [side[0].tolist() for side in wide.gather(rows)] == [[2, 1, 70_000], [4, 65_536, 3]]
+    (tmp_path / "train" / "de-00000.lengths.npy").write_bytes(array_file(lengths + 1))
+    with pytest.raises(ConfigurationError, match=r"lengths\.npy is damaged \(they are not those of its tokens\)"):
+        Store(tmp_path).locate(np.array([0]), np.array([1]))
 
 
 # -- mini-batches: nothing is lost or repeated, each is a sample, loads are balanced, shapes are few -----------------

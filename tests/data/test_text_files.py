@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from composed import composed
 from inline_run import train_inline
-from run_files import bytes_of
+from run_files import array_file, bytes_of
 from text_sources import places, prepared, refusal_of
 
 from gpipe_cli.data.cldr import pairs as cldr
@@ -207,11 +207,12 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
 # --- what cannot be used
 
 
-@pytest.mark.parametrize("kept", [0, 9, 130])
-def test_a_damaged_file_of_tokens_is_named(kept: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0", None, array_file(range(9)), array_file([0.5])])
+def test_a_damaged_file_of_tokens_is_named(content: bytes | None, tmp_path: Path) -> None:
     made = source(write(tmp_path / "text" / "a.txt", "\n\n".join(documents())).parent, cache_dir=str(tmp_path / "own"))
     for torn in made._store.folder.glob("*.train.npy"):
-        os.truncate(torn, kept)
+        torn.unlink()
+        os.mkfifo(torn) if content is None else torn.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"train\.npy is damaged .*: delete its corpus"):
         next(made.train(None, 1, 0, 1))
 
