@@ -74,7 +74,6 @@ def test_the_backward_of_an_emulated_layer_can_be_divided() -> None:
     ("words", "told"),
     [
         (["table=2", "schedules=pipedream"], "schedules=[pipedream]: should be 'gpipe'"),
-        (["table=2", "K=1"], "K=[1]: should be greater than or equal to 2"),
         (["table=3", "schedules=interleaved_1f1b"], "leave it out"),
         (["table=4", "K=2,4"], "give one K"),
     ],

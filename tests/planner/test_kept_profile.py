@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,6 @@ from gpipe_cli.commands import plan
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.partition.cost import LayerCost
 from gpipe_cli.planner.measure.kept_profile import profile_file, profiled
-from gpipe_cli.tasks.language_model import LanguageModelTask
 
 CPU = torch.device("cpu")
 
@@ -37,7 +35,7 @@ def test_a_profile_is_measured_once(tmp_path: Path) -> None:
     (file,) = (tmp_path / "profiles").glob("*.json")
     assert "measured in" in said and said.endswith(f"kept in {file}")
     second, said = profile(tmp_path)
-    assert f"from {file}" in said
+    assert f"from {file}" in said and json.loads(file.read_text())["loss"]["forward"] > 0
     ours, theirs = ([(cost.name, cost.parameters, cost.cost) for cost in costs] for costs in (first, second))
     assert ours == theirs
     file.write_text(file.read_text()[:20])
@@ -62,16 +60,6 @@ def test_a_gpu_s_profile_is_that_of_the_kernels_of_the_run(monkeypatch: pytest.M
     words = ("precision.tf32=true", "precision.deterministic=false")
     assert len({file("cuda"), *(file("cuda", word) for word in words)}) == 3
     assert {file("cpu")} == {file("cpu", word) for word in words}
-
-
-def test_the_last_layer_pays_for_the_task_s_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(self: Any, outputs: Any, targets: Any) -> Any:
-        time.sleep(0.05)
-        return outputs[0].sum(), torch.zeros(0)
-
-    monkeypatch.setattr(LanguageModelTask, "loss", slow)
-    costs, _ = profile(tmp_path)
-    assert costs[-1].cost >= 0.05
 
 
 PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.cost=profile")
