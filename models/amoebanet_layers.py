@@ -278,6 +278,8 @@ class AmoebaCell(nn.Module):
         dilate: give `dil2_sep5` its dilation.
     """
 
+    graph_varies = False  # drop path multiplies, or is off in a whole step
+
     def __init__(
         self, genotype: CellGenotype, shape: CellShape, norm: Norm, drop_path_keep: float, dilate: bool
     ) -> None:
@@ -435,6 +437,8 @@ class AmoebaCellWithAuxiliaryHead(AmoebaCell):
 
 class Head(nn.Module):
     """Turns x [b, c, H, W] into logits [b, classes]: ReLU, the average over all positions, dropout, a linear map."""
+
+    graph_varies = False
 
     def __init__(self, inputs: int, classes: int, dropout: float) -> None:
         super().__init__()

@@ -5,13 +5,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
 
 from benchmarks.common import ROOT, Row
+from benchmarks.gpu import checks
 from benchmarks.gpu.__main__ import PARTS, open_parts, outcome, read, run_apart
 from benchmarks.gpu.checks import Site
+from gpipe_cli.commands.plan import make_request
+from gpipe_cli.factory.build import build_model
+from gpipe_cli.factory.example import example_micro_batch
 
 
 @pytest.mark.slow(2)
@@ -51,6 +56,27 @@ def test_a_case_that_fails_ends_no_other(tmp_path: Path) -> None:
 
     rows = list(Site("exact", "cpu", True, tmp_path).side_by_side(work, [["0"], ["1"], ["2"]]))
     assert [row["ok"] for row in rows] == [True, False, True] and rows[1]["why"].endswith("\nValueError: 7")
+
+
+def test_cases_on_a_gpu_run_side_by_side(tmp_path: Path) -> None:
+    together = Barrier(checks.AT_ONCE)
+    cases = [[str(number)] for number in range(checks.AT_ONCE)]
+    rows = Site("bits", "cuda", True, tmp_path).side_by_side(lambda _: {"ok": together.wait(60) >= 0}, cases)
+    assert all(row["ok"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "shape"), [(checks.REAL_ATTENTION, (4, 512)), (checks.REAL_CONVOLUTIONS, (16, 3, 224, 224))]
+)
+def test_bits_are_compared_at_real_sizes(words: Sequence[str], shape: tuple[int, ...]) -> None:
+    assert example_micro_batch(make_request(words).settings, 4, False)[0][0][0].shape == shape
+
+
+def test_no_model_is_cut_among_more_workers_than_it_has_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 64)
+    for most, words in ((8, (*checks.SMALL, "model=transformer")), (7, checks.SUBJECT)):
+        layers = build_model(make_request(words).settings.model)
+        assert Site("ends", "cuda", False, tmp_path).workers(most) == most <= len(layers)
 
 
 def test_a_second_call_goes_on_with_what_is_open() -> None:

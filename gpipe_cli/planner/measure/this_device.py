@@ -2,6 +2,7 @@
 
 import math
 import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 from ...config import PipelineConfig
 from ...cpu import as_worker, usable_memory, waited_for_core
 from ...gpus import GPU
+from ...parent import child_command
 from ..devices import Device
 
 _SECONDS = 0.15  # of each measurement
@@ -62,7 +64,7 @@ def measure_device(pipeline: PipelineConfig) -> Device:
 
 
 def measure_rates(pipeline: PipelineConfig) -> Device:
-    """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes less than a second.
+    """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes seconds.
 
     The cost of messages is assumed, but for the rate between two GPUs.
     """
@@ -79,11 +81,18 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
 
 
 def _link_between_gpus() -> dict[str, Any]:
-    """Times a copy from one GPU of this machine to another."""
+    """Times a copy from one GPU of this machine to another, in a process of its own: its context there ends with it."""
     if torch.cuda.device_count() < 2:
         return _GPU_LINK
-    given, taken = (torch.zeros(_COPIED, dtype=torch.uint8, device=torch.device(GPU, index)) for index in (0, 1))
-    return {**_GPU_LINK, "link": _COPIED / _seconds(lambda: taken.copy_(given), True)}
+    code = f"from {__name__} import print_link; print_link({GPU!r})"
+    timed = subprocess.run(child_command(code), stdout=subprocess.PIPE, check=False).stdout
+    return {**_GPU_LINK, "link": float(timed or _GPU_LINK["link"])}
+
+
+def print_link(kind: str) -> None:
+    """Prints the bytes per second of a copy from the first device of a kind to the second."""
+    given, taken = (torch.zeros(_COPIED, dtype=torch.uint8, device=torch.device(kind, index)) for index in (0, 1))
+    print(_COPIED / _seconds(lambda: taken.copy_(given), kind == GPU))
 
 
 def _measure(device: torch.device, memory: float, link: Mapping[str, Any]) -> Device:
