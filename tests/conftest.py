@@ -24,9 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--slow", action="count", default=0, help="run the slow tests too (make test SLOW=1); twice: all (SLOW=2)"
-    )
+    parser.addoption("--slow", action="count", default=0, help="run slow tests too (as SLOW=1); twice: all (SLOW=2)")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

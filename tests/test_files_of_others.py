@@ -23,6 +23,7 @@ from gpipe_cli.errors import PlainError
 from gpipe_cli.jobs.trust import OURS, SECTIONS
 
 RUN = [*WORDS, "pipeline.K=1", "trainer.steps=1", "launch.inline=true", "logging.tensorboard=false"]
+INLINE = ("launch.inline=true", "pipeline.workers=1")
 REFUSED = ("run.lock", "metrics.jsonl", "evaluations.jsonl")  # files that are appended to
 CORPUS = CorpusParameters(("de", "yrl"), largest=300, smallest=100, vocabulary=400, seed=0)
 
@@ -139,16 +140,15 @@ def test_files_a_checkpoint_names_are_not_read(tmp_path: Path, mine: Path, capsy
     for lock in cache.glob(".*.lock"):
         lock.unlink()
         lock.symlink_to(mine)
-    inline = ["launch.inline=true", "pipeline.workers=1"]
     capsys.readouterr()
-    assert evaluate.main([str(run), *inline]) == 2
+    assert evaluate.main([str(run), *INLINE]) == 2
     said = capsys.readouterr().err
     assert "type these words, or trust=[data.root]" in said and f'data.root="{text}"' in said
-    assert evaluate.main([str(run), *inline, "trust=[data.root]"]) == 0
-    assert evaluate.main([str(run), *inline, f"data.root={text}"]) == 0
+    assert evaluate.main([str(run), *INLINE, "trust=[data.root]"]) == 0
+    assert evaluate.main([str(run), *INLINE, f"data.root={text}"]) == 0
     (run / "evaluations" / "step_00000001_dev").rename(tmp_path / "elsewhere")
     (run / "evaluations" / "step_00000001_dev").symlink_to(tmp_path / "elsewhere")
-    assert evaluate.main([str(run), *inline, f"data.root={text}"]) == 2
+    assert evaluate.main([str(run), *INLINE, f"data.root={text}"]) == 2
     assert "is a link to another place: name one by output=DIR" in capsys.readouterr().err
 
 
@@ -156,7 +156,6 @@ def test_files_a_checkpoint_names_are_not_read(tmp_path: Path, mine: Path, capsy
 
 
 CONF = Path(__file__).parents[1] / "conf"
-INLINE = ("launch.inline=true", "pipeline.workers=1")
 
 
 @pytest.fixture(scope="module")
@@ -200,13 +199,13 @@ def test_a_function_named_in_a_manifest_is_not_called(
     assert not copied.exists()
 
 
+HIDDEN = "gpipe_cli.data.images.digits.Path.unlink"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"task._target_": "gpipe_cli.data.images.digits.Path.unlink"},
-            "wants to call gpipe_cli.data.images.digits.Path.unlink",
-        ),
+        ({"task._target_": HIDDEN}, f"wants to call {HIDDEN}"),
         ({"pipeline.M": "auto", "model._target_": "os.abort"}, "wants to call os.abort"),
         ({"data.x": "${oc.decode:'{_target_: os.abort}'}"}, "no run writes ${…} there"),
         ({"data.x": r"\${oc.decode:'{_target_: os.abort}'}"}, "no run writes ${…} there"),

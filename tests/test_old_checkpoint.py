@@ -37,13 +37,8 @@ def test_it_is_gone_on_from(run: Path, cells: int) -> None:
     before = (run / "metrics.jsonl").read_text()
     keys = yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
     steps = EXPECTED["next_steps"]
-    others = [
-        f"checkpoint.resume={run}",
-        f"trainer.steps={steps[-1]['step']}",
-        f"pipeline.K={cells}",
-        "model.positions=sinusoids",
-    ]
-    assert train.main([*keys, *others, "launch.inline=true", f"hydra.run.dir={run}"]) == 0
+    others = [f"checkpoint.resume={run}", f"trainer.steps={steps[-1]['step']}", "model.positions=sinusoids"]
+    assert train.main([*keys, *others, f"pipeline.K={cells}", "launch.inline=true", f"hydra.run.dir={run}"]) == 0
     after = (run / "metrics.jsonl").read_text()
     assert after.startswith(before)
     lines = [json.loads(line) for line in after.removeprefix(before).splitlines()]

@@ -2,11 +2,11 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run, succeeded
 
 from benchmarks.chosen import answers, gaps
 from benchmarks.common import ROOT
@@ -26,12 +26,11 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 def test_the_benchmark_prints_a_table_and_writes_its_figures(name: str, tmp_path: Path) -> None:
     output = tmp_path / "figures.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *SMALL[name].split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["-m", f"benchmarks.{name}", "--output", output, *SMALL[name].split()]
+    said = succeeded(run(sys.executable, *words, cwd=ROOT))
     figures = json.loads(output.read_text())
     assert figures["rows"]
-    assert "\n|---|---" in done.stdout
+    assert "\n|---|---" in said
     assert figures["machine"]["torch"]
 
 

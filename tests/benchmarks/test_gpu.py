@@ -23,10 +23,9 @@ from gpipe_cli.factory.example import example_micro_batch
 @pytest.mark.timeout(2200)
 def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny", "--seconds", "2000"]
-    done = subprocess.run(
-        [*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=2100, check=False
-    )
+    words = ["--device", "cpu", "--tiny", "--seconds", "2000", "--output", str(output)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
     assert {name: record["status"] for name, record in found.items()} == dict.fromkeys(PARTS, "passed")

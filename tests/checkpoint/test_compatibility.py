@@ -1,24 +1,24 @@
 """Tests which changes of the configuration and of the data prevent a resume."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_type_hints
+from unittest.mock import create_autospec
 
 import golden_losses
 import parallel_folder
 import pytest
 import tiny_images
 from inline_run import train_inline
+from text_sources import prepared
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible, require_same_data
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState, find
 from gpipe_cli.config import Settings
-from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.parallel.source import ParallelTextSource
-from gpipe_cli.data.source import Batch, Source, no_report
+from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
 
@@ -80,27 +80,11 @@ def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-class Known(Source):
-    """Has a given fingerprint, as a data source."""
-
-    def __init__(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return iter(())
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        return iter(())
-
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> CheckpointInfo:
-    """Makes the checkpoint of a run with `Known("one")`."""
-    state = RunState(data_fingerprint="one")
-    return CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, state, {}, {})
+def known(fingerprint: str) -> Any:
+    """Returns a source of data with this fingerprint."""
+    source = create_autospec(Source, instance=True)
+    source.fingerprint.return_value = fingerprint
+    return source
 
 
 def edit(path: Path) -> None:
@@ -108,16 +92,17 @@ def edit(path: Path) -> None:
     path.write_text("\n".join([f"{lines[0]} {lines[1]} xylophone", *lines[1:]]) + "\n")
 
 
-def test_other_data_are_refused_with_what_to_do_and_may_be_insisted_on(saved: CheckpointInfo) -> None:
-    same, other = Known("one"), Known("two")
-    require_same_data(saved, same, [])  # type: ignore[arg-type]
+def test_other_data_are_refused_with_what_to_do_and_may_be_insisted_on(tmp_path: Path) -> None:
+    same, other, state = known("one"), known("two"), RunState(data_fingerprint="one")
+    saved = CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, state, {}, {})
+    require_same_data(saved, same, [])
     with pytest.raises(ConfigurationError) as error:
-        require_same_data(saved, other, ["seed"])  # type: ignore[arg-type]
+        require_same_data(saved, other, ["seed"])
     said = str(error.value)
     assert f"{saved.path} was trained on other data" in said and f"checkpoint.init_from={saved.run_dir}\n" in said
     assert "type: 'checkpoint.allow_changes=[seed,data]'" in said
-    require_same_data(saved, other, ["data"])  # type: ignore[arg-type]
-    require_same_data(replace(saved, state=RunState()), other, [])  # type: ignore[arg-type]
+    require_same_data(saved, other, ["data"])
+    require_same_data(replace(saved, state=RunState()), other, [])
 
 
 def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
@@ -149,9 +134,8 @@ def test_a_run_goes_on_with_its_text_named_otherwise(tmp_path: Path) -> None:
 
 
 def text(root: Path, cache: Path) -> str:
-    source = ParallelTextSource(str(root), source_vocabulary=300, target_vocabulary=300, cache_dir=str(cache))
-    source.prepare(no_report)
-    return source.fingerprint()
+    keys = {"source_vocabulary": 300, "target_vocabulary": 300, "cache_dir": str(cache)}
+    return prepared(ParallelTextSource, root, keys).fingerprint()
 
 
 def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_path: Path) -> None:
@@ -162,16 +146,10 @@ def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_p
     assert text(there, tmp_path / "elsewhere") != first
 
 
-def pictures(root: Path) -> str:
-    source = ImageSource("image_folder", tiny_images.CLASSES, str(root), batch_size=2)
-    source.prepare(no_report)
-    return source.fingerprint()
-
-
 def test_images_have_another_fingerprint_when_one_is_added(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     for root in (here, there):
         tiny_images.image_folder(root)
-    assert pictures(there) == pictures(here)
+    assert tiny_images.opened(there).fingerprint() == tiny_images.opened(here).fingerprint()
     tiny_images.save_image(there / "train" / "n00000001" / "new.png", 1)
-    assert pictures(there) != pictures(here)
+    assert tiny_images.opened(there).fingerprint() != tiny_images.opened(here).fingerprint()

@@ -3,20 +3,9 @@
 import sys
 from pathlib import Path
 
+import checkpoint_tools as tools
 import pytest
 import torch
-from checkpoint_tools import (
-    OPTIMIZERS,
-    Layers,
-    bits,
-    make_layers,
-    names_of,
-    parameters_of,
-    restore,
-    save,
-    snapshot,
-    train,
-)
 from processes import run, succeeded
 from run_files import bytes_of
 from torch import Tensor, nn
@@ -26,21 +15,21 @@ from gpipe_cli.checkpoint.layer_state import LayerState, layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", tools.OPTIMIZERS)
 def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
-    layers = make_layers()
-    optimizer = OPTIMIZERS[name](parameters_of(layers))
-    train(layers, [optimizer], range(3))
-    info = save(tmp_path, 3, layers, optimizer)
-    saved = snapshot(layers, [optimizer])
-    train(layers, [optimizer], range(3, 6))
+    layers = tools.make_layers()
+    optimizer = tools.OPTIMIZERS[name](tools.parameters_of(layers))
+    tools.train(layers, [optimizer], range(3))
+    info = tools.save(tmp_path, 3, layers, optimizer)
+    saved = tools.snapshot(layers, [optimizer])
+    tools.train(layers, [optimizer], range(3, 6))
 
-    resumed = make_layers(seed=1)
-    resumed_optimizer = OPTIMIZERS[name](parameters_of(resumed))
-    restore(info, resumed, resumed_optimizer)
-    assert snapshot(resumed, [resumed_optimizer]) == saved
-    train(resumed, [resumed_optimizer], range(3, 6))
-    assert snapshot(resumed, [resumed_optimizer]) == snapshot(layers, [optimizer])
+    resumed = tools.make_layers(seed=1)
+    resumed_optimizer = tools.OPTIMIZERS[name](tools.parameters_of(resumed))
+    tools.restore(info, resumed, resumed_optimizer)
+    assert tools.snapshot(resumed, [resumed_optimizer]) == saved
+    tools.train(resumed, [resumed_optimizer], range(3, 6))
+    assert tools.snapshot(resumed, [resumed_optimizer]) == tools.snapshot(layers, [optimizer])
 
 
 def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> None:
@@ -51,34 +40,34 @@ def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> Non
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     kept = {"a": torch.tensor(7.0), "n": 3, "f": 0.1, "flag": True, "none": None, "eight": torch.ones(2).bool()}
     optimizer.state[layer.weight] = dict(kept)
-    info = save(tmp_path, 1, {"layer": layer}, optimizer)
+    info = tools.save(tmp_path, 1, {"layer": layer}, optimizer)
 
     state = load_layer(info, "layer")
-    assert bits(state.weights["weight"]) == bits(layer.weight)
+    assert tools.bits(state.weights["weight"]) == tools.bits(layer.weight)
     assert list(state.buffers) == ["nothing"] and state.buffers["nothing"].shape == (0, 5)
     back = state.optimizer["weight"]
     assert {key: (type(value), value) for key, value in back.items() if not isinstance(value, Tensor)} == {
         key: (type(value), value) for key, value in kept.items() if not isinstance(value, Tensor)
     }
-    assert all(bits(back[key]) == bits(value) for key, value in kept.items() if isinstance(value, Tensor))  # type: ignore[arg-type]
+    assert all(tools.bits(back[key]) == tools.bits(value) for key, value in kept.items() if isinstance(value, Tensor))  # type: ignore[arg-type]
 
 
 def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
-    layers = make_layers()
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
-    before = bits(layers["embed"].weight)  # type: ignore[arg-type]
+    layers = tools.make_layers()
+    writer = CheckpointWriter(tmp_path, 0, tools.names_of(layers))
+    before = tools.bits(layers["embed"].weight)  # type: ignore[arg-type]
     writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
     with torch.no_grad():
         layers["embed"].weight.zero_()  # type: ignore[operator]
     writer.wait()
-    assert bits(load_layer(writer.commit(1, RunState(), 1), "embed").weights["weight"]) == before
+    assert tools.bits(load_layer(writer.commit(1, RunState(), 1), "embed").weights["weight"]) == before
 
 
 def test_layer_names_that_are_no_file_names_are_saved_inside_the_checkpoint(tmp_path: Path) -> None:
-    layers: Layers = {name: nn.Linear(1, 1) for name in ("../../outside", "a/b", "encoder.0", "größe %")}
-    info = save(tmp_path, 1, layers)
+    layers: tools.Layers = {name: nn.Linear(1, 1) for name in ("../../outside", "a/b", "encoder.0", "größe %")}
+    info = tools.save(tmp_path, 1, layers)
     assert {info.layer_path(name).resolve().parent for name in layers} == {info.path.resolve() / "layers"}
-    restore(info, layers, None)
+    tools.restore(info, layers, None)
 
 
 def linear_with_buffer() -> nn.Module:
@@ -98,7 +87,7 @@ def linear_with_buffer() -> nn.Module:
     ids=["shape", "extra", "dtype", "buffer"],
 )
 def test_a_layer_that_differs_is_refused_by_name_and_left_alone(other: nn.Module, message: str, tmp_path: Path) -> None:
-    info = save(tmp_path, 1, make_layers())
+    info = tools.save(tmp_path, 1, tools.make_layers())
     before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
     with pytest.raises(CheckpointError, match=message) as caught:
         restore_layer("embed", other, None, load_layer(info, "embed"))
@@ -116,9 +105,9 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
 
 
 def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(tmp_path: Path) -> None:
-    layers = make_layers()
+    layers = tools.make_layers()
     states = {name: layer_state(layer, None) for name, layer in layers.items() if name != "head"}
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers))
+    writer = CheckpointWriter(tmp_path, 0, tools.names_of(layers))
     writer.begin(1, {**states, "embed": LayerState({"weight": torch.zeros(6, 4)})})
     writer.wait()
     with pytest.raises(CheckpointError, match=r"not in both: embed\.bias, head, head\.weight$"):

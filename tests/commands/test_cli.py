@@ -109,9 +109,8 @@ def test_ctrl_c_says_which_step_is_saved_and_what_goes_on(tmp_path: Path) -> Non
 
 def test_a_run_directory_that_is_in_use_is_refused(tmp_path: Path) -> None:
     words = ["hydra.run.dir=here", "pipeline.K=1", "trainer.steps=500"]
-    with subprocess.Popen(
-        [*COMMAND, *words, f"seed={cli_jobs.SLOW}"], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL
-    ) as first:
+    slow = [*COMMAND, *words, f"seed={cli_jobs.SLOW}"]
+    with subprocess.Popen(slow, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as first:
         wait_for((tmp_path / "here" / "workers" / "starter.log").exists)
         second = run(tmp_path, *words)
         first.terminate()
@@ -180,9 +179,7 @@ sys.exit(run_command("gpipe-train", [], "", lambda _: os.fork()))"""
         ("true", f"-c '{NO_FORK}'", "processes"),
     ],
 )
-def test_what_the_system_has_too_little_of_is_told_in_one_line(
-    limit: str, words: str, what: str, tmp_path: Path
-) -> None:
+def test_what_the_system_has_too_little_of_is_one_line(limit: str, words: str, what: str, tmp_path: Path) -> None:
     done = processes.run("sh", "-c", f"{limit} && exec {sys.executable} {words}", cwd=tmp_path)
     assert done.returncode == 1 and f"allows no more {what} (ulimit -a shows its limits)" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -174,7 +174,7 @@ def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [("size=16k", "No space left on device"), ("ro", "Read-only file system")]
+    ("options", "reason"), [("size=8k", "No space left on device"), ("ro", "Read-only file system")]
 )
 def test_a_refusing_disk_is_told(options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run", 1, {"wide": nn.Linear(100, 100)})

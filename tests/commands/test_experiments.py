@@ -182,9 +182,7 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
 
 
 STEPS, KILLED_AFTER = 12, 5
-IMAGENET_WORDS = [
-    "experiment=imagenet/amoebanet_b_18_512", "data.classes=3", "model.L=3", "data.batch_size=4", "pipeline.M=2",
-]  # fmt: skip
+IMAGENET_WORDS = [f"experiment={PRETRAINING}", "data.classes=3", "model.L=3", "data.batch_size=4", "pipeline.M=2"]
 
 CORPORA = {  # by name: split, first and last pair
     "Europarl.de-en": ("train", 0, 180),

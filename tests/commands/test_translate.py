@@ -15,6 +15,7 @@ from gpipe_cli.commands import generate, translate
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import reopen
 
+Capture = pytest.CaptureFixture[str]
 INLINE = ["launch.inline=true", "pipeline.workers=1"]
 LINES = ["viernes, 4 de mayo", "", "hace 23 años", "   ", "lunes", "Alemania y Francia", "12 kilómetros", "Europa"]
 
@@ -41,9 +42,7 @@ def reference(run: Path, source: Path) -> list[str]:
     return translated(run, source, *INLINE, "pipeline.K=1")
 
 
-def test_translations_that_were_cut_are_counted(
-    run: Path, source: Path, reference: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_translations_that_were_cut_are_counted(run: Path, source: Path, reference: list[str], capsys: Capture) -> None:
     assert rows(run / "evaluations.jsonl")[-1]["cut_translations"] > 9  # of a model that has learned nothing
     assert translated(run, source, *INLINE, "task.generation.max_length=1") != reference
     assert "length_extra limit its tokens: 6 lines\n" in capsys.readouterr().err
@@ -95,20 +94,20 @@ def test_a_line_is_answered_before_the_input_ends_and_nothing_else_printed(run: 
         assert process.wait() == 0
 
 
+NO_GENERATION = "no section generation, so it does not translate; texts are continued by gpipe-generate"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["checkpoint={run}", "lunes"], "one run, not lunes, "),
         (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
-        (
-            ["checkpoint={run}", "task.generation=null"],
-            "no section generation, so it does not translate; texts are continued by gpipe-generate",
-        ),
+        (["checkpoint={run}", "task.generation=null"], NO_GENERATION),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_wrong_call_is_told(words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_told(words: list[str], message: str, run: Path, capsys: Capture) -> None:
     assert translate.main([word.format(run=run) for word in words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err and not printed.out
@@ -130,7 +129,7 @@ def test_overrides_change_the_configuration_that_the_checkpoint_was_made_with(ru
 
 
 def test_a_line_of_too_many_tokens_is_not_answered_and_told(
-    run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, reference: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr("gpipe_cli.inference.lines.MOST_TOKENS", 100)
     lines = tmp_path / "lines.txt"
@@ -139,9 +138,7 @@ def test_a_line_of_too_many_tokens_is_not_answered_and_told(
     assert "not answered, because they have more than 100 tokens: 1 line\n" in capsys.readouterr().err
 
 
-def test_a_changed_vocabulary_is_refused_in_one_line(
-    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_vocabulary_is_refused_in_one_line(run: Path, source: Path, tmp_path: Path, capsys: Capture) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     path = moved / "vocabulary" / "source.model"
@@ -167,14 +164,14 @@ def lm_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "lm_run"
 
 
-def continued(lm_run: Path, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def continued(lm_run: Path, capsys: Capture, *words: str) -> list[str]:
     assert generate.main([f"checkpoint={lm_run}", "length=6", *INLINE, *words]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\n")
     return text[:-1].split("\n")
 
 
-def test_each_beginning_has_its_text_at_any_K(lm_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_beginning_has_its_text_at_any_K(lm_run: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "lines.txt").write_text("7 cat on\n\n8 dog\n")
     words = [f"input={tmp_path / 'lines.txt'}", "seed=3", "temperature=2", "samples=2"]
     found = continued(lm_run, capsys, *words)
@@ -187,7 +184,7 @@ def test_each_beginning_has_its_text_at_any_K(lm_run: Path, tmp_path: Path, caps
     assert all(float(line.partition("\t")[0]) < 0 for line in scored)
 
 
-def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(lm_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(lm_run: Path, capsys: Capture) -> None:
     greedy = ("prompt=", "temperature=0")
     assert continued(lm_run, capsys, *greedy) == continued(lm_run, capsys, *greedy, "seed=9")
     assert continued(lm_run, capsys, "prompt=7 cat = 8", "top_k=1")[0].startswith("7 cat")

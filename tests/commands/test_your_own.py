@@ -97,9 +97,8 @@ def test_a_loss_that_is_not_finite_skips_the_update_and_then_stops_by_name(train
         "        bad = float('nan') if (targets[0][0] == 0) else 1.0\n"
         '        return bad * F.cross_entropy(outputs[0], targets[0], reduction="sum"), torch',
     )
-    with pytest.raises(
-        PlainError, match=r"step \d+: the loss is nan.*the task's loss \(cell \d\), micro-batch \d; 3 updates in a row"
-    ):
+    said = r"step \d+: the loss is nan.*the task's loss \(cell \d\), micro-batch \d; 3 updates in a row"
+    with pytest.raises(PlainError, match=said):
         train(broken, "trainer.nonfinite_limit=3", "trainer.evaluate_first=false")
     assert rows(tmp_path / "run" / "metrics.jsonl")[-1]["skipped_updates"] >= 3
 
@@ -155,9 +154,7 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow(1 if name == "GPT2Config" else 2)) for name in TINY]
-)
+@pytest.mark.parametrize("name", [pytest.param(of, marks=pytest.mark.slow(1 + (of != "GPT2Config"))) for of in TINY])
 def test_an_example_of_a_module_trains(name: str, tmp_path: Path) -> None:
     if name.endswith("Config"):
         pytest.importorskip("transformers")

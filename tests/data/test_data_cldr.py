@@ -1,11 +1,11 @@
 """Tests the CLDR corpus: its contents, what is left out, and that it is always the same."""
 
 import multiprocessing
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run, succeeded
 from run_files import bytes_of
 
 from gpipe_cli.data.cldr import corpus as cldr_corpus
@@ -110,8 +110,7 @@ def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
         "parameters = cldr_corpus.CorpusParameters(('de', 'yrl'), 300, 100, 400, 0)\n"
         "print(len(cldr_corpus.open_store(parameters, 'cache', lambda *told: None).sizes))\n"
     )
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("begins\n2\n", 0), done.stderr
+    assert succeeded(run(sys.executable, script, cwd=tmp_path)) == "begins\n2\n"
 
 
 def test_what_a_killed_build_left_does_not_disturb_the_next(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """Tests the store against its text, a preparation that is killed and continues, and the mini-batches made of it."""
 
-import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import parallel_folder
 import preparation_jobs
 import pytest
 from launch_command import wait_for
+from processes import run
 from run_files import array_file, bytes_of
 from text_sources import sentences
 
@@ -43,15 +42,11 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
     assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("text", "done"),
-    [
-        pytest.param("counting lines", 4, marks=pytest.mark.slow),
-        pytest.param("target vocabulary", 0, marks=pytest.mark.slow),
-        ("token ids", 400),
-        pytest.param("shards", 1, marks=pytest.mark.slow),
-    ],
-)
+OTHER_MOMENTS = [("counting lines", 4), ("target vocabulary", 0), ("shards", 1)]
+MOMENTS = [("token ids", 400), *(pytest.param(*moment, marks=pytest.mark.slow) for moment in OTHER_MOMENTS)]
+
+
+@pytest.mark.parametrize(("text", "done"), MOMENTS)
 def test_a_killed_preparation_goes_on_alike(text: str, done: int, root: Path, store: Store, tmp_path: Path) -> None:
     words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "2", text, str(done)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -59,7 +54,7 @@ def test_a_killed_preparation_goes_on_alike(text: str, done: int, root: Path, st
         assert process.stdout.readline() == "stopped\n"
         process.send_signal(signal.SIGKILL)
     (left,) = tmp_path.glob(".partial-*")
-    wait_for(lambda: _has_ended(process.pid))
+    wait_for(lambda: run("sh", "-c", f"kill -0 -{process.pid}").returncode)  # its own processes have ended, too
     before = {path: path.stat().st_mtime_ns for path in (*left.rglob("*.json"), *left.glob("*.model"))}
     done_again: list[Path] = []
 
@@ -69,15 +64,6 @@ def test_a_killed_preparation_goes_on_alike(text: str, done: int, root: Path, st
     made = preparation_jobs.prepare(root, tmp_path, 1, look)
     assert bytes_of(made.folder) == bytes_of(store.folder)
     assert before and not left.exists() and not done_again
-
-
-def _has_ended(group: int) -> bool:
-    """Returns whether the killed process' own processes have ended."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def test_a_store_is_made_again_only_when_a_file_has_changed(tmp_path: Path) -> None:
@@ -123,12 +109,6 @@ class OfStore(PairSource):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = parallel_folder.opus(tmp_path_factory.mktemp("text"))
-    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
-
-
-@pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = parallel_folder.opus(tmp_path_factory.mktemp("text"), sizes={"de": 300})
     return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
@@ -138,10 +118,6 @@ def opened(folder: Path, **changes: Any) -> OfStore:
     source = OfStore(folder, **changes)
     source.prepare(no_report)
     return source
-
-
-def first(batches: Iterator[Batch], count: int) -> list[Batch]:
-    return list(islice(batches, count))
 
 
 def pairs_in(batch: Batch) -> list[Pair]:
@@ -193,9 +169,9 @@ def test_every_pair_comes_once_per_epoch_as_in_a_plain_loop(size: dict[str, Any]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 5.0, float("inf")])
-def test_languages_come_as_often_as_the_formula_says(temperature: float, folder: Path) -> None:
-    source = opened(folder, temperature=temperature, batch_size=9, batch_tokens=None)
-    languages = {pair: code for code in parallel_folder.SIZES for pair in pairs_of_text(Store(folder), code)}
+def test_languages_come_as_often_as_the_formula_says(temperature: float, store: Store) -> None:
+    source = opened(store.folder, temperature=temperature, batch_size=9, batch_tokens=None)
+    languages = {pair: code for code in parallel_folder.SIZES for pair in pairs_of_text(store, code)}
     read = read_until(source, 10 * source._chunk)
     counts = Counter(languages[pair] for pair in read)
     shares = temperature_shares(list(parallel_folder.SIZES.values()), temperature)
@@ -233,10 +209,10 @@ def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[Par
 
 @pytest.mark.parametrize("size", [{"batch_tokens": 900}, {"batch_size": 48, "batch_tokens": None}], ids=str)
 @pytest.mark.parametrize("M", [1, 4])
-def test_a_mini_batch_is_a_sample_of_the_corpus(M: int, size: dict[str, Any], folder: Path) -> None:
+def test_a_mini_batch_is_a_sample_of_the_corpus(M: int, size: dict[str, Any], store: Store) -> None:
     targets = [
         np.concatenate([(out != 0).sum(1).numpy() for _, (out,) in batch.micro_batches])
-        for batch in first(opened(folder, **size).train(None, M, 0, 1), 64)
+        for batch in islice(opened(store.folder, **size).train(None, M, 0, 1), 64)
     ]
     corpus = np.concatenate(targets)
     assert np.mean([of.std() for of in targets]) > 0.9 * corpus.std()
@@ -260,7 +236,7 @@ def test_mini_batches_are_of_one_size_and_their_micro_batches_balanced_with_litt
     assert pairs < 600 or (excess.mean() < mean and excess.max() < 1.6)
 
 
-def test_too_few_tokens_for_the_parts_are_refused_before_training(folder: Path) -> None:
+def test_too_few_tokens_for_the_parts_are_refused_before_training(store: Store) -> None:
     said = r"divided into 16 micro-batches .*: raise data\.batch_tokens or lower pipeline\.M"
     with pytest.raises(ConfigurationError, match=said):
-        opened(folder).train(None, 8, 0, 2)
+        opened(store.folder).train(None, 8, 0, 2)

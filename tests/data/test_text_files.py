@@ -2,9 +2,9 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -17,6 +17,7 @@ import pytest
 import zstandard
 from composed import composed
 from inline_run import train_inline
+from processes import run
 from run_files import array_file, bytes_of
 from text_sources import places, prepared, refusal_of
 
@@ -170,16 +171,11 @@ def store_bytes(made: TextFilesSource) -> dict[str, bytes]:
     return bytes_of(made._store.folder)
 
 
-def prepare_and_die(root: Path, changes: dict[str, Any]) -> None:
-    """Ends as a killed process does, after the tokens of three pieces."""
-    reports = []
-
-    def report(text: str, done: int, total: int) -> None:
-        reports.append(text)
-        if reports.count("text: tokens") == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    TextFilesSource(str(root), **changes).prepare(report)
+DIES_AFTER_THREE_PIECES = """import json, os, sys
+from gpipe_cli.data.text import source
+source.PIECE, keys, tokens = 500, json.loads(sys.argv[2]), iter(range(4))
+report = lambda text, *_: text == "text: tokens" and next(tokens) == 3 and os.kill(os.getpid(), 9)
+source.TextFilesSource(sys.argv[1], **keys).prepare(report)"""
 
 
 def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,10 +186,8 @@ def test_processes_and_kills_change_no_byte(tmp_path: Path, monkeypatch: pytest.
     assert len(wanted) > 15
     assert store_bytes(source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))) == wanted
     changes = {**SMALL, "cache_dir": str(tmp_path / "killed"), "preparation_workers": 1}
-    process = multiprocessing.get_context("fork").Process(target=prepare_and_die, args=(tmp_path / "text", changes))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed = run(sys.executable, "-c", DIES_AFTER_THREE_PIECES, tmp_path / "text", json.dumps(changes))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = (tmp_path / "killed").glob(".partial-*")
     torn = sorted(left.glob("work/*-*.json"))[-1]
     torn.write_text("{}")

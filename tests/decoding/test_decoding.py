@@ -232,11 +232,9 @@ def next_token(layers: Sequence[BuiltLayer], ids: Sequence[int]) -> Tensor:
     return torch.as_tensor(values[0, -1].double().log_softmax(-1))
 
 
-def continued(
-    layers: Sequence[BuiltLayer], K: int, settings: SamplingSettings, window: int | None = None
-) -> list[Hypothesis]:
-    prompts = [Prompt(ids, n, sample) for n, ids in enumerate(PROMPTS) for sample in range(settings.samples)]
-    form = ContinuationForm(settings, STOP, window)
+def continued(layers: list[BuiltLayer], K: int, how: SamplingSettings, window: int | None = None) -> list[Hypothesis]:
+    prompts = [Prompt(ids, n, sample) for n, ids in enumerate(PROMPTS) for sample in range(how.samples)]
+    form = ContinuationForm(how, STOP, window)
     return decoder_of(layers, K, form, BatchShape((2,), (2,))).decode(prompts)
 
 

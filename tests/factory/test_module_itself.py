@@ -25,8 +25,7 @@ class HidesWeight(Perceptron):
 class StaleWeight(Perceptron):
     """Keeps a copy of a weight that is trained."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.kept = self.second.weight.detach().clone()
 
     def changed(self, h: Tensor) -> Tensor:
@@ -41,8 +40,7 @@ class Freezes(Perceptron):
 
 
 class Averaged(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.register_buffer("average", torch.zeros(WIDTH))
 
     def changed(self, h: Tensor) -> Tensor:
@@ -109,9 +107,7 @@ def compared(
         (Perceptron, LeavesOut, "update after call 4: parameter of second.weight"),
     ],
 )
-def test_what_differs_from_the_module_itself_is_named(
-    traced: type[nn.Module], own: type[nn.Module], where: str
-) -> None:
+def test_what_differs_from_the_module_is_named(traced: type[nn.Module], own: type[nn.Module], where: str) -> None:
     found = compared(traced, points, own).all
     assert found.beyond[0].where == where, found
 
@@ -156,8 +152,7 @@ def test_rounding_that_float64_does_not_have_is_none() -> None:
     class Shifts(Perceptron):
         """Has a gradient that is zero but for rounding: softmax does not see what is added to all."""
 
-        def __init__(self) -> None:
-            super().__init__()
+        def add_parts(self) -> None:
             self.shift = nn.Parameter(torch.zeros(()))
 
         def changed(self, h: Tensor) -> Tensor:

@@ -13,9 +13,8 @@ from gpipe_cli.checkpoint.layer_state import layer_state, load_layer, restore_la
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 
 Layers = dict[str, nn.Module]
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
-OPTIMIZERS: dict[str, OptimizerFactory] = {
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "AdamW-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "SGD-momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),

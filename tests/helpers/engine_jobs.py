@@ -5,23 +5,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import small_models as small
 import torch
 import torch.distributed as dist
-from group_jobs import joined, of_all
+from group_jobs import CPU, joined, of_all
 from schedule_rules import Policy, scheduled
-from small_models import (
-    CPU,
-    build_all,
-    descend,
-    engine_of,
-    mini_batch,
-    other_values,
-    plain_step,
-    seen_after,
-    small_model,
-    varying_model,
-    weight_of,
-)
 
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
@@ -52,7 +40,8 @@ class Case:
     varying: bool = False
 
     def layers(self) -> list[BuiltLayer]:
-        return build_all(varying_model() if self.varying else small_model(self.batchnorm, self.dropout))
+        model = small.varying_model() if self.varying else small.small_model(self.batchnorm, self.dropout)
+        return small.build_all(model)
 
 
 def all_cases(K: int) -> list[Case]:
@@ -75,22 +64,22 @@ def sizes_of(layers: Sequence[BuiltLayer], K: int) -> list[int]:
 def run_case(case: Case, placement: Sequence[int], worker: int, transport: Transport | None) -> list[dict[str, Any]]:
     """Runs some steps of gradient descent; returns the losses, gradients and buffers of each, as far as held here."""
     layers = case.layers()
-    engine = engine_of(layers, sizes_of(layers, case.K), placement=placement, transport=transport, worker=worker)
+    engine = small.engine_of(layers, sizes_of(layers, case.K), placement=placement, transport=transport, worker=worker)
     cells = [*engine.cells.values()]
     lists = scheduled(case.kind, placement, case.M, case.remat)
     posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
     for step in range(STEPS):
-        micro_batches = mini_batch(step, case.examples, case.M)
+        micro_batches = small.mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
-        step_input = StepInput(step, STEPS, signatures, 1 / weight_of(micro_batches))
+        step_input = StepInput(step, STEPS, signatures, 1 / small.weight_of(micro_batches))
         mine = micro_batches if placement[0] == worker else None
         record = engine.train_step(lists[worker], step_input, mine, posts)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps
-        seen.append(seen_after(cells, record))
-        descend((parameter for cell in cells for _, parameter in cell.parameters()), 0.1)
+        seen.append(small.seen_after(cells, record))
+        small.descend((parameter for cell in cells for _, parameter in cell.parameters()), 0.1)
     return seen
 
 
@@ -99,12 +88,12 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
     layers = case.layers()
     seen = []
     for step in range(STEPS):
-        micro_batches = mini_batch(step, case.examples, case.M)
-        loss = plain_step(layers, micro_batches, step)
+        micro_batches = small.mini_batch(step, case.examples, case.M)
+        loss = small.plain_step(layers, micro_batches, step)
         held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in held.items()}
         seen.append({"loss": loss, "gradients": gradients})
-        descend(held.values(), 0.1)
+        small.descend(held.values(), 0.1)
     return seen
 
 
@@ -125,6 +114,6 @@ def compare(context: Context, config: dict[str, Any]) -> list[str]:
                 transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
             case = Case(4, 5, kind, policy, 11, True, 0.2, varying)
             seen = run_case(case, placement, context.rank, transport)
-            ours = other_values(seen, alone[varying], ("losses", "gradients", "buffers"), (0, 0))
+            ours = small.other_values(seen, alone[varying], ("losses", "gradients", "buffers"), (0, 0))
             found += [f"worker {context.rank}, {wire}, {case}: {text}" for text in ours]
     return of_all(found)

@@ -19,14 +19,9 @@ GROUPS = {"gpipe": ["gpipe"], "1f1b": ["1f1b", "interleaved_1f1b", "zero_bubble"
 STEPS = 12
 # debug=tiny makes them small; what is drawn at random (dropout, drop path) is on in all of them.
 DROPOUT = ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"]
+ADAM = ["task.generation=null", "optimizer=adam", "optimizer.lr=0.003"]
 MODELS = {
-    "transformer": [
-        *DROPOUT,
-        "model.positions=sinusoids",
-        "task.generation=null",
-        "optimizer=adam",
-        "optimizer.lr=0.003",
-    ],
+    "transformer": [*DROPOUT, "model.positions=sinusoids", *ADAM],
     "transformer_lm": DROPOUT,
     "amoebanet": ["model.dropout=0.2", "model.drop_path_keep=0.7"],
 }

@@ -127,9 +127,7 @@ def normalise(context: Context, config: dict[str, Any]) -> list[str]:
     """Lists what two replicas with shared statistics have other than the joined micro-batches, in float64."""
     torch.set_default_dtype(torch.float64)
     found, expected = normalised(context.rank, joined(context)), normalised(context.rank, None)
-    return of_all(
-        [name for name, value in found.items() if not torch.allclose(value, expected[name], rtol=1e-9, atol=1e-10)]
-    )
+    return of_all([name for name in found if not torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-10)])
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -240,16 +240,9 @@ class LateTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> LateTensor:
-        made: LateTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            values.size(),
-            strides=values.stride(),
-            storage_offset=values.storage_offset(),
-            dtype=values.dtype,
-            layout=values.layout,
-            device=LATE,
-            requires_grad=False,
-        )
+        place = {"strides": values.stride(), "storage_offset": values.storage_offset(), "device": LATE}
+        kind = {"dtype": values.dtype, "layout": values.layout, "requires_grad": False}
+        made: LateTensor = torch.Tensor._make_wrapper_subclass(cls, values.size(), **place, **kind)  # type: ignore[attr-defined]
         made._values, made._lease = values, Lease(Memory.behind(values))
         return made
 

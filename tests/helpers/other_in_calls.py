@@ -19,8 +19,7 @@ class Counter:
 class Warm(Perceptron):
     """Begins with a block after some calls; the count is in an object with slots."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.counter = Counter()
 
     def count(self) -> int:
@@ -32,8 +31,7 @@ class Warm(Perceptron):
 
 
 class Alternates(Warm):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.turns = itertools.cycle((1, 9))
 
     def count(self) -> int:
@@ -58,8 +56,7 @@ class DrawsTable(Perceptron):
 class DropsByItself(Perceptron):
     """Leaves a block out by a generator of its own, too rarely to be seen in a few calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.random = random.Random(3)
 
     def changed(self, h: Tensor) -> Tensor:
@@ -75,8 +72,7 @@ class Seeds(Perceptron):
 class DrawsOutsideTracing(Perceptron):
     """Draws from a generator of its own where nothing traces."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.generator = torch.Generator()
 
     def changed(self, h: Tensor) -> Tensor:
@@ -87,8 +83,7 @@ class DrawsOutsideTracing(Perceptron):
 class Strides(Perceptron):
     """Reads a boundary's memory by its strides, which the layer in front has turned round."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.first, self.second = Turned(3, WIDTH), Reading(WIDTH, WIDTH)
 
 

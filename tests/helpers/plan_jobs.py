@@ -109,9 +109,7 @@ def inputs_held(engine: Engine, step: Callable[[], object]) -> dict[str, int]:
 
         return run
 
-    with patch.object(
-        _TrainingStep, "HANDLERS", {op: looking(handle) for op, handle in _TrainingStep.HANDLERS.items()}
-    ):
+    with patch.object(_TrainingStep, "HANDLERS", {op: looking(of) for op, of in _TrainingStep.HANDLERS.items()}):
         step()
     return {str(cell): held for cell, held in most.items()}
 

@@ -19,6 +19,7 @@ from gpipe_cli.pipeline.randomness import NoiseSource
 
 WORDS, WIDTH = 11, 8
 CPU = torch.device("cpu")
+Steps = Sequence[dict[str, Any]]
 
 
 class Embed(nn.Module):
@@ -89,16 +90,9 @@ class Head(nn.Module):
 
 def small_model(batchnorm: bool = False, dropout: float = 0.0) -> list[LayerBuilder]:
     """Returns seven layers with every sort of tensor that may pass a boundary."""
-    middle = {"norm": Norm} if batchnorm else {"mix_1": partial(Mix, dropout)}
-    layers = {
-        "embed": Embed,
-        "mix_0": partial(Mix, dropout),
-        **middle,
-        "judge": Judge,
-        "mix_2": partial(Mix, dropout),
-        "mix_3": partial(Mix, dropout),
-        "head": Head,
-    }
+    mix = partial(Mix, dropout)
+    first = {"embed": Embed, "mix_0": mix, **({"norm": Norm} if batchnorm else {"mix_1": mix})}
+    layers = {**first, "judge": Judge, "mix_2": mix, "mix_3": mix, "head": Head}
     return [LayerBuilder(name, build) for name, build in layers.items()]
 
 
@@ -186,18 +180,12 @@ def engine_of(
 
 
 def train_step(
-    engine: Engine,
-    kind: str,
-    remat: str,
-    batch: Sequence[MicroBatch],
-    step: int = 0,
-    weight: float | None = None,
-    **others: Any,
+    engine: Engine, kind: str, remat: str, batch: Sequence[MicroBatch], step: int = 0, weight: float = 0, **others: Any
 ) -> StepRecord:
     """Runs one training step of an engine that has all cells.
 
     Args:
-        weight: by which the loss is divided; of the tokens if not given.
+        weight: by which the loss is divided; 0: that of the tokens.
         others: of `Engine.train_step`.
     """
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
@@ -229,12 +217,7 @@ def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
                 parameter.grad = None
 
 
-def other_values(
-    seen: Sequence[dict[str, Any]],
-    reference: Sequence[dict[str, Any]],
-    parts: Sequence[str],
-    close: tuple[float, float],
-) -> list[str]:
+def other_values(seen: Steps, reference: Steps, parts: Sequence[str], close: tuple[float, float]) -> list[str]:
     """Returns the parts of `seen_after`'s steps that differ from those of the reference.
 
     Args:

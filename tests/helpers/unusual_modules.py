@@ -21,6 +21,10 @@ class Perceptron(nn.Module):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 10)
+        self.add_parts()
+
+    def add_parts(self) -> None:
+        """Makes what a subclass has besides."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.gelu(self.third(self.changed(self.first(x)))))
@@ -67,8 +71,7 @@ class OwnBackward(Perceptron):
 
 
 class Recurrent(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
     def changed(self, h: Tensor) -> Tensor:
@@ -78,8 +81,7 @@ class Recurrent(Perceptron):
 class HalfInside(Perceptron):
     """Computes a part in bfloat16, with weights that are made of others, and with tensors that are no buffers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.second = parametrizations.weight_norm(self.second)
         self.scales = [torch.rand(WIDTH), torch.rand(WIDTH)]
 
@@ -92,8 +94,7 @@ class HalfInside(Perceptron):
 class Habits(Perceptron):
     """Ties weights by attributes, freezes in train(), fills parts, asks whether it trains, makes a table."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.norm, self.table = nn.BatchNorm1d(WIDTH), None
         self.tied, self.turned = [self.second.weight], self.third.weight.t()
 
@@ -118,8 +119,7 @@ class Habits(Perceptron):
 class Masked(Perceptron):
     """Has a torch encoder with a mask, whose values torch looks at."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True), 2)
 
     def changed(self, h: Tensor) -> Tensor:
@@ -132,8 +132,7 @@ class Masked(Perceptron):
 class Pieces(Perceptron):
     """Uses parts of one parameter in several layers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.parts = nn.Parameter(torch.randn(3 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,8 +176,7 @@ TABLES: dict[int, Tensor] = {}
 class Keeps(Perceptron):
     """Keeps tables in caches of three kinds, and a log that each call writes anew."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.tables: dict[int, Tensor] = {}
         self.log: list[Tensor] = []
 
@@ -195,8 +193,7 @@ class Keeps(Perceptron):
 class KeptAside(Perceptron):
     """Keeps tensors that are no buffers, in one memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.table = torch.rand(WIDTH, WIDTH)
         self.forms = [self.table.t(), self.table[1]]
 
@@ -216,8 +213,7 @@ class Lower(Perceptron):
 
 
 class HooksModule(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.second.register_full_backward_hook(lambda module, before, after: (-before[0],))
 
 
@@ -241,8 +237,7 @@ class CountsCalls(Perceptron):
 
 
 class ReplacesBuffer(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.register_buffer("centre", torch.zeros(WIDTH))
 
     def changed(self, h: Tensor) -> Tensor:
@@ -269,14 +264,12 @@ class WritesData(Perceptron):
 
 
 class HooksParameter(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.second.weight.register_hook(lambda gradient: 0 * gradient)
 
 
 class NormalisesTwice(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def changed(self, h: Tensor) -> Tensor:
@@ -298,14 +291,12 @@ def spectral_norm() -> nn.Module:
 
 
 class ScriptedPart(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.second = torch.jit.script(self.second)
 
 
 class InMemory(Perceptron):
-    def __init__(self) -> None:
-        super().__init__()
+    def add_parts(self) -> None:
         self.register_buffer("centre", self.second.weight.detach()[0])
 
 

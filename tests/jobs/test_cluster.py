@@ -33,17 +33,9 @@ from gpipe_cli.launch.join import adopt_step, first_host
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 LINK = "tbf rate 400mbit burst 256kb latency 200ms"
-SETUP = """
-set -e
-mount --make-rprivate /
-mount --bind {own} {local}
-mount -t tmpfs tmpfs /dev/shm
-mount --bind {own}/boot_id /proc/sys/kernel/random/boot_id
-mount --bind {own}/hosts /etc/hosts
-hostname {name}
-cd {local}
-exec "$@"
-"""
+SETUP = "set -e; mount --make-rprivate /; mount --bind {own} {local}; mount -t tmpfs tmpfs /dev/shm; hostname {name}; "
+SETUP += "mount --bind {own}/boot_id /proc/sys/kernel/random/boot_id; mount --bind {own}/hosts /etc/hosts; "
+SETUP += 'cd {local}; exec "$@"'
 
 
 def permitted() -> bool:

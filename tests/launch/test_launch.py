@@ -86,9 +86,8 @@ def test_sixteen_workers_import_the_preloaded_modules_once(command: Any, tmp_pat
 
 
 def test_modules_that_start_threads_are_not_forked(command: Any, tmp_path: Path) -> None:
-    (tmp_path / "with_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
-    )
+    code = "import threading, time; threading.Thread(target=time.sleep, args=(5,), daemon=True).start()"
+    (tmp_path / "with_thread.py").write_text(code)
     started = command("describe", 2, preload=["with_thread"])
     events = list(started.events())
     assert started.end()[0] == 0
@@ -174,9 +173,7 @@ def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
     echo, wrapped = RuntimeError("[third_party/gloo/pair.cc:534] Connection closed by peer"), LookupError("cell 1")
     wrapped.__cause__ = echo
     assert [report.suspicion(error) for error in (ValueError("x"), wrapped, echo)] == [0, 1, 2]
-    own = (
-        "NCCL error: unhandled system error. Error while creating shared memory segment /dev/shm/nccl-1: No space left"
-    )
+    own = "NCCL error: unhandled system error. Error while creating shared memory segment /dev/shm/nccl-1: No space"
     far = "NCCL error: remote process exited or there was a network error"
     assert [report.suspicion(DistBackendError(text)) for text in (own, far)] == [1, 2]
 

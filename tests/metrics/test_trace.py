@@ -52,9 +52,6 @@ class Run:
         text = (self.directory / "trace" / f"step_{step:06d}.trace.json").read_text(encoding="utf-8")
         return cast("list[Event]", json.loads(text)["traceEvents"])
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return rows(self.directory / "metrics.jsonl")
-
 
 def recorded(kind: str, directory: Path) -> Run:
     words = ["debug=tiny", "pipeline.K=4", "pipeline.M=3", "pipeline.workers=2", f"pipeline.schedule={kind}"]
@@ -98,7 +95,7 @@ def test_every_message_has_an_arrow_forward_in_time(run: Run) -> None:
 
 
 def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
-    steps = run.metrics()
+    steps = rows(run.directory / "metrics.jsonl")
     assert ["cells" in row for row in steps] == [True, False, True]  # the first, and every third
     cells = steps[2]["cells"]
     assert all(cell["forward"] > 0 and cell["backward"] > 0 for cell in cells)

@@ -121,9 +121,7 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
         pair = [{n: (t, t.requires_grad) for n, t in of.state_dict(keep_vars=True).items()} for of in (one, other)]
         assert all(torch.equal(t, pair[1][n][0]) and pair[1][n][1] is trained for n, (t, trained) in pair[0].items())
     for mode in (True, False):
-        a, b = (
-            functools.reduce(lambda x, layer: layer.train(mode)(x), one, torch.ones(3, 3)) for one in (ours, theirs)
-        )
+        a, b = (functools.reduce(lambda x, layer: layer.train(mode)(x), of, torch.ones(3, 3)) for of in (ours, theirs))
         assert torch.equal(a, b)
 
 

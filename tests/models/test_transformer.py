@@ -9,20 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.layers import LayerBuilder
+from gpipe_cli.models import transformer_layers as modules
 from gpipe_cli.models.transformer import transformer
-from gpipe_cli.models.transformer_layers import (
-    CausalAttention,
-    CrossAttention,
-    EncoderAttention,
-    FeedForward,
-    TokenEmbedding,
-)
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.partition.cost import count_parameters
 from gpipe_cli.partition.tie_search import find_ties
 
 WORDS, PAD = 13, 0
-FEED_FORWARD = partial(FeedForward, 128, 96, 0.1)
+Attention = modules.EncoderAttention | modules.CausalAttention | modules.CrossAttention
+FEED_FORWARD = partial(modules.FeedForward, 128, 96, 0.1)
 small = partial(transformer, L=2, H=24, A=2, d_model=16, source_vocabulary=WORDS, target_vocabulary=WORDS)
 small_lm = partial(transformer_lm, L=2, H=24, A=2, d_model=16, vocabulary=WORDS, final_norm=True)
 
@@ -61,16 +56,14 @@ def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) 
 # -- against torch's layers ------------------------------------------------------------------------------------------
 
 
-def copy_feed_forward(ours: FeedForward, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear) -> None:
+def copy_feed_forward(ours: modules.FeedForward, norm: nn.LayerNorm, first: nn.Linear, second: nn.Linear) -> None:
     for mine, theirs in ((ours.norm, norm), (ours.hidden, first), (ours.output, second)):
         theirs.load_state_dict(mine.state_dict())
 
 
-def copy_attention(
-    ours: EncoderAttention | CausalAttention | CrossAttention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention
-) -> None:
+def copy_attention(ours: Attention, norm: nn.LayerNorm, theirs: nn.MultiheadAttention) -> None:
     norm.load_state_dict(ours.norm.state_dict())
-    parts = [ours.query, ours.key_value] if isinstance(ours, CrossAttention) else [ours.query_key_value]
+    parts = [ours.query, ours.key_value] if isinstance(ours, modules.CrossAttention) else [ours.query_key_value]
     theirs.in_proj_weight.data.copy_(torch.cat([part.weight for part in parts]))
     theirs.in_proj_bias.data.copy_(torch.cat([part.bias for part in parts]))
     theirs.out_proj.load_state_dict(ours.output.state_dict())
@@ -78,9 +71,9 @@ def copy_attention(
 
 @torch.no_grad()
 def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
-    sublayers = {"attention": partial(EncoderAttention, 128, 2, 0.1, 0.0), "feed_forward": FEED_FORWARD}
+    sublayers = {"attention": partial(modules.EncoderAttention, 128, 2, 0.1, 0.0), "feed_forward": FEED_FORWARD}
     attention, feed_forward = build([LayerBuilder(*named) for named in sublayers.items()]).values()
-    assert isinstance(attention, EncoderAttention) and isinstance(feed_forward, FeedForward)
+    assert isinstance(attention, modules.EncoderAttention) and isinstance(feed_forward, modules.FeedForward)
     theirs = nn.TransformerEncoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
     copy_attention(attention, theirs.norm1, theirs.self_attn)
     copy_feed_forward(feed_forward, theirs.norm2, theirs.linear1, theirs.linear2)
@@ -92,13 +85,13 @@ def test_encoder_sublayers_compute_what_torchs_encoder_layer_does() -> None:
 @torch.no_grad()
 def test_decoder_sublayers_compute_what_torchs_decoder_layer_does() -> None:
     sublayers = {
-        "causal": partial(CausalAttention, 128, 2, 0.1, 0.0),
-        "cross": partial(CrossAttention, 128, 2, 0.1, 0.0),
+        "causal": partial(modules.CausalAttention, 128, 2, 0.1, 0.0),
+        "cross": partial(modules.CrossAttention, 128, 2, 0.1, 0.0),
     }
     builders = [LayerBuilder(*named) for named in {**sublayers, "feed_forward": FEED_FORWARD}.items()]
     causal, cross, feed_forward = build(builders).values()
-    assert isinstance(causal, CausalAttention) and isinstance(cross, CrossAttention)
-    assert isinstance(feed_forward, FeedForward)
+    assert isinstance(causal, modules.CausalAttention) and isinstance(cross, modules.CrossAttention)
+    assert isinstance(feed_forward, modules.FeedForward)
     theirs = nn.TransformerDecoderLayer(128, 2, 96, batch_first=True, norm_first=True, dtype=torch.float64).eval()
     copy_attention(causal, theirs.norm1, theirs.self_attn)
     copy_attention(cross, theirs.norm2, theirs.multihead_attn)
@@ -142,7 +135,7 @@ def test_a_sentence_that_is_all_padding_gives_finite_numbers_and_gradients() -> 
 
 
 def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
-    embedding = TokenEmbedding(1, 4, 0.0)
+    embedding = modules.TokenEmbedding(1, 4, 0.0)
     nn.init.zeros_(embedding.weight)
     wanted = torch.tensor([[0.1411200, 0.0299955, -0.9899925, 0.9995500]])  # sin 3, sin 3/100, cos 3, cos 3/100
     torch.testing.assert_close(embedding.embed(torch.zeros(1, 1, dtype=torch.long), 3)[0], wanted)
@@ -150,7 +143,7 @@ def test_positions_are_sines_and_cosines_of_falling_frequency() -> None:
 
 @torch.no_grad()
 def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> None:
-    attention = CausalAttention(16, 2, 0.0, 0.0, "rotary").double()
+    attention = modules.CausalAttention(16, 2, 0.0, 0.0, "rotary").double()
     angles = torch.arange(5, 11)[:, None] * 10_000.0 ** (-torch.arange(32).double() / 32)
     turns = torch.polar(torch.ones(6, 32).double(), angles)
     x = torch.randn(3, 6, 16, dtype=torch.float64)
@@ -158,7 +151,7 @@ def test_rotary_positions_are_complex_numbers_that_turn_queries_and_keys() -> No
     for got, one in zip(attention.project(x, 5)[:2], plain, strict=False):
         wanted = torch.complex(*one.chunk(2, -1)) * turns
         torch.testing.assert_close(got, torch.cat((wanted.real, wanted.imag), -1), rtol=1e-5, atol=1e-5)
-    rows = TokenEmbedding(9, 4, 0.0, "rotary")
+    rows = modules.TokenEmbedding(9, 4, 0.0, "rotary")
     assert rows.embed(SOURCE % 9, 3).equal(2 * rows.weight[SOURCE % 9])
 
 
@@ -171,7 +164,7 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
     builders = {layer.name: layer for layer in transformer(4, 512, 1, 10, 10, d_model=64, **keys)}
     for name in ("encoder.0.feed_forward", "decoder.3.feed_forward"):
         layer = builders[name].build()
-        assert isinstance(layer, FeedForward)
+        assert isinstance(layer, modules.FeedForward)
         for matrix in (layer.hidden.weight, layer.output.weight):
             assert matrix.abs().max().item() == pytest.approx(factor * (6 / 576) ** 0.5, rel=0.01)
 

@@ -80,10 +80,6 @@ def test_every_optimizer_takes_groups_the_same_ones_on_every_worker(name: str, s
 # -- Adafactor -------------------------------------------------------------------------------------------------------
 
 
-def adafactor_weight(values: list[object]) -> nn.Parameter:
-    return nn.Parameter(torch.tensor(values, dtype=torch.float64))
-
-
 def step(optimizer: Adafactor, parameter: nn.Parameter, gradient: list[object]) -> None:
     parameter.grad = torch.tensor(gradient, dtype=torch.float64)
     optimizer.step()
@@ -95,7 +91,7 @@ def step(optimizer: Adafactor, parameter: nn.Parameter, gradient: list[object]) 
 # t = 2, g = (0, 2): V = 0.75·(2.25, 4) + 0.25·(0, 4) = (1.6875, 4); u = (0, 1), rms √½, not clipped;
 #     m = 0.5·(0.25, 0.25) + 0.5·0.25·(0, 1) = (0.125, 0.25)
 def test_a_vector_by_hand() -> None:
-    parameter = adafactor_weight([1.0, 1.0])
+    parameter = weight(1.0, 1.0)
     optimizer = Adafactor([parameter], lr=0.5, beta1=0.5, beta2=0.75, eps=0.0)
     step(optimizer, parameter, [3.0, 4.0])
     assert parameter.tolist() == pytest.approx([0.75, 0.75], rel=1e-14)
@@ -115,7 +111,7 @@ def test_zeros_in_the_first_gradient_of_a_matrix_move_nothing(gradient: list[lis
 
 
 def test_the_squares_decay_as_one_minus_t_to_the_minus_exponent() -> None:
-    parameter = adafactor_weight([0.0])
+    parameter = weight(0.0)
     optimizer = Adafactor([parameter], lr=1.0, beta1=0.0, decay_exponent=0.5, eps=0.0, clip=None)
     for gradient in (1.0, 1.0, 1.0, 3.0):  # 1 − 4^−0.5 = ½: V = ½·1 + ½·9 = 5
         step(optimizer, parameter, [gradient])

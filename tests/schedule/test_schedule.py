@@ -1,12 +1,12 @@
 """Tests that schedules are the paper's and keep the rules of a pipeline, and the simulated clock by closed formulas."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import combinations, product
 from textwrap import dedent
 
 import pytest
+from processes import run, succeeded
 from schedule_rules import Policy, check_rules, scheduled
 
 from gpipe_cli.schedule.instruction import BACK, Instruction, Op, ScheduleError
@@ -179,8 +179,7 @@ def test_plans_are_made_without_torch() -> None:
         "timeline = simulate.simulate(lists, (0, 1), simulate.unit_durations)\n"
         "print(picture.draw_text(timeline), partition.partition([1, 2, 3], 2, 'min_max'))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    succeeded(run(sys.executable, "-c", code))
 
 
 # -- the simulated clock ---------------------------------------------------------------------------------------------

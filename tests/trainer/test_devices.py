@@ -16,9 +16,8 @@ from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
 
 

@@ -85,6 +85,7 @@ FORWARD = "step 2, cell 1, layer middle, micro-batch 0, forward"
 BACKWARD = "step 2, cell 1, micro-batch 3, backward"
 KILLED = "worker 1 was killed by SIGKILL (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory"
 CRASHED = "worker 1 was killed by SIGSEGV"
+LAST_LINE = "rank_1.log:\nthe last line of the log\n"
 SLOW = pytest.mark.slow
 
 
@@ -92,12 +93,7 @@ SLOW = pytest.mark.slow
     ("where", "how", "said"),
     [
         ("forward", "crash", [f"{CRASHED} at {FORWARD}\n", "Segmentation fault", "own_model.py", "in die"]),
-        pytest.param(
-            "forward",
-            "kill",
-            [KILLED, f" per worker) at {FORWARD}\n", "rank_1.log:\nthe last line of the log\n"],
-            marks=SLOW,
-        ),
+        pytest.param("forward", "kill", [KILLED, f" per worker) at {FORWARD}\n", LAST_LINE], marks=SLOW),
         pytest.param("backward", "exit", [f"exit code 3 and left no error report at {BACKWARD}\n"], marks=SLOW),
         pytest.param("data", "exit", ["worker 0 ended", "at step 2, reading the next mini-batch\n"], marks=SLOW),
     ],

@@ -39,14 +39,11 @@ def test_another_number_of_steps_is_refused_where_a_layer_goes_by_it(tmp_path: P
 
 @pytest.mark.parametrize(
     "words",
-    [
-        (*WORDS, "++model.middle=Counting"),
-        (*WORDS, "++model.middle=Fading", "checkpoint.allow_changes=[trainer.steps]"),
-    ],
+    [("++model.middle=Counting",), ("++model.middle=Fading", "checkpoint.allow_changes=[trainer.steps]")],
     ids=["a layer that counts steps", "insisted on"],
 )
 def test_elsewhere_a_run_may_become_longer(words: tuple[str, ...], tmp_path: Path) -> None:
-    assert go_on(tmp_path, *words) == 2
+    assert go_on(tmp_path, *WORDS, *words) == 2
 
 
 def learning_rates(folder: Path, *words: str) -> list[float]:
@@ -94,9 +91,7 @@ def evaluated(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_step_that_was_to_be_evaluated_when_the_run_was_ended_is_evaluated_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_due_at_the_end_is_made_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [word for word in WORDS if not word.startswith("trainer.evaluate_every")]
     hears = {"stop_requested": lambda: Ending.asked}
     monkeypatch.setattr("gpipe_cli.launch.supervisor.Context", lambda **given: Context(**{**given, **hears}))

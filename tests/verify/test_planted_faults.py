@@ -16,9 +16,7 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", [pytest.param(of, marks=() if of in FAST else pytest.mark.slow) for of in FAULTS])
 def test_a_planted_fault_is_caught(tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     report = verified(tmp_path, *fault.words, fault=name)
@@ -40,9 +38,7 @@ def test_every_compared_quantity_is_held_by_a_fault() -> None:
         ("counter", r"layer counter \(cell 2\) changes a buffer of its own in forward, and again in recompute"),
     ],
 )
-def test_a_layer_that_changes_from_call_to_call_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, said: str
-) -> None:
+def test_a_layer_that_changes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, said: str) -> None:
     """Without the check of the first micro-batch, which refuses the layer `counter`."""
     monkeypatch.setattr(BufferGuard, "__call__", lambda guard, argument: guard._forward(argument))
     report = verified(tmp_path, "pipeline.remat=always", f"model.odd={layer}")

@@ -52,10 +52,8 @@ def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_random_numbers_of_layers_loss_backward_update_and_evaluation_are_the_plain_loop_s(
-    tmp_path: Path, schedule: str
-) -> None:
-    """Also for K=3 and the plain loop's cells: random numbers depend on neither."""
+def test_random_numbers_of_every_part_are_the_plain_loop_s(tmp_path: Path, schedule: str) -> None:
+    """Of layers, loss, backward, update and evaluation; also for K=3: they depend neither on it nor on cells."""
     words = [
         *(*DIGITS[:3], "model=layers", "model._target_=noisy_model.layers", "task._target_=noisy_model.loss"),
         *("optimizer._target_=noisy_model.Langevin", "optimizer.lr=0.01", "lr_schedule=constant", "pipeline.K=3"),
@@ -65,6 +63,7 @@ def test_random_numbers_of_layers_loss_backward_update_and_evaluation_are_the_pl
     assert row(report, 2, "weights after")["verdict"] == "bit for bit"
 
 
+SLOWER = pytest.mark.slow(2)
 HALF = [("precision=bf16", "precision.boundaries=bfloat16"), ("precision=fp16", "precision.loss_scale=16777216")]
 
 
@@ -96,9 +95,7 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=pytest.mark.slow(2))]
-)
+@pytest.mark.parametrize("family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=SLOWER)])
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
     words = (f"hydra.run.dir={tmp_path / 'run'}", "debug=tiny", f"model={family}")
     done = command("verify", *words, "pipeline.K=2", "pipeline.workers=2")
