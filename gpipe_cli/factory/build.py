@@ -65,7 +65,7 @@ def _refuse_deep(section: Mapping[str, Any], place: str) -> None:
         if isinstance(value, Mapping):
             _refuse_deep(value, f"{place}.{key}")
         elif DEPTH.fullmatch(key) and type(value) is int and value > DEEPEST:
-            raise ConfigurationError(f"{place}.{key}={value}: give at most {DEEPEST:,} layers")
+            raise ConfigurationError(f"{place}.{key}={value}: should be less than or equal to {DEEPEST}")
 
 
 def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] | None = None) -> Source:

@@ -81,6 +81,9 @@ def require_writable(key: str, folder: str | Path) -> None:
     try:
         prepare_directory(path)
     except DiskError as error:
+        for above in made_for_run:
+            with suppress(OSError):
+                above.rmdir()
         raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
 
 

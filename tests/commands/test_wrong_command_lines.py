@@ -37,7 +37,7 @@ CASES = {  # command line to what the answer must contain
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
     "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
     "train optimizer=adam optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
-    f"train hydra.run.dir={'a' * 300}": "hydra.run.dir",
+    f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
     "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
     "report nowhere": "nowhere is not there",
     "plan plan.device=h1000": "did you mean h100",

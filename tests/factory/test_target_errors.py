@@ -43,7 +43,7 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
 
 @pytest.mark.parametrize("section", [{"L": 10**8}, {"module": {"num_hidden_layers": 10**8}}])
 def test_a_number_of_layers_is_bounded_before_a_function_makes_them(section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"^model\..*=100000000: give at most 20,000 layers"):
+    with pytest.raises(ConfigurationError, match=r"^model\..*=100000000: should be less than or equal to 20000"):
         build_model({"_target_": "never.called", **section})
 
 
