@@ -38,7 +38,6 @@ from .transformer_layers import (
     Sublayers,
     TokenEmbedding,
     VocabularyProjection,
-    depth_scale,
     stacked,
 )
 
@@ -126,7 +125,7 @@ def transformer(
         positions: "sinusoids" added to the embeddings, or "rotary": self-attention turns queries and keys.
     """
     depth = 2 * L if depth_scale_layers == "both" else L
-    init_scale = depth_scale(depth, depth_scale_exponent) if depth_scaled_init else 1.0
+    init_scale = depth**-depth_scale_exponent if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
     feed_forward: Sublayers = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
     encoder: Sublayers = {"attention": partial(EncoderAttention, *heads, positions), **feed_forward}

@@ -67,7 +67,8 @@ class FeedForward(Sublayer):
     Args:
         d_model, H: widths.
         dropout: probability in the residual branch.
-        init_scale: multiplies the Xavier bound of both matrices, see `depth_scale`.
+        init_scale: multiplies the Xavier bound of both matrices. The paper (section 5) only says that it falls with the
+            number of layers, after Fixup, whose rule for two matrices in a residual branch is layers^-½.
     """
 
     def __init__(self, d_model: int, H: int, dropout: float, init_scale: float = 1.0) -> None:
@@ -269,15 +270,6 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
         angles: [t, w], of float32; the left half has the signs of the right half reversed.
     """
     return torch.addcmul(x * angles.cos(), x.roll(x.shape[-1] // 2, -1), angles.sin()).to(x.dtype)
-
-
-def depth_scale(layers: int, exponent: float) -> float:
-    """Returns layers^-exponent, the factor of the Xavier bound of feed-forward matrices.
-
-    The paper (section 5) only says that the initialisation is scaled down by the number of layers, after Fixup. Fixup's
-    rule for two matrices in a residual branch is the exponent ½; the other reading is 1.
-    """
-    return math.pow(layers, -exponent)
 
 
 def stacked(name: str, layers: int, sublayers: Sublayers) -> list[LayerBuilder]:

@@ -21,7 +21,6 @@ from .transformer_layers import (
     Sublayers,
     TokenEmbedding,
     VocabularyProjection,
-    depth_scale,
     stacked,
 )
 
@@ -66,7 +65,7 @@ def transformer_lm(
         tie_embeddings: one table for embedding and softmax; in the paper they are separate.
         positions: "sinusoids" added to the embedding, or "rotary": queries and keys are turned.
     """
-    init_scale = depth_scale(L, depth_scale_exponent) if depth_scaled_init else 1.0
+    init_scale = L**-depth_scale_exponent if depth_scaled_init else 1.0
     sublayers: Sublayers = {
         "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout, positions),
         "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
