@@ -81,7 +81,10 @@ def refuse_swollen_files(folder: str) -> None:
             _count_values(yaml.compose(read_bytes(path).decode()), path, {})
         except NotRegular:
             raise
-        except (yaml.YAMLError, OSError, UnicodeDecodeError):
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise ConfigurationError(f"{path}, line {line}: it is not UTF-8") from error
+        except (yaml.YAMLError, OSError):
             continue  # Hydra says what is wrong where it reads the file
 
 

@@ -135,15 +135,18 @@ def test_the_answer_is_one_line_and_no_more(words: list[str], said: str, here: P
 BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 
 
-@pytest.mark.parametrize(("text", "said"), [(BOMB, "more than 100,000 values"), ("a: &a [*a]\n", "refers to itself")])
+YAML = [(BOMB, "more than 100,000 values"), ("a: &a [*a]\n", "refers to itself"), ("a: \udcff", "is not UTF-8")]
+
+
+@pytest.mark.parametrize(("text", "said"), YAML)
 @pytest.mark.parametrize("name", ["train", "plan"])
-def test_yaml_whose_aliases_have_no_end_is_named(name: str, text: str, said: str, here: Path, capsys: Capture) -> None:
+def test_yaml_that_cannot_be_read_is_named(name: str, text: str, said: str, here: Path, capsys: Capture) -> None:
     (here / "mine" / "experiment").mkdir(parents=True)
-    (here / "mine" / "experiment" / "swollen.yaml").write_text(text)
+    (here / "mine" / "experiment" / "swollen.yaml").write_text(text, errors="surrogateescape")
     assert import_module(f"gpipe_cli.commands.{name}").main(["--config-dir", "mine", "experiment=swollen"]) == 2
     error = capsys.readouterr().err
     assert "swollen.yaml, line" in error and said in error and error.count("\n") == 1
     run = here / "run"
     (run / ".hydra").mkdir(parents=True)
-    (run / ".hydra" / "config.yaml").write_text(text)
+    (run / ".hydra" / "config.yaml").write_text(text, errors="surrogateescape")
     assert "config.yaml cannot be read" in read_run(run).outcome
