@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..disk import explain, open_for_writing, open_regular, whole_file, writing
 from ..errors import ConfigurationError
-from ..json_files import WORK, DamagedJson, parse_json, read_json
 from .source import Report, no_report
-
-T = TypeVar("T")
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -61,16 +57,6 @@ def sole_maker(path: Path, report: Report) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-def made_json(path: Path, make: Callable[[], Any], kind: type[T]) -> T:
-    """Returns the content of a JSON file, which `make` makes first unless it is there whole."""
-    with suppress(FileNotFoundError, DamagedJson):
-        return read_json(path, kind, WORK)
-    text = json.dumps(make(), ensure_ascii=False).encode()
-    with whole_file(path) as draft:
-        draft.write_bytes(text)
-    return parse_json(text, kind)
 
 
 def save_array(path: Path, array: npt.NDArray[Any]) -> None:

@@ -26,7 +26,7 @@ from ..disk import DRAFT, whole_file
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
 from .cache import cache_folder, remove, sole_maker, writing_cache
-from .defects import DEFECTS, Defects, Found
+from .defects import DEFECTS, Defects
 from .source import Report, no_report
 from .vocabulary import SOURCE, TARGET, TOKENIZER, VocabularySource, smaller_notice
 
@@ -43,7 +43,7 @@ def prepared_folder(
     """Returns a folder of the cache, and makes it first if it is not there, or its JSON is damaged.
 
     Args:
-        make: fills the draft of the folder, where a process that was killed may have left files.
+        make: fills the draft of the folder; intermediate files lie in its folder `WORK`.
         description: what its store.json holds.
 
     Raises:
@@ -55,11 +55,16 @@ def prepared_folder(
         if not _is_whole(path, description, report):
             with sole_maker(path, report):
                 if not _is_whole(path, description, no_report):  # another process may have made it meanwhile
-                    remove(path)
-                    draft = _draft_of(path)
-                    make(draft)
-                    shutil.rmtree(draft / WORK, ignore_errors=True)
-                    draft.rename(path)
+                    draft = path.with_name(f"{DRAFT}{path.name}")
+                    for left in (path, draft):  # by a process that was killed
+                        remove(left)
+                    try:
+                        (draft / WORK).mkdir(parents=True)
+                        make(draft)
+                        remove(draft / WORK)
+                        draft.rename(path)
+                    finally:
+                        remove(draft)
     return path
 
 
@@ -74,18 +79,6 @@ def _is_whole(folder: Path, description: type[Any], report: Report) -> bool:
         report(f"{error}: it is made anew", 0, 0)
         return False
     return True
-
-
-def _draft_of(folder: Path) -> Path:
-    """Returns the folder in which another one is made, with the files of a killed process; links are removed."""
-    draft = folder.with_name(f"{DRAFT}{folder.name}")
-    if draft.is_symlink() or not draft.is_dir():
-        remove(draft)
-        draft.mkdir()
-    for entry in draft.rglob("*"):
-        if entry.is_symlink() or entry.name.startswith(DRAFT):
-            entry.unlink()
-    return draft
 
 
 def digest_of(*content: object) -> str:
@@ -109,30 +102,26 @@ class PreparedSource(VocabularySource):
         self._store, self.prepared_defects = store, Defects.read(store.folder)[0].totals()
         self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
 
-    def _warn(self, policy: Mapping[str, str], used: str, vocabularies: Mapping[str, tuple[int, Sized]]) -> Found:
+    def _warn(self, strict: bool, used: str, vocabularies: Mapping[str, tuple[int, Sized]]) -> None:
         """Warns of lines left out when the store was made, and of vocabularies smaller than asked for.
 
         Args:
-            policy: see `defects.check_policy`.
+            strict: see `Defects.refuse`.
             used: what was not left out, in words; {lines} becomes the number of lines.
             vocabularies: by their key under `data`: the pieces asked for, and the vocabulary.
 
-        Returns:
-            The content of the store's defects.json.
-
         Raises:
-            ConfigurationError: it was made with defects dropped that are to be refused now.
+            ConfigurationError: it was made with defects that are to be refused now.
         """
         log = logging.getLogger(type(self).__module__)  # the console shows those of the source's package
         defects, content = Defects.read(self._store.folder)
-        defects.refuse(policy)
-        if found := defects.in_words(policy):
+        defects.refuse(strict)
+        if found := defects.in_words():
             which = self._store.folder / DEFECTS
             log.warning("%s: %s; which ones: %s", used.format(lines=f"{content.get('lines', 0):,}"), found, which)
         for key, (wanted, vocabulary) in vocabularies.items():
             if notice := smaller_notice(key, wanted, vocabulary):
                 log.warning("%s", notice)
-        return content
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""

@@ -53,23 +53,19 @@ class Source(ABC):
 
     Attributes:
         pad_id, bos_id, eos_id: token ids, for generation.
-        class_names: by label, for mistakes.
         sizes: training pairs of each language, for averages of scores over languages.
         evaluation_split: which held-out sentences are translated, "dev" or "test".
         evaluation_per_language: how many of them of each language; None: all.
         prepared_defects: counts of what `prepare` found broken or left out, equal on every replica; for summary.json.
-        defects: counts of what this replica found broken while reading; added up there.
     """
 
     pad_id: int = 0
     bos_id: int = 0
     eos_id: int = 0
-    class_names: Sequence[str] = ()
     sizes: Mapping[str, int] = MappingProxyType({})
     evaluation_split: str = "dev"
     evaluation_per_language: int | None = None
     prepared_defects: Mapping[str, int] = MappingProxyType({})
-    defects: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
@@ -122,10 +118,6 @@ class Source(ABC):
     def epoch(self, position: Any) -> float:
         """Returns how often the data were read up to `position`; for `trainer.epochs`."""
         raise self._lacks("epoch(position), by which trainer.epochs counts: use trainer.steps")
-
-    def epochs(self, position: Any) -> Mapping[str, float]:
-        """Returns the same for each language."""
-        return {}
 
     def fingerprint(self) -> str | None:
         """Returns a digest of the prepared training data, equal for equal data on every machine and under every path.

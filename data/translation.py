@@ -142,29 +142,16 @@ class PairSource(PreparedSource):
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
-        return self._read(position) / sum(self._store.sizes.values())
-
-    def epochs(self, position: Any) -> dict[str, float]:
-        """Returns how often each language's pairs have been read up to `position`."""
-        taken = self._sampler().taken(self._read(position))
-        return {code: count / size for (code, size), count in zip(self._store.sizes.items(), taken, strict=True)}
-
-    def _read(self, position: Any) -> int:
-        """Returns how many pairs have been read; with `batch_tokens` about as many, within a chunk."""
-        start = position or {"chunk": 0, "batch": 0}
-        return int(start["chunk"] * self._chunk + start["batch"] * self._pairs)
+        start = position or {"chunk": 0, "batch": 0}  # with `batch_tokens` about as many, within a chunk
+        return float((start["chunk"] * self._chunk + start["batch"] * self._pairs) / sum(self._store.sizes.values()))
 
     @property
     def _chunk(self) -> int:
         """Returns the pairs of a chunk: whole mini-batches."""
         return self._pairs * max(1, min(CHUNK_BATCHES, CHUNK_PAIRS // self._pairs))
 
-    def _sampler(self) -> TemperatureSampler:
-        """Returns a new sampler: each stream of batches needs its own."""
-        return TemperatureSampler(self._store.blocks(), self._temperature, self._chunk, self._seed)
-
     def _train(self, chunk: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        sampler = self._sampler()
+        sampler = TemperatureSampler(self._store.blocks(), self._temperature, self._chunk, self._seed)
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             rows = self._store.locate(*sampler.items(number))

@@ -203,7 +203,6 @@ class CheckpointConfig:
         init_from: null, or a run or checkpoint whose weights and buffers a new run begins with (transfer), or weights
             made elsewhere: a .safetensors or weights-only .pt file, or a folder as the transformers library saves it.
         init_except: patterns of layers ("head") and of tensors in them ("*.auxiliary_head.*") that begin anew.
-        init_average: uses the averaged weights if that run kept them.
     """
 
     every: Count | None
@@ -212,7 +211,6 @@ class CheckpointConfig:
     allow_changes: list[str]
     init_from: str | None
     init_except: list[str]
-    init_average: bool
 
 
 class Tracker(TypedDict):
@@ -231,13 +229,13 @@ class LoggingConfig:
         every: steps between console lines (without a progress bar) and between TensorBoard scalars.
         tensorboard: writes TensorBoard files.
         console: "auto": a progress bar in a terminal, lines elsewhere; "plain": always lines.
-        trackers: "wandb", "mlflow", or sections with a `_target_` (metrics/trackers.py).
+        trackers: "wandb", or sections with a `_target_` (metrics/trackers.py).
     """
 
     every: Count
     tensorboard: bool
     console: Literal["auto", "plain"]
-    trackers: list[Literal["wandb", "mlflow"] | Tracker]
+    trackers: list[Literal["wandb"] | Tracker]
 
 
 @dataclass(frozen=True)
@@ -246,14 +244,12 @@ class LaunchConfig:
 
     Attributes:
         grace_seconds: time from the request to stop until workers are killed. Not under torchrun and srun.
-        stall_seconds: the run fails after this time without progress; null: never. Not under torchrun.
         restarts: after a worker's death the run starts again from its newest checkpoint, at most so often. Under
             torchrun its `--max-restarts` does this.
         inline: runs everything inside the command's own process, for a debugger.
     """
 
     grace_seconds: Seconds
-    stall_seconds: Seconds | None
     restarts: CountOrZero
     inline: bool
 

@@ -22,7 +22,6 @@ from gpipe_cli.errors import ConfigurationError
 
 T = TypeVar("T")
 LARGEST, LONGEST = 256 << 20, 16 << 20  # bytes of a file, and of a line
-WORK = 1 << 36  # bytes of a file between two steps of a preparation
 DEEPEST = 32  # lists and objects in each other
 Numbers = dict[str, float | None]
 
@@ -48,15 +47,13 @@ class StepRow(TypedDict, total=False):
     cells: list[Numbers]
     workers: list[Numbers]
     samples: list[dict[str, str]]
-    mistakes: list[dict[str, str | float]]
 
 
-def read_json(path: Path, kind: type[T], largest: int = LARGEST) -> T:
+def read_json(path: Path, kind: type[T]) -> T:
     """Returns the content of a file.
 
     Args:
         kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
-        largest: bytes that it may have.
 
     Raises:
         DamagedJson: it holds something else, is no regular file, or is too large.
@@ -65,8 +62,8 @@ def read_json(path: Path, kind: type[T], largest: int = LARGEST) -> T:
     """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > largest:
-                raise ValueError(f"it has more than {largest >> 20} MB")
+            if os.fstat(file.fileno()).st_size > LARGEST:
+                raise ValueError(f"it has more than {LARGEST >> 20} MB")
             return parse_json(file.read(), kind)
     except ValueError as error:
         raise DamagedJson(f"{path} is damaged: {error}") from error

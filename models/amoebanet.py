@@ -63,7 +63,6 @@ def amoebanet(
     in_channels: Count = 3,
     dropout: ShareOrZero = 0.5,
     drop_path_keep: PartAboveZero = 0.7,
-    dilate: bool = False,
     batchnorm_epsilon: Positive = 1e-3,
     batchnorm_decay: ShareOrZero = 0.9997,
     auxiliary_head: bool = True,
@@ -83,7 +82,6 @@ def amoebanet(
         in_channels: of the images.
         dropout: probability before the classifier.
         drop_path_keep: share of paths kept at the end of the run; it falls linearly from 1. 1: no drop path.
-        dilate: give `dil2_sep5` of genotype B the dilation of its name, which the published code ignores.
         batchnorm_epsilon: added to the variance.
         batchnorm_decay: of the moving averages, per mini-batch; 1 − torch's momentum.
         auxiliary_head: train the last cell of stack 2 with a classifier of its own, too.
@@ -100,7 +98,7 @@ def amoebanet(
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
         make = makers.get(name, AmoebaCell)
-        layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep, dilate)))
+        layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep)))
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
 

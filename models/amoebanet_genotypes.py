@@ -11,7 +11,7 @@ lists them, because they cannot be derived: in B and D, h0 is read by nodes and 
 | `conv3` | bottleneck of a quarter of the width around a 3×3 convolution |
 | `1x7_7x1` | the same around a 1×7 and a 7×1 convolution |
 | `sep3` | twice: ReLU, 3×3 depthwise and 1×1 convolution, norm |
-| `dil2_sep5` | the same with 5×5, with dilation 2 on request (`model.dilate`) |
+| `dil2_sep5` | the same with 5×5: the published code ignores the dilation of its name |
 | `max2`, `max3`, `avg3` | pooling, then a 1×1 convolution where the width has to change |
 """
 

@@ -36,10 +36,9 @@ Pair = tuple[int, int]  # (height, width)
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def same_padding(size: int, kernel: int, stride: int, dilation: int = 1) -> Pair:
+def same_padding(size: int, kernel: int, stride: int) -> Pair:
     """Returns the zeros before and after one dimension that give ceil(size / stride) positions, as in TensorFlow."""
-    reach = (kernel - 1) * dilation + 1
-    total = max((-(-size // stride) - 1) * stride + reach - size, 0)
+    total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
 
 
@@ -47,15 +46,9 @@ class Convolution(nn.Conv2d):
     """Convolves without padding or bias; the weights are drawn with variance 2 / fan-out."""
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        kernel: Pair = (1, 1),
-        stride: Pair = (1, 1),
-        dilation: int = 1,
-        groups: int = 1,
+        self, inputs: int, outputs: int, kernel: Pair = (1, 1), stride: Pair = (1, 1), groups: int = 1
     ) -> None:
-        super().__init__(inputs, outputs, kernel, stride, dilation=dilation, groups=groups, bias=False)
+        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
 
     def reset_parameters(self) -> None:
         fan_out = self.out_channels // self.groups * prod(self.kernel_size)
@@ -67,13 +60,12 @@ class SameConvolution(Convolution):
 
     def forward(self, x: Tensor) -> Tensor:
         (top, bottom), (left, right) = (
-            same_padding(size, *rule)
-            for size, *rule in zip(x.shape[2:], self.kernel_size, self.stride, self.dilation, strict=True)
+            same_padding(size, *rule) for size, *rule in zip(x.shape[2:], self.kernel_size, self.stride, strict=True)
         )
         padding = (top, left)
         if (top, left) != (bottom, right):
             x, padding = F.pad(x, (left, right, top, bottom)), (0, 0)
-        return F.conv2d(x, self.weight, None, self.stride, padding, self.dilation, self.groups)
+        return F.conv2d(x, self.weight, None, self.stride, padding, groups=self.groups)
 
 
 class ConvolutionNorm(nn.Sequential):
@@ -112,8 +104,8 @@ class Bottleneck(nn.Module):
 class SeparableConvolution(nn.Sequential):
     """Applies a k×k convolution to each channel alone, then 1×1 across the channels, then the norm."""
 
-    def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int, dilation: int) -> None:
-        depthwise = SameConvolution(inputs, inputs, (k, k), (stride, stride), dilation, groups=inputs)
+    def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int) -> None:
+        depthwise = SameConvolution(inputs, inputs, (k, k), (stride, stride), groups=inputs)
         super().__init__(OrderedDict(depthwise=depthwise, pointwise=ConvolutionNorm(inputs, width, norm)))
 
 
@@ -122,9 +114,9 @@ class SeparableTwice(nn.Sequential):
 
     reads_relu = True
 
-    def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int, dilation: int = 1) -> None:
-        first = SeparableConvolution(inputs, width, norm, k, stride, dilation)
-        second = SeparableConvolution(width, width, norm, k, 1, dilation)
+    def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int) -> None:
+        first = SeparableConvolution(inputs, width, norm, k, stride)
+        second = SeparableConvolution(width, width, norm, k, 1)
         super().__init__(OrderedDict(first=first, relu=nn.ReLU(inplace=True), second=second))
 
 
@@ -185,7 +177,7 @@ class FactorizedReduction(nn.Module):
         return normalised
 
 
-def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm, dilate: bool = False) -> nn.Module:
+def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm) -> nn.Module:
     """Returns the operation that a genotype names.
 
     Args:
@@ -193,7 +185,6 @@ def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm,
         inputs, width: channels of its input and output.
         stride: 1 or 2.
         norm: makes the BatchNorm of a number of channels.
-        dilate: give `dil2_sep5` the dilation 2 of its name.
     """
     if name == "none" and stride == 1 and inputs == width:
         return Identity()
@@ -206,7 +197,7 @@ def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm,
         "conv3": partial(Bottleneck, kernels=(((3, 3), step),)),
         "1x7_7x1": partial(Bottleneck, kernels=(((1, 7), (1, stride)), ((7, 1), (stride, 1)))),
         "sep3": partial(separable, k=3),
-        "dil2_sep5": partial(separable, k=5, dilation=2 if dilate else 1),
+        "dil2_sep5": partial(separable, k=5),
         "max2": partial(pooling, pool="max", k=2),
         "max3": partial(pooling, pool="max", k=3),
         "avg3": partial(pooling, pool="avg", k=3),
@@ -275,20 +266,17 @@ class AmoebaCell(nn.Module):
         norm: makes the BatchNorm of a number of channels.
         drop_path_keep: probability at the end of the run that an example keeps an operation's output; it falls
             linearly from 1, and what is kept is scaled by its inverse (scheduled drop path).
-        dilate: give `dil2_sep5` its dilation.
     """
 
     graph_varies = False  # drop path multiplies, or is off in a whole step
 
-    def __init__(
-        self, genotype: CellGenotype, shape: CellShape, norm: Norm, drop_path_keep: float, dilate: bool
-    ) -> None:
+    def __init__(self, genotype: CellGenotype, shape: CellShape, norm: Norm, drop_path_keep: float) -> None:
         super().__init__()
         self.genotype, self.final_keep, self.is_last = genotype, drop_path_keep, shape.is_last
         self.keep = 1.0
         self.enter = ConvolutionNorm(shape.inputs, shape.width, norm)
         self.match = _match(shape, norm)
-        self.operations = _operations(genotype, shape, norm, dilate)
+        self.operations = _operations(genotype, shape, norm)
         self.shrink = nn.ModuleDict(
             {
                 f"h{state}": FactorizedReduction(shape.width, shape.width, norm, relu=False)
@@ -339,7 +327,7 @@ class AmoebaCell(nn.Module):
         return (chances < self.keep).to(x.dtype) / self.keep
 
 
-def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bool) -> nn.ModuleDict:
+def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm) -> nn.ModuleDict:
     """Returns the operations by the states they make: `h2_left`, `h2_right`, … Only those on h0 and h1 stride."""
     operations = nn.ModuleDict()
     for number, node in enumerate(genotype.nodes):
@@ -347,7 +335,7 @@ def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm, dilate: bo
             # In the first cell h1 is the stem's output as it is.
             inputs = shape.inputs if state == 1 and shape.previous is None else shape.width
             stride = shape.stride if state < 2 else 1
-            operations[f"h{number + 2}_{side}"] = build_operation(name, inputs, shape.width, stride, norm, dilate)
+            operations[f"h{number + 2}_{side}"] = build_operation(name, inputs, shape.width, stride, norm)
     return operations
 
 

@@ -42,8 +42,6 @@ class DigitsSource(Source):
         seed: decides order and augmentation.
     """
 
-    class_names = tuple(str(digit) for digit in range(CLASSES))
-
     def __init__(
         self,
         batch_size: Annotated[int, Field(ge=1, le=1437)] = 64,

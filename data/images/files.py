@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import ConfigurationError
 from ..source import fingerprint_of
 
 if TYPE_CHECKING:
@@ -24,12 +25,8 @@ BITS_OF_TIFF = 258  # the tag
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
-class BrokenImageError(Exception):
-    """Raised when an image cannot be decoded."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
+class BrokenImage(ConfigurationError):
+    """Raised when an image cannot be decoded; the message names it."""
 
 
 class Images(ABC):
@@ -57,7 +54,7 @@ class Images(ABC):
         """Returns image `index` as uint8 [3, H, W].
 
         Raises:
-            BrokenImageError: it cannot be decoded.
+            BrokenImage: it cannot be decoded.
         """
 
 
@@ -70,20 +67,11 @@ class ImageFiles(Images):
             strings, because loader processes would copy the memory of every string they touch.
         labels: of each file.
         class_names: the names of the classes, by label.
-        paths: of the files from `root`; None: the names.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        names: Sequence[str],
-        labels: Sequence[int],
-        class_names: Sequence[str],
-        paths: Sequence[str] | None = None,
-    ) -> None:
+    def __init__(self, root: Path, names: Sequence[str], labels: Sequence[int], class_names: Sequence[str]) -> None:
         super().__init__(labels, class_names)
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
-        self._paths = self._names if paths is None else np.array([os.fsencode(path) for path in paths])
 
     def fingerprint(self) -> str:
         names = self._names.tolist()
@@ -91,14 +79,17 @@ class ImageFiles(Images):
         return fingerprint_of(b"".join(names), ends.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
-        path = self._root / os.fsdecode(self._paths[index])
+        path, file = self._file(index, os.fsdecode(self._names[index]))
         try:
-            return decode(self._file(index, path), self.bits)
+            return decode(file, self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise BrokenImageError(str(path), f"{type(error).__name__}: {error}") from error
+            raise BrokenImage(
+                f"{path} is broken ({type(error).__name__}: {error}): replace it, or take it out of the data"
+            ) from error
 
-    def _file(self, index: int, path: Path) -> Path | BinaryIO:
-        return path
+    def _file(self, index: int, name: str) -> tuple[Path, Path | BinaryIO]:
+        """Returns the path of an image, for messages, and what holds it."""
+        return self._root / name, self._root / name
 
 
 class ImageArray(Images):

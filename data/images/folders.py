@@ -6,9 +6,8 @@ ImageNet has this form, and so has a user's own data set.
 from __future__ import annotations
 
 import logging
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...errors import ConfigurationError
@@ -19,9 +18,6 @@ from .files import ImageFiles
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
-
-FoldersOf = Callable[[Sequence[str], Path], Sequence[str]]
-"""Returns the class of each image in a folder or tar that does not tell it."""
 
 
 def read_folder(split: Path, report: Report, known: Sequence[str] | None = None) -> ImageFiles:
@@ -52,17 +48,10 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         names += images
         others += strangers
     report(f"listing the images of {split}", len(classes), len(classes))
-    _warn_of(split, others)
+    if others:
+        counts = by_ending(others)
+        log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
     return ImageFiles(split, names, *numbered(names, known or classes, split))
-
-
-def read_flat(split: Path, known: Sequence[str], folders_of: FoldersOf) -> ImageFiles:
-    """Returns the images that lie together in a folder, in the order and with the names of class folders."""
-    found, others = images_in(split)
-    names = sorted(f"{of}/{path}" for of, path in zip(folders_of(found, split), found, strict=True))
-    paths = [name.partition("/")[2] for name in names]
-    _warn_of(split, others)
-    return ImageFiles(split, names, *numbered(names, known, split), paths)
 
 
 def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple[list[int], list[str]]:
@@ -96,30 +85,13 @@ def some_of(names: Sequence[str]) -> str:
     return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
 
 
-def is_flat(folder: Path) -> bool:
-    """Returns whether a folder has images and no folders, as of classes."""
-    visible = visible_entries(folder) if folder.is_dir() else []
-    return any(_is_image(entry) for entry in visible) and not any(entry.is_dir() for entry in visible)
-
-
-def images_in(split: Path, name: str = "") -> tuple[list[str], list[str]]:
+def images_in(split: Path, name: str) -> tuple[list[str], list[str]]:
     """Returns the paths from `split` of the images in and below one of its folders, and those of other files."""
     begin = len(f"{split}/")
-    files = [(entry.path, _is_image(entry)) for entry in files_below(split / name, has_suffix)]
+    files = [(of.path, has_suffix(of.name) and of.is_file()) for of in files_below(split / name, has_suffix)]
     return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
-
-
-def _warn_of(split: Path, others: Sequence[str]) -> None:
-    """Warns of files that are no images."""
-    if others:
-        counts = by_ending(others)
-        log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
 
 
 def has_suffix(name: str) -> bool:
     """Returns whether a file's name ends as an image's."""
     return name.lower().endswith(SUFFIXES)
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return has_suffix(entry.name) and entry.is_file()  # a pipe would be waited for

@@ -2,52 +2,42 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from ...cpu import usable_cores
-from ...errors import ConfigurationError, in_utf8
-from ...micro_batch import MicroBatch, Tensors
+from ...errors import ConfigurationError
+from ...micro_batch import MicroBatch
 from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
-from ..source import Batch, Report, Source, read_ahead, split_evenly
-from ..torch_datasets import DatasetSource
+from ..source import Batch, Report, read_ahead
+from ..torch_datasets import DatasetSource, stack_examples
 from .datasets import Name, open_images
-from .files import BrokenImageError, Images
+from .files import BrokenImage, Images
 from .transforms import Transform, evaluation_transform, training_transform
-
-log = logging.getLogger(__name__)
 
 MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
 
-Example = tuple[Tensor | None, int, list[BrokenImageError]]
-"""One transformed image, uint8 [3, S, S], or None if none could be read; its label; the broken images tried."""
-
-Loaded = tuple[Tensors, Tensors, list[BrokenImageError]]
-"""What a loader process returns: a micro-batch, and the broken images tried."""
+Example: TypeAlias = "tuple[Tensor, int] | BrokenImage"
+"""One transformed image, uint8 [3, S, S], and its label."""
 
 
-class ImageSource(Source):
+class ImageSource(DatasetSource):
     """Yields mini-batches of images that loader processes read and transform.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`: bytes, which the model's first layer scales
     on its device. Order and augmentation depend on (seed, epoch, index) alone, not on where a run resumes or on the
     number of loader processes.
 
-    A training image that cannot be decoded is replaced by the next good one of the data set, an evaluation image is
-    left out. Each is logged and listed in `broken_images`; more than `broken_images_limit` of them end the run.
-
     Args:
         dataset: see `datasets.open_images`.
         classes: number of classes; checked.
         root: the folder that holds the data set.
-        download: fetch the data set if it is not there.
         folders: the training and the evaluation folder of an image folder.
         images: expected numbers of training and evaluation images, to notice half-unpacked folders; None: any.
         image_size: side S in pixels.
@@ -57,12 +47,7 @@ class ImageSource(Source):
         bits: that images of 16 bits use, as 12; None: as the file says, else 16.
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
-        broken_images_limit: most broken images, counted from the start of the process.
         seed: decides order and augmentation.
-
-    Attributes:
-        class_names: in the order of the labels, from `prepare` on.
-        broken_images: reason by file, of the broken images so far.
     """
 
     def __init__(
@@ -70,7 +55,6 @@ class ImageSource(Source):
         dataset: Name,
         classes: Count,
         root: str | None = None,
-        download: bool = False,
         folders: Annotated[Sequence[str], Field(min_length=2, max_length=2)] = ("train", "val"),
         images: Annotated[Sequence[Count], Field(min_length=2, max_length=2)] | None = None,
         image_size: Pixels = 224,
@@ -83,35 +67,32 @@ class ImageSource(Source):
         cutout: Part = 0.0,
         evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0,
         workers: Literal["auto"] | CountOrZero = "auto",
-        broken_images_limit: CountOrZero = 0,
         seed: int = 0,
         bits: Annotated[int, Field(ge=8, le=16)] | None = None,
     ) -> None:
         if crop_area is not None and crop_area[0] > crop_area[1]:
             raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
-        self._dataset, self._root, self._download, self._folders = dataset, root, download, folders
+        self._dataset, self._root, self._folders = dataset, root, folders
         self._classes, self._expected = classes, images
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
         self._augmentation = (crop_area, flip, brightness, chroma, cutout)
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        self._workers, self._broken_limit, self._bits = workers, broken_images_limit, bits
-        self.broken_images: dict[str, str] = {}
+        self._loaders, self._bits = workers, bits
 
     def prepare(self, report: Report) -> None:
-        """Finds the images (downloads them if `download` is set) and checks that all are there.
+        """Finds the images and checks that all are there.
 
         Raises:
             ConfigurationError: images are missing; the message says what `data.root` must hold and where to get it.
         """
-        train, evaluation = open_images(self._dataset, self._root, self._folders, self._download, report)
+        train, evaluation = open_images(self._dataset, self._root, self._folders, report)
         self._check_counts(train, evaluation)
-        self.class_names = tuple(map(in_utf8, train.class_names))
         train.bits = evaluation.bits = self._bits
-        self._broken_limit = min(self._broken_limit, len(train) - 1)
-        augmented = training_transform(self._image_size, *self._augmentation)
-        self._train_set = TransformedImages(train, augmented, self._broken_limit + 1)
-        plain = evaluation_transform(self._image_size, self._evaluation_crop)
-        self._evaluation_set = TransformedImages(evaluation, plain, 1)
+        self._names = train.fingerprint()
+        augmented = TransformedImages(train, training_transform(self._image_size, *self._augmentation))
+        plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
+        collated = cast(Any, collate)
+        super().__init__(augmented, plain, self._batch_size, self._drop_last, collated, seed=self._seed)
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
@@ -119,64 +100,32 @@ class ImageSource(Source):
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
-        batches = self._ahead(self._examples(replicas).train(position, M, replica, replicas), replicas)
-        return (Batch(self._counted(batch), batch.position) for batch in batches)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields every evaluation image once, in order; the last mini-batch may have fewer micro-batches."""
-        return self.evaluation_share(M, 0, 1)
+        self._workers = loader_workers(self._loaders, replicas)
+        return self._ahead(super().train(position, M, replica, replicas))
 
     def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the mini-batches number replica, replica + replicas, … of `evaluation`; no image is decoded twice."""
-        for batch in self._ahead(self._examples(replicas).evaluation_share(M, replica, replicas), replicas):
-            broken = any(of_one for *_, of_one in cast("list[Loaded]", batch.micro_batches))
-            read = [one for one in self._counted(batch) if len(one[1][0])]
-            if read:
-                yield Batch(_divided_again(read, M) if broken else read, batch.position)
+        self._workers = loader_workers(self._loaders, replicas)
+        return self._ahead(super().evaluation_share(M, replica, replicas))
 
     def fingerprint(self) -> str:
         """Returns a digest of the names and labels of the training images."""
-        return self._train_set.images.fingerprint()
+        return self._names
 
-    def fewest_examples(self, micro_batches: int) -> int | None:
-        """Returns the examples of an epoch's smallest micro-batch."""
-        return self._examples().fewest_examples(micro_batches)
-
-    def epoch(self, position: Any) -> float:
-        """Returns how often the training images were read up to `position`."""
-        return self._examples().epoch(position)
-
-    def _examples(self, replicas: int = 1) -> DatasetSource:
-        sets, size = (self._train_set, self._evaluation_set), (self._batch_size, self._drop_last)
-        with_broken = cast(Any, collate)  # its micro-batches also hold broken images; `_counted` takes them out
-        return DatasetSource(*sets, *size, with_broken, loader_workers(self._workers, replicas), self._seed)
-
-    def _ahead(self, batches: Iterator[Batch], replicas: int) -> Iterator[Batch]:
+    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields the same mini-batches; with loader processes the next ones are made while one is trained on.
 
         Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them,
         examples are read in this process, where only the training thread may seed the generators.
-        """
-        return read_ahead(batches) if loader_workers(self._workers, replicas) else batches
-
-    def _counted(self, batch: Batch) -> list[MicroBatch]:
-        """Returns the batch's micro-batches after counting their broken images.
 
         Raises:
-            ConfigurationError: there are too many of them.
+            BrokenImage: an image cannot be decoded.
         """
-        loaded, limit = cast("list[Loaded]", batch.micro_batches), self._broken_limit
-        for image in (image for *_, broken in loaded for image in broken if image.name not in self.broken_images):
-            self.broken_images[image.name] = image.reason
-            found = len(self.broken_images)
-            self.defects = {"broken_images": found}
-            if found > limit:
-                raise ConfigurationError(
-                    f"{image.name} is broken ({image.reason}). It is broken image number {found} of this run, and "
-                    f"data.broken_images_limit is {limit}: replace the file, or raise the limit to go on without it"
-                )
-            log.warning("%s is broken (%s) and left out: %d of at most %d", image.name, image.reason, found, limit)
-        return [(images, labels) for images, labels, _ in loaded]
+        for batch in read_ahead(batches) if self._workers else batches:
+            for loaded in cast("list[MicroBatch | BrokenImage]", batch.micro_batches):
+                if isinstance(loaded, BrokenImage):
+                    raise loaded
+            yield batch
 
     def _check_counts(self, train: Images, evaluation: Images) -> None:
         found, counts = len(train.class_names), [len(train), len(evaluation)]
@@ -192,12 +141,6 @@ class ImageSource(Source):
             raise ConfigurationError(f"data.root={self._root} has {wrong}")
 
 
-def _divided_again(read: list[MicroBatch], M: int) -> list[MicroBatch]:
-    """Divides a mini-batch in which images are missing into micro-batches of equal size."""
-    images, labels = (torch.cat([one[side][0] for one in read]) for side in (0, 1))
-    return [((images[cut],), (labels[cut],)) for cut in split_evenly(len(labels), min(M, len(labels)))]
-
-
 # -- in loader processes -----------------------------------------------------------------------------------------------
 
 
@@ -207,35 +150,25 @@ class TransformedImages(Dataset[Example]):
     Args:
         images: to read.
         transform: bytes to bytes; draws from torch's global generator.
-        attempts: how many images are tried for an example: the given one, then the next ones.
     """
 
-    def __init__(self, images: Images, transform: Transform, attempts: int) -> None:
-        self.images, self._transform, self._attempts = images, transform, attempts
+    def __init__(self, images: Images, transform: Transform) -> None:
+        self._images, self._transform = images, transform
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self._images)
 
     def __getitem__(self, index: int) -> Example:
-        broken = list[BrokenImageError]()
-        for place in range(self._attempts):
-            number = (index + place) % len(self)
-            try:
-                image = self.images.read(number)
-            except BrokenImageError as error:
-                broken.append(error)
-            else:
-                return self._transform(image), int(self.images.labels[number]), broken
-        return None, -1, broken
+        try:
+            return self._transform(self._images.read(index)), int(self._images.labels[index])
+        except BrokenImage as error:
+            return error  # raised here, it would come with the traceback of a loader process
 
 
-def collate(examples: list[Example]) -> Loaded:
-    """Returns a micro-batch of the examples that have an image: uint8 [b, 3, S, S] and int64 [b]."""
-    images = [image for image, *_ in examples if image is not None]
-    labels = [label for image, label, _ in examples if image is not None]
-    # default_collate stacks directly into memory shared with the training process.
-    stacked: Tensor = default_collate(images) if images else torch.empty(0, dtype=torch.uint8)
-    return (stacked,), (torch.tensor(labels, dtype=torch.int64),), [one for *_, broken in examples for one in broken]
+def collate(examples: list[Example]) -> MicroBatch | BrokenImage:
+    """Returns a micro-batch: uint8 [b, 3, S, S] and int64 [b]; or the first broken image."""
+    broken = next((example for example in examples if isinstance(example, BrokenImage)), None)
+    return stack_examples(examples) if broken is None else broken
 
 
 def loader_workers(workers: int | str, replicas: int) -> int:

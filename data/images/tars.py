@@ -1,4 +1,4 @@
-"""Reads images in tar files without unpacking them: the tars of ImageNet, and shards as WebDataset writes them.
+"""Reads images in tar files without unpacking them: shards as WebDataset writes them.
 
 An index of where each image lies is made once and kept in the cache, so that images are read in any order.
 """
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,9 @@ from ..cache import cache_folder, made, sole_maker
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
-from .folders import SUFFIXES, FoldersOf, in_order, numbered, some_of
+from .folders import SUFFIXES, numbered, some_of
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
-IN_TAR = ".tar/"  # in a name: between a tar in a tar, which has the images of one class, and its image
 KEYS = ("names", "places", "labels")  # of an index
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
 
@@ -46,15 +45,14 @@ class ImagesInTars(ImageFiles):
         names: Sequence[str],
         labels: Sequence[int],
         class_names: Sequence[str],
-        paths: Sequence[str],
     ) -> None:
-        super().__init__(tars[0].parent, names, labels, class_names, paths=paths)
+        super().__init__(tars[0].parent, names, labels, class_names)
         self._tars, self._places = tars, places
 
-    def _file(self, index: int, path: Path) -> BinaryIO:
+    def _file(self, index: int, name: str) -> tuple[Path, BinaryIO]:
         tar, first, size = self._places[index].tolist()
         with self._tars[tar].open("rb") as file:
-            return io.BytesIO(os.pread(file.fileno(), size, first))
+            return self._tars[tar] / name, io.BytesIO(os.pread(file.fileno(), size, first))
 
 
 def tars_of(root: Path, splits: Sequence[str]) -> list[list[Path]]:
@@ -74,56 +72,35 @@ def _tars_of(root: Path, split: str) -> list[Path]:
         files = [Path(entry) for entry in visible_entries(root / split)]
         unpacked = any(path.is_dir() or path.name.lower().endswith(SUFFIXES) for path in files)
         return [] if unpacked else [path for path in files if path.suffix == ".tar"]
-    imagenet = root / f"ILSVRC2012_img_{split}.tar"  # may lie beside others, as ILSVRC2012_img_train_t3.tar
     a_word = re.compile(rf"(?<![^\W_]){re.escape(split)}")  # val, as in images_validation.tar, not as in interval.tar
     named = [path for path in sorted(root.glob("*.tar")) if a_word.search(path.name) and path.name[0] != "."]
     refuse_dead_links(named)
-    return [imagenet] if imagenet in named else named
+    return named
 
 
-def read_tars(
-    tars: Sequence[Path], report: Report, known: Sequence[str] | None = None, folders_of: FoldersOf | None = None
-) -> ImagesInTars:
-    """Returns the images of a split in tar files; those of ImageNet in the order of class folders.
+def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> ImagesInTars:
+    """Returns the images of a split in tar files.
 
     Args:
         tars: its files.
-        known: names of the classes, in the order of their numbers; None: those that are found.
-        folders_of: gives the class of each image where the tars do not tell it.
+        known: names of the classes, in the order of their numbers; None: the numbers up to the largest.
 
     Raises:
         ConfigurationError: a tar is damaged, or an image has no class or one that is not known; the message names it.
     """
     index = _kept_index(tars, report)
-    found, places, labels = [os.fsdecode(name) for name in index["names"].tolist()], index["places"], index["labels"]
-    if not found:
+    names, places, labels = [os.fsdecode(name) for name in index["names"].tolist()], index["places"], index["labels"]
+    if not names:
         raise ConfigurationError(f"{some_of([str(tar) for tar in tars])}: no image in it ({', '.join(SUFFIXES)})")
-    if len(labels):
-        names, in_folders = found, [f"{label}/{name}" for label, name in zip(labels.tolist(), found, strict=True)]
-        classes = known or [str(number) for number in range(labels.max() + 1)]
-    else:
-        in_folders = _in_folders(found, tars[places[0, 0]], folders_of)
-        order = sorted(range(len(found)), key=in_folders.__getitem__)
-        names = in_folders = [in_folders[place] for place in order]
-        found, places = [found[place] for place in order], places[order]
-        classes = known or in_order({name.partition("/")[0] for name in names})
-    paths = [f"{tars[tar].name}/{name}" for tar, name in zip(places[:, 0].tolist(), found, strict=True)]
-    return ImagesInTars(tars, places, names, *numbered(in_folders, classes, tars[0].parent), paths)
-
-
-def _in_folders(names: Sequence[str], tar: Path, folders_of: FoldersOf | None) -> list[str]:
-    """Returns the names of images as if each lay in the folder of its class."""
-    if all(IN_TAR in name for name in names):
-        return [name.replace(IN_TAR, "/") for name in names]
-    if folders_of is None:
-        raise ConfigurationError(f"{tar / names[0]} has no {CLASS} file with its class: write one, or unpack the tar")
-    return [f"{folder}/{name}" for folder, name in zip(folders_of(names, tar), names, strict=True)]
+    in_folders = [f"{label}/{name}" for label, name in zip(labels.tolist(), names, strict=True)]
+    classes = known or [str(number) for number in range(labels.max() + 1)]
+    return ImagesInTars(tars, places, names, *numbered(in_folders, classes, tars[0].parent))
 
 
 def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[Any]]:
     """Returns the index of tar files from the cache; it is made again when a file's size or time has changed."""
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
-    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES]).encode())}.npz"
+    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES, CLASS]).encode())}.npz"
 
     def make(draft: Path) -> None:
         np.savez(draft, **_index(tars, report))
@@ -140,7 +117,7 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
 def _read_index(kept: Path, tars: int) -> dict[str, npt.NDArray[Any]]:
     with os.fdopen(open_regular(kept), "rb") as file, np.load(file) as arrays:
         names, places, labels = index = [arrays[key] for key in KEYS]
-    fits = names.dtype.kind == "S" and places.dtype == labels.dtype == np.int64 and len(labels) in (0, len(names))
+    fits = names.dtype.kind == "S" and places.dtype == labels.dtype == np.int64 and len(labels) == len(names)
     if not (fits and places.shape == (len(names), 3) and (places >= 0).all() and (places[:, 0] < tars).all()):
         raise ValueError(f"{kept} is no index of tars")
     return dict(zip(KEYS, index, strict=True))
@@ -151,7 +128,7 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
 
     Returns:
         "names": bytes [n], of each image in its tar; "places": see `ImagesInTars`; "labels": int64 [n], from files
-        beside the images; empty if there are none.
+        beside the images.
     """
     names, places, labels = list[bytes](), list[tuple[int, int, int]](), list[int]()
     for number, tar in enumerate(tars):
@@ -170,19 +147,17 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
         report(f"listing the images of {tar}", 1, 1)
         stems = [_stem(name, classes) for name in images]
         found = Counter(stems)
-        if (classes or labels) and (odd := (found - Counter(classes.keys())) + (Counter(classes.keys()) - found)):
+        if odd := (found - Counter(classes.keys())) + (Counter(classes.keys()) - found):
             raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {some_of(list(odd))}")
-        if classes and len(labels) < len(names):
-            raise ConfigurationError(f"{tar} has {CLASS} files, but {tars[0]} has none")
         names += [os.fsencode(name) for name in images]
         places += [(number, *place) for place in images.values()]
-        labels += [classes[stem] for stem in stems] if classes else []
+        labels += [classes[stem] for stem in stems]
     arrays = {"places": np.array(places, np.int64).reshape(-1, 3), "labels": np.array(labels, np.int64)}
     return {"names": np.array(names, np.bytes_), **arrays}
 
 
-def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> Iterator[tuple[str, int, int]]:
-    """Yields name, first byte and bytes of each file in a tar, and of each in the tars in it."""
+def _members(file: BinaryIO, path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yields name, first byte and bytes of each file in a tar."""
     last = "its start"
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -191,22 +166,14 @@ def _members(file: BinaryIO, path: Path, start: int = 0, folder: str = "") -> It
                 if member.isdir() or name.rpartition("/")[2].startswith("."):
                     continue
                 if not member.isfile():
-                    raise ConfigurationError(
-                        f"{path / folder / name} is a link: write the tar with --hard-dereference -h"
-                    )
-                first = start + member.offset_data
-                if name.endswith(".tar"):
-                    yield from _members(cast(BinaryIO, tar.extractfile(member)), path, first, f"{folder}{name}/")
-                else:
-                    yield f"{folder}{name}", first, member.size
+                    raise ConfigurationError(f"{path / name} is a link: write the tar with --hard-dereference -h")
+                yield name, member.offset_data, member.size
             file.seek(tar.offset)
             whole = file.read(BLOCK) == bytes(BLOCK)  # tarfile ends without a word at a header that it cannot read
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise ConfigurationError(
-            f"{path / folder} after {last}: {error}: it must be a whole tar, not packed"
-        ) from error
+        raise ConfigurationError(f"{path} after {last}: {error}: it must be a whole tar, not packed") from error
     if not whole:
-        raise ConfigurationError(f"{path / folder} is cut off or damaged after {last}: load it again")
+        raise ConfigurationError(f"{path} is cut off or damaged after {last}: load it again")
 
 
 def _stem(name: str, labels: Collection[str]) -> str:

@@ -56,7 +56,6 @@ class PairFiles:
 
     Attributes:
         columns: of a table of records: the names of source and target in each.
-        number: of the corpus among those of its language and split.
     """
 
     language: str
@@ -64,7 +63,6 @@ class PairFiles:
     source: Path
     target: Path | None
     columns: tuple[str, str] | None = None
-    number: int = 0
 
     @property
     def files(self) -> list[Path]:
@@ -102,7 +100,7 @@ def find_pairs(
         usual = COLUMNS_OF.get(ending_of(pair.source), (pair.language, target))
         of_records = (columns or usual) if has_records(pair.source) and pair.target is None else None
         text = unpacked(pair.source.resolve())
-        same = corpora.setdefault(text, replace(pair, columns=of_records, number=len(corpora)))
+        same = corpora.setdefault(text, replace(pair, columns=of_records))
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})

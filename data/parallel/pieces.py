@@ -1,14 +1,13 @@
 """Does the work of the processes that prepare parallel text: counts and samples lines, encodes pieces, makes shards.
 
-Each function reads and writes files, and a file is there whole or not at all. So a preparation that was killed
-continues where it stopped, and the bytes do not depend on the number of processes.
+The bytes that they write do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
@@ -16,10 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import TypedDict
 
-from ..cache import made_json, open_array, save_array
-from ..defects import KINDS, Counted, Defect, Defects
+from ..cache import open_array, save_array
+from ..defects import KEPT, KINDS, Defect, Defects
 from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
 from ..prepared import WORK
 from ..sampling import EvenSample
@@ -41,8 +39,6 @@ class Vocabularies:
         source, target: pieces.
         shared: one vocabulary for both sides, of `source` pieces.
         character_coverage: see `train_vocabulary`.
-        pairs: sentence pairs given to SentencePiece.
-        temperature: of the sampling of these pairs.
         smaller: a text that supports fewer pieces gets so many.
     """
 
@@ -50,8 +46,6 @@ class Vocabularies:
     target: int
     shared: bool = False
     character_coverage: float = 0.999995
-    pairs: int = 1_000_000
-    temperature: float = 5.0
     smaller: bool = False
 
 
@@ -64,7 +58,6 @@ class ParallelText:
         languages: None: all that are found. target: the language of the translations.
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
-        kept: kinds of `defects.KEEPABLE` that are trained on.
         held_out: share of a language's pairs that are held out where files of its own are lacking; half for each split.
         lacking: by language, the splits that have no files.
         piece: lines that one process takes at a time.
@@ -76,7 +69,6 @@ class ParallelText:
     vocabularies: Vocabularies
     max_length: int
     seed: int
-    kept: tuple[str, ...] = ("copied",)
     held_out: float = 0.0
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     piece: int = 50_000
@@ -115,13 +107,13 @@ class Draft:
         source = self.folder / SOURCE
         return source, source if self.text.vocabularies.shared else self.folder / TARGET
 
-    def work(self, *name: str) -> Path:
-        """Returns an intermediate file of a language, or a part of it: ("piece", language, number) …"""
-        return self.folder / WORK / f"{'-'.join(name)}.json"
+    def held_out(self, language: str) -> Path:
+        """Returns the intermediate file of the digests of a language's held-out pairs."""
+        return self.folder / WORK / f"held_out-{language}.npy"
 
-    def piece(self, language: str, number: int) -> Path:
-        """Returns the file that describes a piece; the files of its ids have other endings."""
-        return self.work("piece", language, f"{number:06}")
+    def piece(self, language: str, number: int, kind: str) -> Path:
+        """Returns the intermediate file of a piece's "tokens" or "lengths"."""
+        return self.folder / WORK / f"{language}-{number:06}.{kind}.npy"
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -232,34 +224,23 @@ HeldOut = tuple[str, str, int, str, str]
 """Split, language, line, source and target of a pair."""
 
 
-class Scanned(TypedDict):
-    """Describes a pair of files: the lines of each, and a sample of their pairs."""
-
-    lines: list[int]
-    sample: list[tuple[str, str]]
-
-
-class EncodedPiece(Counted):
+class EncodedPiece(NamedTuple):
     """Describes a piece: where each shard's pairs begin, and the last end, in pairs and in tokens; what is held out."""
 
-    bounds: list[list[int]]
+    bounds: Numbers
     held_out: list[HeldOut]
+    defects: Defects
 
 
-def scan(made: Path, pair: PairFiles, wanted: int, size: int) -> list[int]:
-    """Counts the lines of each file; keeps an even sample of `wanted` pairs that can be read, or up to twice as many.
+def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple[str, str]]]:
+    """Returns the lines of each file, and an even sample of `wanted` pairs that can be read, or up to twice as many.
 
     Args:
-        made: the file of both, if it is there already.
         size: lines read at a time.
 
     Raises:
         ConfigurationError: a file is a torn archive.
     """
-    return made_json(made, lambda: _scanned(pair, wanted, size), Scanned)["lines"]
-
-
-def _scanned(pair: PairFiles, wanted: int, size: int) -> Scanned:
     sample = EvenSample[tuple[str, str]](wanted)
     for piece in read_pieces(pair, size):
         for place in sample.places(len(piece.rows)):
@@ -268,11 +249,11 @@ def _scanned(pair: PairFiles, wanted: int, size: int) -> Scanned:
                 sample.keep(place, texts)
         sample.go_on(len(piece.rows))
     lines = [sample.total] if pair.target is None else [sum(1 for _ in _lines(path)) for path in pair.files]
-    return {"lines": lines, "sample": sample.items}
+    return lines, sample.items
 
 
-def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
-    """Writes a piece's ids, its pairs divided among shards by a hash of the line; returns an `EncodedPiece` as JSON."""
+def encode(draft: Draft, piece: Piece, shards: int) -> EncodedPiece:
+    """Writes a piece's ids, its pairs divided among shards by a hash of the line."""
     usable, defects = readable(piece, draft.text.max_length)
     language, held_out, trained = piece.files.language, list[HeldOut](), list[Line]()
     for line in usable:
@@ -287,23 +268,22 @@ def encode(draft: Draft, piece: Piece, shards: int) -> dict[str, Any]:
     wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
     tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
-        save_array(draft.piece(language, piece.number).with_suffix(f".{kind}.npy"), array)
+        save_array(draft.piece(language, piece.number, kind), array)
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64))
     defects.examples.sort(key=lambda defect: defect.line)
-    ends = [bounds.tolist(), pair_ends(lengths)[bounds].tolist()]
-    return {"bounds": ends, "held_out": held_out, **defects.as_json()}
+    return EncodedPiece(np.stack([bounds, pair_ends(lengths)[bounds]]), held_out, defects)
 
 
 def _wanted(draft: Draft, piece: Piece, usable: list[Line], defects: Defects) -> list[Line]:
-    """Returns the pairs without those that are held out, too, or copied, unless these are kept; counts both kinds."""
-    held_out, wanted = _digests(draft.work("held_out", piece.files.language).with_suffix(".npy")), []
+    """Returns the pairs without those that are held out, too; counts these, and copied ones."""
+    held_out, wanted = _digests(draft.held_out(piece.files.language)), []
     for line in usable:
-        kind = "copied" if line.source == line.target else None
+        kind = KEPT if line.source == line.target else None
         if pair_digest(line.source, line.target) in held_out:
             kind = "held_out"
         if kind is not None:
             defects.add(defect_at(piece, line.place, kind, 0))
-        if kind is None or kind in draft.text.kept:
+        if kind in (None, KEPT):
             wanted.append(line)
     return wanted
 
@@ -341,14 +321,16 @@ def _vocabulary(model: Path) -> Vocabulary:
     return Vocabulary(model.read_bytes())
 
 
-def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str, Any]:
-    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their `LanguageSummary`.
+def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> LanguageSummary:
+    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their summary.
 
     Args:
         bounds: [pieces, 2, 2] where they begin and end in each piece, in pairs and in tokens.
     """
-    pieces = [draft.piece(language, number) for number in range(len(bounds))]
-    lengths, tokens = _collected(pieces, "lengths", bounds[:, 0]), _collected(pieces, "tokens", bounds[:, 1])
+    lengths, tokens = (
+        _collected(draft, language, "lengths", bounds[:, 0]),
+        _collected(draft, language, "tokens", bounds[:, 1]),
+    )
     starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)
@@ -359,10 +341,10 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> dict[str,
         shuffled[filled : filled + len(places)] = tokens[places]
         filled += len(places)
     write_shard(draft.folder, language, shard, shuffled, lengths[order], draft.text.sizes.block)
-    return asdict(LanguageSummary.of_shard(lengths))
+    return LanguageSummary.of_shard(lengths)
 
 
-def _collected(pieces: list[Path], kind: str, bounds: Numbers) -> npt.NDArray[Any]:
+def _collected(draft: Draft, language: str, kind: str, bounds: Numbers) -> npt.NDArray[Any]:
     """Returns a part of each piece's numbers, one after the other; nothing else of the pieces is read or kept open."""
-    files = (open_array(piece.with_suffix(f".{kind}.npy")) for piece in pieces)
+    files = (open_array(draft.piece(language, number, kind)) for number in range(len(bounds)))
     return np.concatenate([file[first:last].copy() for file, (first, last) in zip(files, bounds.tolist(), strict=True)])

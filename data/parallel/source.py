@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +11,6 @@ from pydantic import Field
 
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
-from ..defects import KEEPABLE, check_policy
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report
 from ..store import FORMAT, Store
@@ -35,11 +34,9 @@ class ParallelTextSource(PairSource):
         source_vocabulary, target_vocabulary: pieces of each side's vocabulary.
         vocabulary: pieces of one vocabulary for both sides; the two keys above must then be the same number.
         character_coverage: share of the text's characters that get pieces of their own.
-        vocabulary_pairs, vocabulary_temperature: the number and sampling of the pairs that vocabularies are trained on.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
-        on_defect: drop, keep or refuse, for each kind of defect (`defects.KINDS`); None: `defects.DEFAULTS`.
-        strict: refuse the first defect that would be dropped.
+        strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
         corpus_seed: decides the order of the pairs on the disk.
@@ -63,11 +60,8 @@ class ParallelTextSource(PairSource):
         target_vocabulary: Vocabulary = 32_000,
         vocabulary: Vocabulary | None = None,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.999995,
-        vocabulary_pairs: Count = 1_000_000,
-        vocabulary_temperature: Temperature = 5.0,
         smaller_vocabulary: bool = False,
         max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
-        on_defect: Mapping[str, str] | None = None,
         strict: bool = False,
         preparation_workers: Count | None = None,
         batch_size: Examples | None = None,
@@ -88,18 +82,15 @@ class ParallelTextSource(PairSource):
                 f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
                 f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
             )
-        self._policy = check_policy(on_defect or {}, strict=strict)
-        self._cache_dir, self._workers, self._share = cache_dir, preparation_workers, held_out
+        self._strict, self._cache_dir, self._workers, self._share = strict, cache_dir, preparation_workers, held_out
         given = {"train": train, "dev": dev, "test": test}
         self._columns = None if columns is None else (columns[0], columns[1])
         self._files = {split: files for split, files in given.items() if files is not None}
         sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
-        drawn = (vocabulary_pairs, vocabulary_temperature)
-        vocabularies = Vocabularies(*sizes, character_coverage, *drawn, smaller_vocabulary)
+        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
-        kept = tuple(kind for kind in KEEPABLE if self._policy[kind] == "keep")
-        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, kept)
+        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed)
 
     def _open(self, report: Report) -> Store:
         """Returns the store of the text; makes it first if it is not in the cache.
@@ -121,7 +112,7 @@ class ParallelTextSource(PairSource):
 
         def make(draft: Path) -> None:
             workers = worker_count([file for _, file in each], self._workers)
-            Preparation(Draft(text, draft), pairs, self._policy, workers, report).run()
+            Preparation(Draft(text, draft), pairs, self._strict, workers, report).run()
 
         stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
         name = f"parallel-{digest_of(FORMAT, made_of, stats)}"
@@ -136,6 +127,4 @@ class ParallelTextSource(PairSource):
             sides = {"source_" + key: of for key, of in sides.items()}
             sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
         used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
-        for language, corpora in self._warn(self._policy, used, sides).get("corpora", {}).items():
-            each = ", ".join(f"{file} ({used:,} of {lines:,} pairs)" for file, (used, lines) in corpora.items())
-            report(f"parallel text: '{language}' is trained on {each}; corpora", len(corpora), len(corpora))
+        self._warn(self._strict, used, sides)

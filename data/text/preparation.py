@@ -1,4 +1,4 @@
-"""Makes the store of a text, with several processes; continues where a killed preparation stopped.
+"""Makes the store of a text, with several processes.
 
 A vocabulary is trained on a sample, or copied; pieces of the files become ids, each in files of its
 own. All of this happens in a folder of the cache that becomes the store at the end:
@@ -15,9 +15,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from ...disk import whole_file, write_whole
-from ...errors import ConfigurationError, in_utf8
-from ..cache import made_json, save_array
-from ..defects import Counted, Defects
-from ..prepared import WORK, RunAll, in_processes
+from ...errors import ConfigurationError
+from ..cache import save_array
+from ..defects import Defect, Defects
+from ..prepared import RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
 from ..vocabulary import SOURCE, TOKENIZER, Vocabulary, read_vocabulary, train_vocabulary, vocabulary_file
@@ -38,6 +38,7 @@ from .files import SEPARATORS, TextPiece, documents, read_text
 FORMAT = 1  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
 AT_ONCE = 256  # documents that are encoded at once
+SAMPLES = 20_000  # texts of at most `LONGEST_SAMPLE` characters given to SentencePiece
 LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
 
 
@@ -53,7 +54,6 @@ class TextForm:
         end_token: see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller: see `train_vocabulary`.
-        samples: texts of at most `LONGEST_SAMPLE` characters given to SentencePiece.
         piece: bytes of text that one process takes at a time.
         ends: the share is the end of each piece instead, for a few long documents.
     """
@@ -67,7 +67,6 @@ class TextForm:
     vocabulary: int
     character_coverage: float
     smaller: bool
-    samples: int
     piece: int
     ends: bool = False
 
@@ -80,13 +79,6 @@ class TextForm:
         return read_text(file, self.piece, SEPARATORS[self.document])
 
 
-class Sample(TypedDict):
-    """Holds texts for the vocabulary, and the first defect, if there is one."""
-
-    texts: list[str]
-    unusable: list[str]
-
-
 class PieceDescription(TypedDict):
     """Describes one piece of a prepared text: its files, their tokens and the documents in them."""
 
@@ -95,12 +87,6 @@ class PieceDescription(TypedDict):
     train: int
     dev: int
     digest: str
-
-
-class EncodedPiece(PieceDescription):
-    """Describes a piece with its defects."""
-
-    found: Counted
 
 
 class TextDescription(TypedDict):
@@ -112,12 +98,12 @@ class TextDescription(TypedDict):
 
 @dataclass
 class TextPreparation:
-    """Makes one store; each step leaves files from which the next run sees that it is done.
+    """Makes one store.
 
     Attributes:
         files: to train on; a share of their documents is held out.
         held_out: files that are held out as a whole.
-        policy: what is done about each kind of defect.
+        strict: whether defects are refused.
         draft: the folder that becomes the store.
         workers: number of processes.
     """
@@ -125,25 +111,24 @@ class TextPreparation:
     form: TextForm
     files: Sequence[Path]
     held_out: Sequence[Path]
-    policy: Mapping[str, str]
+    strict: bool
     draft: Path
     workers: int
     report: Report
     _defects: Defects = field(default_factory=Defects)
 
     def run(self) -> None:
-        """Does all steps that are not done yet.
+        """Does all steps.
 
         Raises:
             ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
         """
-        (self.draft / WORK).mkdir(exist_ok=True)
         with in_processes(self.workers) as run_all:
             if self.form.tokenizer is not None:
                 given = Path(self.form.tokenizer).expanduser()
                 with whole_file(self.draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
                     shutil.copyfile(given, draft)
-            elif not (self.draft / SOURCE).exists():
+            else:
                 self._train_vocabulary(run_all)
             pieces = self._encode(run_all)
         self._defects.write(self.draft, sum(piece["documents"] for piece in pieces))
@@ -154,52 +139,55 @@ class TextPreparation:
         self.report("text: tokens", tokens, tokens)
 
     def _train_vocabulary(self, run_all: RunAll) -> None:
-        form, texts, unusable = self.form, list[str](), list[str]()
-        for done, sample in enumerate(run_all(made_json, ((*job, Sample) for job in self._sample_jobs()))):
+        form, texts, unusable = self.form, list[str](), list[Defect]()
+        for done, (sample, first) in enumerate(run_all(sample_texts, self._sample_jobs())):
             self.report("text: reading it for the vocabulary", done, len(self.files))
-            texts += sample["texts"]
-            unusable += sample["unusable"]
+            texts += sample
+            unusable += first
         self.report("text: vocabulary", 0, 0)
-        count = min(len(texts), form.samples)
+        count = min(len(texts), SAMPLES)
         if not count:
-            first = unusable[0] if unusable else f"{self.files[0]} and the others have no document that is not held out"
-            raise ConfigurationError(f"no line of the text can be used for training. {first}")
+            why = unusable[0] if unusable else f"{self.files[0]} and the others have no document that is not held out"
+            raise ConfigurationError(f"no line of the text can be used for training. {why}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
         with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
 
-    def _sample_jobs(self) -> Iterator[tuple[Path, Callable[[], Sample]]]:
+    def _sample_jobs(self) -> Iterator[tuple[Path, int, TextForm]]:
         """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
         sizes = [file.stat().st_size for file in self.files]
-        for number, (file, size) in enumerate(zip(self.files, sizes, strict=True)):
-            wanted = min(int(2 * size / max(1, sum(sizes)) * self.form.samples) + 1, self.form.samples)
-            yield self.draft / WORK / f"texts-{number:05}.json", partial(sample_texts, file, wanted, self.form)
+        for file, size in zip(self.files, sizes, strict=True):
+            wanted = min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES)
+            yield file, wanted, self.form
 
     def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""
-        pieces, tokens = [], 0
+        pieces, tokens = list[dict[str, Any]](), 0
         self.report("text: tokens", 0, 0)
-        for piece in run_all(made_json, ((*job, EncodedPiece) for job in self._encode_jobs())):
-            self._defects.update(piece.pop("found"), self.policy)
+        for piece, found in run_all(encode_piece, self._encode_jobs()):
+            self._defects.update(found, self.strict)
             pieces.append(piece)
             tokens += sum(piece[split] for split in SPLITS)
             self.report("text: tokens", tokens, 0)
         return pieces
 
-    def _encode_jobs(self) -> Iterator[tuple[Path, Callable[[], dict[str, Any]]]]:
+    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path, str]]:
         for number, file in enumerate((*self.files, *self.held_out)):
             of_file = self.form if number < len(self.files) else replace(self.form, held_out=1.0)
             for piece in of_file.pieces(file):
-                name = f"{number:05}-{piece.number:05}"
-                yield self.draft / WORK / f"{name}.json", partial(encode_piece, piece, of_file, self.draft, name)
+                yield piece, of_file, self.draft, f"{number:05}-{piece.number:05}"
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-def sample_texts(file: Path, wanted: int, form: TextForm) -> Sample:
-    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters."""
+def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], list[Defect]]:
+    """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters.
+
+    Returns:
+        The sample; the first defect, if there is one.
+    """
     sample, defects = EvenSample[str](wanted), Defects()
     for piece in form.pieces(file):
         for document in documents(piece, form.document, form.json_key, defects):
@@ -209,10 +197,10 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> Sample:
                 for place in chosen:
                     sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
             sample.go_on(len(starts))
-    return {"texts": sample.items, "unusable": [in_utf8(defect) for defect in defects.examples[:1]]}
+    return sample.items, defects.examples[:1]
 
 
-def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> dict[str, Any]:
+def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> tuple[dict[str, Any], Defects]:
     """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
     found = Defects()
     texts = [document.text for document in documents(piece, form.document, form.json_key, found)]
@@ -227,7 +215,7 @@ def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> d
         content |= {split: len(tokens)}
         if split == "train":
             content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
-    return {**content, "found": found.as_json()}
+    return content, found
 
 
 def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> np.ndarray[Any, Any]:

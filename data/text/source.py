@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,6 @@ from ...errors import ConfigurationError
 from ...json_files import read_json
 from ...typed_section import Count, Examples, Seed, Vocabulary
 from ..cache import mapped_array
-from ..defects import OF_TEXT, check_policy
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, fingerprint_of
 from ..vocabulary import BOS, read_vocabulary, vocabulary_file
@@ -94,9 +93,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
-        vocabulary_samples: texts of at most 1,000 characters that the vocabulary is trained on.
-        on_defect: drop or refuse, for each kind of defect (`defects.OF_TEXT`); None: `defects.DEFAULTS`.
-        strict: refuse the first defect that would be dropped.
+        strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
         corpus_seed: of the draw of held-out documents.
@@ -121,8 +118,6 @@ class TextFilesSource(WindowSource, PreparedSource):
         vocabulary: Vocabulary = 32_000,
         smaller_vocabulary: bool = True,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995,
-        vocabulary_samples: Count = 20_000,
-        on_defect: Mapping[str, str] | None = None,
         strict: bool = False,
         preparation_workers: Count | None = None,
         sequence_length: Count = 1024,
@@ -137,8 +132,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
         self.pad_id, self._vocabulary = pad_id, vocabulary
         self._root, self._evaluation_root, self._pattern = root, evaluation_root, files
-        self._policy = check_policy(on_defect or {}, OF_TEXT, strict)
-        self._workers, self._cache_dir = preparation_workers, cache_dir
+        self._strict, self._workers, self._cache_dir = strict, preparation_workers, cache_dir
         if tokenizer is not None:
             ids = len(read_vocabulary(Path(tokenizer).expanduser(), end_token))
             if ids > vocabulary:
@@ -147,7 +141,7 @@ class TextFilesSource(WindowSource, PreparedSource):
                     f"data.vocabulary={ids}, which the model reads"
                 )
         share = held_out if evaluation_root is None else 0.0
-        pieces = (vocabulary, character_coverage, smaller_vocabulary, vocabulary_samples)
+        pieces = (vocabulary, character_coverage, smaller_vocabulary)
         self.form = TextForm(document, json_key, share, corpus_seed, tokenizer, end_token, *pieces, PIECE)
 
     def prepare(self, report: Report) -> None:
@@ -169,7 +163,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
-        self._warn(self._policy, "text: {lines} documents are used: lines", trained)
+        self._warn(self._strict, "text: {lines} documents are used: lines", trained)
         self._require_a_window()
         if len(store.dev) < 2:
             documents = sum(piece["documents"] for piece in store.description["pieces"])
@@ -184,7 +178,7 @@ class TextFilesSource(WindowSource, PreparedSource):
 
         def make(draft: Path) -> None:
             workers = worker_count([*files, *held_out], self._workers)
-            TextPreparation(form, files, held_out, self._policy, draft, workers, report).run()
+            TextPreparation(form, files, held_out, self._strict, draft, workers, report).run()
 
         given = [] if form.tokenizer is None else [Path(form.tokenizer).expanduser()]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]

@@ -24,7 +24,7 @@ STEPS = "trainer.steps"
 _MAY_DIFFER_IN = {
     "pipeline": "K workers devices partition cost remat keep memory backend shard_optimizer device",
     "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
-    "data": "workers preparation_workers download broken_images_limit cache_dir evaluation_* strict held_out",
+    "data": "workers preparation_workers cache_dir evaluation_* strict held_out",
 }
 MAY_DIFFER = (
     *("name", "task.generation", "checkpoint", "logging", "launch"),

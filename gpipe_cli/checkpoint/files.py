@@ -54,6 +54,13 @@ ADDED: Mapping[str, Mapping[str, Any]] = {
     "optimizer": {"groups": None},
 }
 GONE = {("model", "average"), ("optimizer", "decay_only")}  # keys of format 2; `optimizer.groups` replaces the latter
+GONE_SINCE = {  # keys of 0.1.0 that our own models and data no longer have
+    "model": ("dilate",),
+    "data": (
+        *("broken_images_limit", "download", "on_defect"),
+        *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
+    ),
+}
 held: list[int] = []  # descriptors of the checkpoints that this process reads; `writer.prune` leaves these
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
@@ -240,6 +247,11 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
     if manifest["format"] == 2:
         state = replace(state, configuration=with_todays_names(state.configuration))
+    for name, gone in GONE_SINCE.items():
+        section = state.configuration.get(name)
+        if isinstance(section, Mapping) and str(section.get("_target_")).startswith("gpipe_cli."):
+            kept = {key: value for key, value in section.items() if key not in gone}
+            state = replace(state, configuration={**state.configuration, name: kept})
     info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
         raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")

@@ -108,8 +108,6 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     lines = [figures_table([report]).text()]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
-    if mistakes := report["mistakes"]:
-        lines += ["", text_table(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])]
     scores = languages_of(numbers).items()
     if languages := [[code, sizes.get(code), sentences[code], f"{bleu:.1f}"] for code, bleu in scores]:
         third = -(-len(languages) // 3)

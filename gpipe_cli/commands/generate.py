@@ -7,8 +7,8 @@
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
 prompt=TEXT       the beginning of a text; nothing after the = begins a new text
-input=FILE        instead of a prompt: UTF-8 text, one beginning a line; default: standard input
-output=FILE       default: standard output. Each text with its beginning; of lines one text a line, in their order
+                  Without a prompt standard input is read, one beginning a line. Each text is printed with its
+                  beginning; of lines one text a line, in their order
 scores=true       before each text the log-probability of what was added, and a tab
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
 
@@ -47,8 +47,6 @@ def _generate(words: Sequence[str]) -> int:
     prompt = next((word.partition("=")[2] for word in words if word.startswith("prompt=")), None)
     of_sampling = get_type_hints(SamplingSettings, include_extras=True)
     line = read_words([word for word in words if not word.startswith("prompt=")], {**OWN, **of_sampling})
-    if prompt is not None and "input" in line.own:
-        raise ConfigurationError("prompt= is one beginning, input= a file of them: leave out one of the two")
     sampling = {key: value for key, value in line.own.items() if key in of_sampling}
     entry = "gpipe_cli.inference.lines:generate"
     return answer_lines("gpipe-generate", line, entry, partial(worker_config, sampling=sampling), prompt)

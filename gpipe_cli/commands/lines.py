@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from gpipe_cli.jobs.reopen import Reopened
     from gpipe_cli.terminal.command import Words
 
-OWN: dict[str, Any] = {
-    **dict.fromkeys(("checkpoint", "step", "input", "output"), str),
-    "trust": list[str],
-    "scores": bool,
-}
+OWN: dict[str, Any] = {"checkpoint": str, "step": str, "trust": list[str], "scores": bool}
 
 
 def answer_lines(
@@ -38,29 +34,23 @@ def answer_lines(
         configure: makes their configuration, without the input.
 
     Raises:
-        ConfigurationError: there is no such run, input or key, or the output cannot be written.
+        ConfigurationError: there is no such run or key.
     """
     from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.jobs.reopen import open_run
 
     own = line.own
     with ExitStack() as stack:
-        lines = _open("input", own["input"], "rb") if "input" in own else None
-        output_file = Path(own.get("output", os.devnull)).expanduser()
-        read = os.fstat((lines or sys.stdin).fileno()) if prompt is None and output_file.is_file() else None
-        if read is not None and os.path.samestat(output_file.stat(), read):
-            raise ConfigurationError(f"output={output_file} is the input, too: name another file")
         run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
         for text in (*run.warnings, *run.prepared.lines):
             say(text)
         config = configure(run)
-        output = stack.enter_context(_open("output", own["output"], "w")) if "output" in own else sys.stdout
-        writer = Writer(output, own.get("scores", False), one_line=prompt is None)
+        writer = Writer(sys.stdout, own.get("scores", False), one_line=prompt is None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
         if prompt is None:
             os.mkfifo(pipe := folder / "lines")
             # Not sys.stdin: the thread may still be reading it when Python ends and closes it.
-            lines = lines or open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # the thread closes it
+            lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # the thread closes it
             threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
             config["input"] = str(pipe)
         else:
@@ -98,21 +88,13 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
         raise ConfigurationError(f"pipeline.replicas is 1 here: start several {command}, each on a share of the input")
     vocabularies = vocabulary_folder(run.info.run_dir)
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
-    launch = {**run.prepared.config["launch"], "stall_seconds": None}  # waiting for typed input is no stall
-    config = {**run.prepared.config, "launch": launch}
+    config = {**run.prepared.config}
     if vocabulary_file(vocabularies).is_file():
         target = f"gpipe_cli.data.vocabulary.{source}"
         config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
     else:
         run.require_named_paths()
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}
-
-
-def _open(key: str, path: str, mode: str) -> IO[Any]:
-    try:
-        return Path(path).expanduser().open(mode, encoding=None if "b" in mode else "utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{key}={path}: {error.strerror}") from error
 
 
 def _pass_on(lines: BinaryIO, path: Path) -> None:

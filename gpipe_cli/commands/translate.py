@@ -2,12 +2,11 @@
 
     gpipe-translate RUN < sentences.txt > translations.txt
     echo 'lunes, 3 de abril de 1995' | gpipe-translate RUN
-    gpipe-translate RUN input=sentences.txt output=translations.txt
+
+It reads UTF-8 text, one sentence a line. Translations come in the order of the lines, an empty one for an empty line.
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
-input=FILE        UTF-8 text, one sentence a line; default: standard input
-output=FILE       default: standard output. Translations come in the order of the lines, an empty one for an empty line
 scores=true       before each translation its log-probability and a tab
 trust=[NAMES]     code of your own that the checkpoint may call, such as trust=[my_module.layers]
 

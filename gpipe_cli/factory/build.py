@@ -185,11 +185,11 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
 
 
-TRACKERS = {name: f"gpipe_cli.metrics.trackers.{own}" for name, own in (("wandb", "WandB"), ("mlflow", "MLflow"))}
+TRACKERS = {"wandb": "gpipe_cli.metrics.trackers.WandB"}
 
 
 def build_trackers(entries: Sequence[str | Mapping[str, Any]]) -> list[Any]:
-    """Makes the trackers of `logging.trackers`: "wandb", "mlflow", or a section with a ``_target_``.
+    """Makes the trackers of `logging.trackers`: "wandb", or a section with a ``_target_``.
 
     Raises:
         ConfigurationError: one could not be made.

@@ -54,7 +54,6 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         **search,
         "signature": result.signature,
         "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
-        "mistakes": list(result.mistakes),
         "sizes": dict(result.sizes),
         "sentences": Counter(of.language for of in result.translations),
     }

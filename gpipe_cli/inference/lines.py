@@ -123,7 +123,7 @@ class Answerer:
         """
         reader = None
         if self.assembly.world.rank == 0:
-            reader = PipeReader(pipe, self.context.stop_requested, lambda: self.context.emit({"kind": "idle"}))
+            reader = PipeReader(pipe, self.context.stop_requested)
         while True:
             lines = reader.read(at_once) if reader is not None else None
             if not self.assembly.world.broadcast(partial(bool, lines is not None)):
@@ -165,11 +165,10 @@ class PipeReader:
     Args:
         path: of the pipe.
         stopped: whether to end reading.
-        idle: called while nothing arrives, about every `TICK_SECONDS`.
     """
 
-    def __init__(self, path: str, stopped: Callable[[], bool], idle: Callable[[], None]) -> None:
-        self._stopped, self._idle, self._ended = stopped, idle, False
+    def __init__(self, path: str, stopped: Callable[[], bool]) -> None:
+        self._stopped, self._ended = stopped, False
         self._lines: Queue[str | None] = Queue(MOST_WAITING)  # None: the end
         Thread(target=self._fill, args=(path,), daemon=True).start()
 
@@ -190,7 +189,6 @@ class PipeReader:
                     break
                 if self._stopped():
                     return None
-                self._idle()
                 if time.monotonic() > until:
                     return []
                 continue

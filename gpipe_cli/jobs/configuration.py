@@ -167,8 +167,8 @@ def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | N
     if settings.pipeline.workers != "auto" and "replicas" in settings.pipeline.auto:  # nothing is left to choose
         values["pipeline"]["replicas"] = (torchrun.world_size() or workers) // workers
     lines = [line]
-    if joined() and (settings.launch.restarts or settings.launch.stall_seconds is not None):
-        lines.append("launch.restarts and launch.stall_seconds do nothing here: torchrun watches the workers")
+    if joined() and settings.launch.restarts:
+        lines.append("launch.restarts does nothing here: torchrun watches the workers")
     return Prepared(values, Settings.from_config(values), lines)
 
 

@@ -232,7 +232,7 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
         The entry point's result on rank 0.
 
     Raises:
-        WorkerFailed: a worker raised, died or stalled. With `launch.inline`, exceptions arrive unchanged.
+        WorkerFailed: a worker raised or died. With `launch.inline`, exceptions arrive unchanged.
         ConfigurationError: a worker refused the configuration.
     """
     settings = Settings.from_config(config["settings"])
@@ -244,7 +244,6 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
         preload=("torch", program.entry.partition(":")[0]) if program.preload is None else program.preload,
         threads=settings.pipeline.threads,
         grace_seconds=settings.launch.grace_seconds,
-        stall_seconds=settings.launch.stall_seconds,
     )
     return launch_inline(job, on_event) if settings.launch.inline else launch(job, on_event)
 

@@ -36,7 +36,7 @@ def too_much(settings: Settings) -> Iterator[str]:
 def missing_data(settings: Settings) -> Iterator[str]:
     """Yields a line for each file or folder of our data sources that is not there."""
     data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
-    if not data["_target_"].startswith(kinds) or data.get("download") is True:
+    if not data["_target_"].startswith(kinds):
         return
     if data.get("root") is None and not data.get("train"):
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"

@@ -99,8 +99,6 @@ def _evaluated(rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Bloc
         curves = [("each language", "raw", bleu), ("mean over a tenth", "smooth", running_means(bleu, 0.1))]
         drawn = [Curve("", label, role, list(enumerate(values, 1))) for label, role, values in curves]
         yield Picture(str(plot(drawn, ("language", "BLEU"), "BLEU from the most to the least training data")))
-    if mistakes := last.get("mistakes"):
-        yield Grid(list(mistakes[0]), [list(mistake.values()) for mistake in mistakes])
     for sample in last.get("samples", ()):
         yield Facts(list(sample.items()))
 

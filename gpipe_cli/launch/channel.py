@@ -129,16 +129,10 @@ class Places:
         self.descriptor = unnamed_memory("gpipe-places", workers * Position.SIZE)
         self._memory = mmap.mmap(self.descriptor, workers * Position.SIZE)
         self._places = [_place(self._memory, rank) for rank in range(workers)]
-        self._seen = bytes(self._memory)
 
     def of(self, rank: int) -> dict[str, Any]:
         """Returns the place of a worker, or its last one before it died; empty where nothing is known."""
         return self._places[rank].known() if 0 <= rank < len(self._places) else {}
-
-    def have_changed(self) -> bool:
-        """Returns whether a worker has got on since the last call."""
-        before, self._seen = self._seen, bytes(self._memory)
-        return before != self._seen
 
 
 def open_place(descriptor: int, rank: int) -> Position:

@@ -66,7 +66,6 @@ class Job:
             touch CUDA (if they do, workers are started one by one instead, with a warning).
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
-        stall_seconds: without progress of any worker, after which the job is ended; None: never.
         fork: False starts every worker as a new interpreter, as on systems other than Linux.
     """
 
@@ -77,7 +76,6 @@ class Job:
     preload: tuple[str, ...] = ()
     threads: int = 1
     grace_seconds: float = 28.0
-    stall_seconds: float | None = None
     fork: bool = sys.platform == "linux"
 
 
@@ -91,7 +89,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
         what the entry point returned on rank 0 (a JSON value).
 
     Raises:
-        WorkerFailed: a worker raised, died or stalled; the message is for the console.
+        WorkerFailed: a worker raised or died; the message is for the console.
         DiskError: what the workers need cannot be written.
         ConfigurationError: a worker refused the configuration.
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
@@ -241,7 +239,6 @@ class _Watch:
         with writing(self.directory):
             own_folder(self.directory)
         self.processes = _Processes(self.job, self.directory)
-        self._last_progress = time.monotonic()
 
     def until_end(self) -> WorkerFailed | ConfigurationError | None:
         """Watches until the job is over or has to be ended; returns the failure."""
@@ -254,20 +251,16 @@ class _Watch:
                 return None
             if self._must_stop_now():
                 return None
-            if self._stalled():
-                cause = f"no worker has made progress for {self.job.stall_seconds:g} s"
-                return report.Failure(STARTER, 0, time.time(), self._describe_stall(cause), cause).exception()
         return self._starter_failure()
 
     @contextmanager
     def pausing_together(self) -> Iterator[None]:
-        """Stops and continues the workers with the command at Ctrl-Z; time in which they are stopped is no stall."""
+        """Stops and continues the workers with the command at Ctrl-Z."""
 
         def pause(*_: object) -> None:
             self.processes.signal_all(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self.processes.signal_all(signal.SIGCONT)
-            self._last_progress = time.monotonic()
 
         try:
             before = signal.signal(signal.SIGTSTP, pause)
@@ -291,7 +284,6 @@ class _Watch:
 
     def _listen(self, timeout: float) -> None:
         for rank, message in self.processes.messages(timeout):
-            self._last_progress = time.monotonic()
             if "event" in message:
                 self._show({"rank": rank, **message["event"]})
             elif "finished" in message:
@@ -344,27 +336,9 @@ class _Watch:
             self._show({"event": "stopping", "signal": name, "grace_seconds": self.job.grace_seconds})
         if now < self._stop_deadline and len(self.signals.received) == 1:
             return False
-        self._show(
-            {"event": "killed", "message": f"the workers were killed before they had stopped; {self._stack_hint()}"}
-        )
+        stacks = f"their stacks are at the end of {self.directory}/rank_*.log"
+        self._show({"event": "killed", "message": f"the workers were killed before they had stopped; {stacks}"})
         return True
-
-    def _stalled(self) -> bool:
-        seconds = self.job.stall_seconds
-        if seconds is not None and self.processes.places.have_changed():
-            self._last_progress = time.monotonic()
-        return seconds is not None and time.monotonic() - self._last_progress > seconds
-
-    def _describe_stall(self, cause: str) -> str:
-        rows = [
-            f"  worker {rank}: {report.describe_place(self.processes.places.of(rank)) or 'place unknown'}"
-            for rank in range(self.job.workers)
-            if rank not in self.results
-        ]
-        return "\n".join([f"{cause}; they wait at:", *rows, self._stack_hint()])
-
-    def _stack_hint(self) -> str:
-        return f"their stacks are at the end of {self.directory}/rank_*.log"
 
     def _starter_failure(self) -> WorkerFailed | ConfigurationError:
         """Returns the failure of a zygote that ended before its workers: it could not start them, or was killed."""

@@ -53,7 +53,7 @@ class Notices:
 
     def open(self, resumed_step: int, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
-    def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None: ...
+    def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
     def picture(self, recordings: Sequence[Recording]) -> None: ...
     def summary(self, values: Mapping[str, Any]) -> None: ...
@@ -173,16 +173,12 @@ class Journal(Notices):
                 numbers |= {f"worker_{rank:02d}/{phase}_seconds": worker[phase] for phase in PHASES}
             self._track("log", progress.step, numbers)
 
-    def evaluation(self, progress: Progress, result: Evaluation, epochs: Mapping[str, float]) -> None:
-        """Records one evaluation: evaluations.jsonl, console, TensorBoard, trackers.
-
-        Args:
-            epochs: how often the training data of each language has been read; for the line.
-        """
+    def evaluation(self, progress: Progress, result: Evaluation) -> None:
+        """Records one evaluation: evaluations.jsonl, console, TensorBoard, trackers."""
         samples = [vars(sample) for sample in result.samples]
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
-        rare = {"signature": result.signature, "epochs": epochs, "samples": samples, "mistakes": result.mistakes}
+        rare = {"signature": result.signature, "samples": samples}
         with self._tried(self._evaluations_file.path):
             self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})

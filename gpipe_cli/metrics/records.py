@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..pipeline.step import StepPlan, StepResult
 
@@ -75,7 +74,6 @@ class Evaluation:
         numbers: by name, the task's metrics and the scores of generated outputs.
         loss: the task's first metric; the lowest selects the best checkpoint. None without data.
         samples: some generated outputs.
-        mistakes: of a classification, on rank 0: classes, how often, of how many examples; the most frequent ones.
         sizes: training pairs of each language, on rank 0, if texts of several languages were scored.
         signature: of sacreBLEU: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
@@ -85,7 +83,6 @@ class Evaluation:
     numbers: dict[str, float]
     loss: float | None
     samples: list[Sample] = field(default_factory=list)
-    mistakes: Sequence[Mapping[str, Any]] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     signature: str | None = None
     effort: Mapping[str, int | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Passes the figures of a run on to trackers of experiments: TensorBoard, Weights & Biases, MLflow, or a user's own.
+"""Passes the figures of a run on to trackers of experiments: TensorBoard, Weights & Biases, or a user's own.
 
 A tracker has `start(config, run_dir)`, `log(step, numbers)`, `picture(name, path)` and `finish(summary)`, and may have
 `samples(step, samples)`, translations beside their references. They are
@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from time import time
 from typing import Any
 
 from ..disk import own_folder
-from ..typed_section import flat
 
 FINISH_SECONDS = 30.0  # that the end of a run waits for it
 
@@ -115,31 +113,3 @@ class WandB:
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish()
-
-
-class MLflow:
-    """Tracks by MLflow; where, says MLFLOW_TRACKING_URI."""
-
-    def __init__(self, experiment: str = "gpipe") -> None:
-        self._experiment = experiment
-
-    def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        from mlflow import MlflowClient, entities
-
-        self._client, self._metric = MlflowClient(), entities.Metric
-        found = self._client.get_experiment_by_name(self._experiment)
-        where = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        self._run = self._client.create_run(where, run_name=run_dir.name).info.run_id
-        for key, value in flat(config).items():
-            self._client.log_param(self._run, key, str(value)[:500])
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        metrics = [self._metric(name, value, int(1e3 * time()), step) for name, value in numbers.items()]
-        self._client.log_batch(self._run, metrics)
-
-    def picture(self, name: str, path: Path) -> None:
-        self._client.log_artifact(self._run, str(path), "pictures")
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self._client.log_dict(self._run, dict(summary), "summary.json")
-        self._client.set_terminated(self._run)

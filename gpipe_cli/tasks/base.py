@@ -31,14 +31,12 @@ class Task(ABC):
             The quotient of a pair is logged under the name of the part.
         metrics: names of the sums that `evaluate` returns.
         unit: what `weight` counts: "examples" or "tokens".
-        predicts_classes: whether evaluations name the most frequent mistakes among `predictions`.
         generation: how much an evaluation generates; None: nothing.
     """
 
     statistics: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ("loss",)
     unit: str = "examples"
-    predicts_classes: bool = False
     generation: GenerationSettings | None = None
 
     def weight(self, targets: Tensors) -> float:
@@ -61,10 +59,6 @@ class Task(ABC):
             weight: of the evaluation set; positive.
         """
         return {name: sums[name] / weight for name in self.metrics}
-
-    def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns label and predicted class of each example, int64 [b, 2]."""
-        raise NotImplementedError
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 [b, V] of the next token (−∞: never), from the last position of logits [b, t, V]."""

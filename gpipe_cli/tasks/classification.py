@@ -21,7 +21,6 @@ class ClassificationTask(Task):
 
     statistics = ("accuracy", "examples")
     metrics = ("nll", "accuracy", "top5_accuracy")
-    predicts_classes = True
 
     def __init__(self, label_smoothing: ShareOrZero = 0.1) -> None:
         self.label_smoothing = label_smoothing
@@ -41,7 +40,3 @@ class ClassificationTask(Task):
         best = wide.topk(min(5, wide.shape[1]), dim=1).indices
         hits = best == labels[:, None]
         return torch.stack((nll, hits[:, 0].sum().double(), hits.sum().double()))
-
-    def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns label and predicted class of each example, int64 [b, 2]."""
-        return torch.stack((targets[0], outputs[0].argmax(1)), dim=1)

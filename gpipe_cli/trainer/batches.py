@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -48,13 +47,13 @@ def open_source(
 
     Raises:
         ConfigurationError: it cannot be made, or does not count the epochs that `trainer.epochs` limits.
-        PlainError: the run was asked to stop. The next run continues with what is prepared.
+        PlainError: the run was asked to stop.
     """
     source = build_source(settings.data, settings.seed, settings.task) if world.reads_data else None
 
     def report(text: str, done: int, total: int) -> None:
         if stop_requested():
-            raise PlainError("ended while the data were prepared: what is finished is kept for the next run")
+            raise PlainError("ended while the data were prepared: the next run begins with them anew")
         journal.preparation(text, done, total)
 
     if source is not None and world.rank == 0:
@@ -109,19 +108,6 @@ def forward_warnings(source: Source, emit: Callable[[dict[str, Any]], None]) -> 
     logger = logging.getLogger(package)
     # Those of an earlier run in this process go.
     logger.handlers = [*(one for one in logger.handlers if not isinstance(one, _ToConsole)), _ToConsole(emit)]
-
-
-def count_defects(world: World, source: Source | None) -> dict[str, int]:
-    """Returns the sum of rank 0's ``prepared_defects`` and every source's ``defects``.
-
-    Every worker calls it at the same time.
-    """
-    own = Counter[str]()
-    if source is not None:
-        own.update(source.defects)
-        own.update(source.prepared_defects if world.rank == 0 else {})
-    total = sum(map(Counter, world.all_gather(dict(own))), Counter[str]())
-    return dict(total)
 
 
 # -- of a source, checked ----------------------------------------------------------------------------------------------
@@ -319,7 +305,3 @@ class TrainingBatches:
         if epochs is None or source is None or self.position is None:
             return None
         return source.epoch(self.position) / epochs
-
-    def epochs_of_languages(self) -> dict[str, float]:
-        """Returns how often the pairs of each language were read; empty where the source does not count them."""
-        return {} if self.source is None else dict(self.source.epochs(self.position))

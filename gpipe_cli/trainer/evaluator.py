@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..data.source import Source
 from ..decoding.translation import Generator
@@ -16,8 +13,6 @@ from ..distributed.pipeline import WorkerPipeline
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
 from .batches import BatchReader, evaluation_batches
-
-MISTAKES = 10  # most frequent ones of a classification, by name
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,7 @@ class Evaluator:
             return self._evaluate(final)
 
     def _evaluate(self, final: bool) -> Evaluation:
-        numbers, mistakes = self._score()
+        numbers = self._score()
         loss = next(iter(numbers.values()), None)
         samples, translations, signature = list[Sample](), list[Sample](), None
         if self.generator is not None:
@@ -62,21 +57,19 @@ class Evaluator:
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
-        return Evaluation(numbers, loss, samples, mistakes, sizes, signature, self.effort(final), translations)
+        return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations)
 
-    def _score(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Returns the task's numbers over the evaluation set, nothing where it is empty, and `_mistakes`."""
+    def _score(self) -> dict[str, float]:
+        """Returns the task's numbers over the evaluation set, nothing where it is empty."""
         pipeline, world, message, task = self.pipeline, self.pipeline.world, self.pipeline.message, self.pipeline.task
         reader = None
         if self.source is not None:
             reader = BatchReader(evaluation_batches(self.source, pipeline.M, world.replica, world.replicas), pipeline)
         sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
-        pairs, weight = list[Tensor](), 0.0
+        weight = 0.0
 
         def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             sums.add_(task.evaluate(outputs, targets).to(sums.device))  # nothing waits for a GPU
-            if task.predicts_classes:
-                pairs.append(task.predictions(outputs, targets))
 
         while True:
             if reader is not None:
@@ -91,24 +84,4 @@ class Evaluator:
         message.write_metrics(sums.cpu())
         message.run()
         totals = dict(zip(task.metrics, message.read_metrics(), strict=True))
-        numbers = task.summarize(totals, weight) if weight else {}
-        return numbers, self._mistakes(pairs) if task.predicts_classes else []
-
-    def _mistakes(self, pairs: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Returns the most frequent mistakes of a classification on rank 0: classes by name, how often, of how many.
-
-        Args:
-            pairs: (true class, predicted class) of this worker's examples.
-        """
-        predicted = Counter((*pair,) for pair in (torch.cat([*pairs]).tolist() if pairs else ()))
-        names = dict(enumerate(() if self.source is None else self.source.class_names))
-        wrong, examples = Counter[tuple[int, int]](), Counter[int]()
-        for rows in self.pipeline.world.gather([[*pair, count] for pair, count in predicted.items()]):
-            for label, taken_for, count in rows:
-                examples[label] += count
-                if label != taken_for:
-                    wrong[label, taken_for] += count
-        return [
-            {"class": names.get(a, str(a)), "taken for": names.get(b, str(b)), "times": count, "of": examples[a]}
-            for (a, b), count in wrong.most_common(MISTAKES)
-        ]
+        return task.summarize(totals, weight) if weight else {}

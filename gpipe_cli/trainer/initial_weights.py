@@ -34,7 +34,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
         info = open_checkpoint(path)
         if world.rank == 0:
             _warn_of_another_model(info, assembly, journal)
-        saved = open_run(info, config.init_average)
+        saved = open_run(info)
     model = dict(world.gather_from_workers(named_shapes(layers).items()))
     tied: dict[str, list[str]] = {}
     for layer, ties in zip(assembly.layers, assembly.pipeline.cut.ties, strict=True):
@@ -64,25 +64,20 @@ def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: No
         journal.message(f"checkpoint.init_from={info.path} was trained with other keys of the model ({keys})")
 
 
-def open_run(info: CheckpointInfo, averages: bool) -> dict[str, SavedTensor]:
-    """Returns weights and buffers of a checkpoint by their names in a plain state_dict; they are read later.
-
-    Args:
-        averages: take the moving averages where there are any.
-    """
+def open_run(info: CheckpointInfo) -> dict[str, SavedTensor]:
+    """Returns weights and buffers, or their averages, of a checkpoint by their names in a plain state_dict; unread."""
     load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
     found: dict[str, SavedTensor] = {}
     for layer, file in info.layers.items():
         shapes = shapes_of(info, layer)
         shapes |= {name: found[own_name(*owner)].shape for name, owner in file.tied.items()}
         for name, shape in shapes.items():
-            found[own_name(layer, name)] = SavedTensor(shape, partial(_read, load, layer, name, averages))
+            found[own_name(layer, name)] = SavedTensor(shape, partial(_read, load, layer, name))
     return found
 
 
-def _read(load: Callable[[str], LayerState], layer: str, name: str, averages: bool) -> Tensor:
-    state = load(layer)
-    return state.averaged[name] if averages else {**state.weights, **state.buffers}[name]
+def _read(load: Callable[[str], LayerState], layer: str, name: str) -> Tensor:
+    return load(layer).averaged[name]
 
 
 def named_shapes(layers: Sequence[BuiltLayer]) -> dict[str, list[int]]:

@@ -216,7 +216,7 @@ class Trainer:
         self._evaluated = progress.step, dict(result.effort)
         if progress.step == 0:
             result = replace(result, samples=[])  # those of an untrained model show nothing
-        self.journal.evaluation(progress, result, self.batches.epochs_of_languages())
+        self.journal.evaluation(progress, result)
         if not final:
             self.draw()
         if result.loss is None or not result.loss < progress.best:

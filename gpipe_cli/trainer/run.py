@@ -24,7 +24,7 @@ from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..version import __version__
 from .assembly import Assembly, assemble_model, start_worker
-from .batches import count_defects, first_batch
+from .batches import first_batch
 from .loop import Trainer
 from .training_assembly import assemble_training, require_equal_replicas
 
@@ -115,7 +115,7 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
         "workers": world.workers,
         "replicas": world.replicas,
         "parameters": cut.parameters,
-        "data_defects": count_defects(world, assembly.source),
+        "data_defects": {} if assembly.source is None else dict(assembly.source.prepared_defects),
         "device": str(world.device.type),
         "versions": {"gpipe_cli": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -268,8 +268,8 @@ class Verification:
         self._watch.active = True
         source: Any = None
         if evaluator.source is not None:
-            share, names = evaluator.source.evaluation_share, evaluator.source.class_names
-            source = SimpleNamespace(evaluation_share=lambda *which: islice(share(*which), 1), class_names=names)
+            share = evaluator.source.evaluation_share
+            source = SimpleNamespace(evaluation_share=lambda *which: islice(share(*which), 1))
         evaluator = dataclasses.replace(evaluator, source=source, generator=None)
         with trainer.updater.averaged_weights():
             numbers = evaluator.evaluate(final=False).numbers

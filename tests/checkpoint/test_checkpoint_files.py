@@ -241,6 +241,22 @@ def test_a_flipped_bit_is_found_by_the_worker_that_loads_it(tmp_path: Path, caps
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    ("target", "left"), [("gpipe_cli.data.images.source.ImageSource", ["flip"]), ("mine.Data", None)]
+)
+def test_keys_of_the_first_release_that_went_are_left_out_of_our_own_data(
+    target: str, left: list[str] | None, tmp_path: Path
+) -> None:
+    kept = {"broken_images_limit": 20, "flip": True}
+    save(tmp_path, 2, make_layers())
+    manifest = checkpoint_files.step_directory(tmp_path, 2) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["state"]["configuration"] = {"data": {"_target_": target, **kept}}
+    manifest.write_text(json.dumps(content))
+    read: Any = checkpoint_files.read_manifest(manifest.parent).state.configuration["data"]
+    assert [*read] == ["_target_", *(left or kept)]
+
+
 def test_a_checkpoint_of_a_newer_format_is_refused_and_not_touched(tmp_path: Path) -> None:
     newer = checkpoint_files.FORMAT + 1
     two_checkpoints(tmp_path)

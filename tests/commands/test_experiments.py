@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import imagenet_layouts
 import parallel_folder
 import pytest
 import tiny_images
@@ -201,19 +200,13 @@ def moses(root: Path) -> list[str]:
 
 
 def imagenet(root: Path) -> list[str]:
-    """Writes class folders, a flat val and the devkit with its labels; returns the words to train on them."""
-    imagenet_layouts.flat_with_devkit(root)
-    return IMAGENET_WORDS
-
-
-def imagenet_tars(root: Path) -> list[str]:
-    """Writes the official tars, not unpacked, and the devkit; returns the words to train on them."""
-    imagenet_layouts.official_tars(root)
+    """Writes class folders; returns the words to train on them."""
+    tiny_images.imagenet(root)
     return IMAGENET_WORDS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("download", [moses, imagenet, imagenet_tars])
+@pytest.mark.parametrize("download", [moses, imagenet])
 def test_an_experiment_on_a_download_is_killed_resumed_at_another_k_evaluated_and_reported(
     download: Callable[[Path], list[str]], tmp_path: Path
 ) -> None:

@@ -1,11 +1,15 @@
 """Tests gpipe-translate and gpipe-generate: lines in, texts out, in order, by any number of cells; with overrides."""
 
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from inline_run import train_inline
@@ -49,9 +53,10 @@ def test_translations_that_were_cut_are_counted(run: Path, source: Path, referen
 
 
 def translated(run: Path, source: Path, *words: str) -> list[str]:
-    output = source.with_suffix(".translated")
-    assert translate.main([f"checkpoint={run}", f"input={source}", f"output={output}", *words]) == 0
-    text = output.read_text()
+    with source.open() as lines, source.with_suffix(".translated").open("w+") as output:
+        with patch.object(sys, "stdin", lines), redirect_stdout(output):
+            assert translate.main([f"checkpoint={run}", *words]) == 0
+        text = Path(output.name).read_text()
     assert text.endswith("\n")
     return text[:-1].split("\n")
 
@@ -101,7 +106,6 @@ NO_GENERATION = "no section generation, so it does not translate; texts are cont
     ("words", "message"),
     [
         (["checkpoint={run}", "lunes"], "one run, not lunes, "),
-        (["checkpoint={run}", "input=nowhere"], "input=nowhere: No such file"),
         (["checkpoint={run}", "step=77"], "no checkpoint of step 77; it has kept: 1"),
         (["checkpoint={run}", "task.generation=null"], NO_GENERATION),
     ],
@@ -138,12 +142,12 @@ def test_a_line_of_too_many_tokens_is_not_answered_and_told(
     assert "not answered, because they have more than 100 tokens: 1 line\n" in capsys.readouterr().err
 
 
-def test_a_changed_vocabulary_is_refused_in_one_line(run: Path, source: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_changed_vocabulary_is_refused_in_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     path = moved / "vocabulary" / "source.model"
     path.write_bytes(path.read_bytes().replace(b"lunes", b"LUNES") + b"\n")
-    assert translate.main([f"checkpoint={moved}", f"input={source}", *INLINE]) != 0
+    assert translate.main([f"checkpoint={moved}", *INLINE]) != 0
     printed = capsys.readouterr().err
     assert "is another vocabulary than" in printed and "Traceback" not in printed
 
@@ -164,8 +168,9 @@ def lm_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "lm_run"
 
 
-def continued(lm_run: Path, capsys: Capture, *words: str) -> list[str]:
-    assert generate.main([f"checkpoint={lm_run}", "length=6", *INLINE, *words]) == 0
+def continued(lm_run: Path, capsys: Capture, *words: str, lines: str = os.devnull) -> list[str]:
+    with Path(lines).open() as beginnings, patch.object(sys, "stdin", beginnings):
+        assert generate.main([f"checkpoint={lm_run}", "length=6", *INLINE, *words]) == 0
     text = capsys.readouterr().out
     assert text.endswith("\n")
     return text[:-1].split("\n")
@@ -173,13 +178,13 @@ def continued(lm_run: Path, capsys: Capture, *words: str) -> list[str]:
 
 def test_each_beginning_has_its_text_at_any_K(lm_run: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "lines.txt").write_text("7 cat on\n\n8 dog\n")
-    words = [f"input={tmp_path / 'lines.txt'}", "seed=3", "temperature=2", "samples=2"]
-    found = continued(lm_run, capsys, *words)
+    answered = partial(continued, lm_run, capsys, "seed=3", "temperature=2", "samples=2", lines=f"{tmp_path}/lines.txt")
+    found = answered()
     assert len(set(found)) == 6
     begins = ["7 cat on", "", "8 dog"]
     assert [text[: len(begin)] for text, begin in zip(found[::2], begins, strict=True)] == begins
-    assert continued(lm_run, capsys, *words, "pipeline.K=3", "pipeline.M=3") == found
-    scored = continued(lm_run, capsys, *words, "scores=true")
+    assert answered("pipeline.K=3", "pipeline.M=3") == found
+    scored = answered("scores=true")
     assert [line.partition("\t")[2] for line in scored] == found
     assert all(float(line.partition("\t")[0]) < 0 for line in scored)
 

@@ -106,10 +106,7 @@ def test_the_answer_names_the_mistake(case: str, here: Path, capsys: Capture) ->
     assert list(here.iterdir()) == []
 
 
-def test_what_would_be_overwritten_or_leads_nowhere_is_refused(here: Path, capsys: Capture) -> None:
-    Path("mine").write_text("mine")
-    assert import_module("gpipe_cli.commands.translate").main(["nowhere", "input=mine", "output=./mine"]) == 2
-    assert "output=mine is the input, too" in capsys.readouterr().err and Path("mine").read_text() == "mine"
+def test_a_link_that_leads_nowhere_is_refused(here: Path, capsys: Capture) -> None:
     Path("loop").symlink_to("loop")
     with suppress(SystemExit):
         import_module("gpipe_cli.commands.train").main(["hydra.run.dir=loop"])

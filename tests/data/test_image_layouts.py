@@ -6,28 +6,44 @@ import shutil
 import tarfile
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import imagenet_layouts
 import numpy as np
 import pytest
 import tiny_images
 import torch
-from imagenet_layouts import DEVKIT, KAGGLE, TRUTH, WNIDS, class_folders, flat_with_devkit, kaggle, name, official_tars
 from run_files import array_file
 from tiny_images import add_to_tar, write_shards
 from torch import Tensor
 
 from gpipe_cli.data.images import tars
-from gpipe_cli.data.source import Batch
+from gpipe_cli.data.images.folders import read_folder
+from gpipe_cli.data.source import Batch, no_report
+from gpipe_cli.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+WNIDS = ("n01440764", "n01443537", "n01484850")
+LABELS = (2, 0, 1, 1, 0, 2)  # class of each evaluation image, in the order of their names
+
+
+def name(number: int) -> str:
+    return f"ILSVRC2012_val_{number:08}"
+
+
+def class_folders(root: Path) -> None:
+    for label, wnid in enumerate(WNIDS):
+        for number in range(4):
+            tiny_images.save_image(root / "train" / wnid / f"{wnid}_{number}.JPEG", label, number)
+    for number, label in enumerate(LABELS, 1):
+        tiny_images.save_image(root / "val" / WNIDS[label] / f"{name(number)}.JPEG", label, number)
 
 
 IMAGENET: dict[str, Any] = {"dataset": "imagenet", "images": [12, 6]}
@@ -60,7 +76,7 @@ def shards_in_folders(root: Path) -> None:
             tar.rename(root / split / tar.name)
 
 
-@pytest.mark.parametrize("write", [*imagenet_layouts.LAYOUTS, shards, shards_in_folders], ids=lambda of: of.__name__)
+@pytest.mark.parametrize("write", [shards, shards_in_folders])
 def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: Any, tmp_path: Path) -> None:
     class_folders(tmp_path / "sorted")
     write(tmp_path / "other")
@@ -69,64 +85,23 @@ def test_every_layout_gives_the_examples_of_class_folders_in_their_order(write: 
     assert equal(tensors(iter(batches)), tensors(wanted.train(None, 2, 0, 1), 5))
     assert equal(tensors(source.evaluation(2)), tensors(wanted.evaluation(2)))
     assert equal(tensors(source.train(batches[2].position, 2, 0, 1), 2), tensors(iter(batches[3:])))
-    if "shards" in write.__name__:
-        assert source.class_names == ("0", "1", "2")
-        assert equal(tensors(opened(tmp_path / "other", workers=2).evaluation(2)), tensors(wanted.evaluation(2)))
-    else:  # a run may go on with another layout
-        assert source.class_names == WNIDS and source.fingerprint() == wanted.fingerprint()
+    assert equal(tensors(opened(tmp_path / "other", workers=2).evaluation(2)), tensors(wanted.evaluation(2)))
 
 
 def test_classes_named_by_numbers_are_in_the_order_of_the_numbers(tmp_path: Path) -> None:
     for split in ("train", "val"):
         for number in (10, 2, 0):
             tiny_images.save_image(tmp_path / split / f"{number}" / "a.png", 0)
-    assert opened(tmp_path, dataset="image_folder", images=None, batch_size=2).class_names == ("0", "2", "10")
+    assert read_folder(tmp_path / "train", no_report).class_names == ("0", "2", "10")
 
 
-# --- label files
-
-
-@pytest.mark.parametrize(
-    ("write", "file", "place", "line", "message"),
-    [
-        (flat_with_devkit, f"{DEVKIT}/{TRUTH}", 5, None, f"{TRUTH} has no class for images of {{val}}: {name(6)}.JPEG"),
-        (flat_with_devkit, f"{DEVKIT}/{TRUTH}", 3, "1001", f"{TRUTH} has no class for images of {{val}}: {name(4)}"),
-        (kaggle, KAGGLE, 6, None, f"{KAGGLE} has no class for images of {{val}}: {name(1)}.JPEG"),
-        (kaggle, KAGGLE, 3, f"{name(4)}", f"{KAGGLE} has no class for images of {{val}}: {name(4)}.JPEG"),
-        (kaggle, KAGGLE, 1, f"{name(6)},n09999999 1 2", f"n09999999/{name(6)}.JPEG is of class 'n09999999', which the"),
-        (kaggle, KAGGLE, None, None, "val does not tell its classes: data.root={root} must have its labels, one of"),
-        (flat_with_devkit, f"{DEVKIT}/map_clsloc.txt", None, None, "meta.mat, which says what its numbers mean, is"),
-    ],
-)  # fmt: skip
-def test_a_defect_of_a_label_file_is_named(
-    write: Any, file: str, place: int | None, line: str | None, message: str, tmp_path: Path
-) -> None:
-    write(tmp_path)
-    if place is None:
-        (tmp_path / file).unlink()
-    else:
-        lines = (tmp_path / file).read_text().splitlines()
-        lines[place : place + 1] = [] if line is None else [line]
-        imagenet_layouts.write_lines(tmp_path / file, lines)
-    (val,) = tmp_path.rglob("val")
-    assert message.format(val=val, root=tmp_path) in refusal(tmp_path)
-
-
-# --- broken images
-
-
-@pytest.mark.parametrize(("tar", "image"), [("train", f"{WNIDS[1]}.tar/{WNIDS[1]}_2.JPEG"), ("val", f"{name(3)}.JPEG")])
-def test_a_broken_image_in_a_tar_is_named(tar: str, image: str, tmp_path: Path) -> None:
-    official_tars(tmp_path)
-    path = tmp_path / f"ILSVRC2012_img_{tar}.tar"
-    content = bytearray(path.read_bytes())
-    begin = content.index(Path(image).name.encode()) + 512  # after its header
-    content[begin : begin + 200] = bytes(200)
-    path.write_bytes(content)
-    source = opened(tmp_path, broken_images_limit=1, batch_size=12)
-    next(source.train(None, 1, 0, 1))
-    tensors(source.evaluation(1))
-    assert list(source.broken_images) == [f"{path}/{image}"]
+@pytest.mark.parametrize("tar", ["train-0001", "validation-0000"])
+def test_a_broken_image_in_a_tar_is_named(tar: str, root: Path) -> None:
+    path = root / f"birds-{tar}.tar"
+    rewrite(path, lambda content: content.update({next(of for of in content if of.endswith("jpg")): b"no image"}))
+    source = opened(root, batch_size=12)
+    with pytest.raises(ConfigurationError, match=rf"{path}/.*\.jpg is broken"):
+        tensors(chain(islice(source.train(None, 1, 0, 1), 1), source.evaluation(1)))
 
 
 # --- tars
@@ -204,7 +179,6 @@ def without_labels(content: dict[str, bytes]) -> None:
         (TRAIN, lambda all: all.update({f"./{FIFTH}.mask.png": b""}), f"{TRAIN} {ODD}: {FIFTH}"),
         (TRAIN, without_labels, f"{TRAIN} {ODD}"),
         (TRAIN, lambda all: all.update({f"./{FIFTH}.cls": b"cat"}), f"{TRAIN}/{FIFTH}.cls: b'cat' is not the number"),
-        ("birds-train-0000.tar", without_labels, "-0000.tar has none"),
         (VAL, lambda all: all.update({f"./{name(1)}.cls": b"3"}), f"{name(1)}.jpg is of class '3', which the training"),
         (VAL, lambda all: all.clear(), "12 training and 4 evaluation images, not 12 and 6"),
     ],

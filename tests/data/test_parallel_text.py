@@ -20,10 +20,9 @@ from babel.messages.pofile import write_po
 from inline_run import train_inline
 from parallel_folder import corpus
 from preparation_jobs import prepare
-from run_files import bytes_of, rows
+from run_files import bytes_of
 from text_sources import defects, places, prepared, refusal_of, sentences
 
-from gpipe_cli.data.defects import KINDS, check_policy
 from gpipe_cli.data.lines import reading, texts_in
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
@@ -178,7 +177,7 @@ def test_every_layout_gives_the_same_sentences_and_names_a_defect_with_its_line(
         write_lines(tmp_path / "text" / file, lines)
     made = source(tmp_path / "text", **named)
     assert ("empty", Path(files[0]).name, 41) in places(made) and made.sizes == {"de": 299}
-    said = refusal(tmp_path / "text", **named, on_defect={"empty": "refuse"})
+    said = refusal(tmp_path / "text", **named, strict=True)
     assert f"{Path(files[0]).name}, line 41: source is empty" in said
     corpus(tmp_path / "plain" / "train", 0, 300)
     plain = tmp_path / "plain" / "train.de"
@@ -236,19 +235,16 @@ def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch
 # --- several corpora, files that are named
 
 
-def test_corpora_of_opus_are_one_training_set_and_each_is_counted(downloads: Path, tmp_path: Path) -> None:
+def test_corpora_of_opus_are_one_training_set(downloads: Path, tmp_path: Path) -> None:
     made = source(downloads)
     assert made.sizes == {"de": 300} and places(made) == [("no_dev", "downloads", 0)]
-    names = [f"{downloads}/{name}.de-en.de" for name in ("Europarl", "WMT-News")]
-    assert defects(made)["corpora"] == {"de": {names[0]: [180, 180], names[1]: [120, 120]}}
     corpus(tmp_path / "whole" / "Both.de-en", 0, 300)
     assert sides_read(made, 1) == sides_read(source(tmp_path / "whole"), 1)
-    spoil(Path(names[1]), 7, b"")
+    spoil(downloads / "WMT-News.de-en.de", 7, b"")
     for side in ("de", "en"):
         parallel_folder.write(downloads / f"News-Test.de-en.{side}", ["never trained on"])
     made = source(downloads)
     assert made.sizes == {"de": 299} and ("empty", "WMT-News.de-en.de", 7) in places(made)
-    assert defects(made)["corpora"]["de"][names[1]] == [119, 120]
 
 
 def test_the_number_of_processes_changes_no_byte_of_several_corpora(downloads: Path, tmp_path: Path) -> None:
@@ -269,7 +265,6 @@ def test_files_of_any_name_are_one_key_and_other_splits_are_found(tmp_path: Path
     files = ["Europarl.de-en.de", "extra/*.de", ["aligned.german", "aligned.english"], f"{root}/corpora/de/news.txt"]
     made = source(root, train={"de": [*files, "extra/a.de"]}, dev={"de": "newstest2019.de-en.de"})
     assert made.sizes == {"de": 300} and len(made.held_out("dev")) == 20 and made.prepared_defects == {}
-    assert [used for used, _ in defects(made)["corpora"]["de"].values()] == [100] + [50] * 4
     made = source(opus, train={"de": str(root / "Europarl.de-en.de")})
     assert made.sizes == {"de": 100} and len(made.held_out("dev")) == 20
 
@@ -338,9 +333,8 @@ def test_a_bad_line_is_dropped_counted_and_named(kind: str, root: Path) -> None:
     made = source(root)
     assert places(made) == [(kind, "train.de", 7)] and defects(made)["counts"] == {"de": {kind: 1}}
     assert made.sizes == {"de": 299} and set(sides_read(made)) < set(whole)
-    said = refusal(root, on_defect={kind: "refuse"})  # by a store that is there, too
-    assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and f"data.on_defect.{kind}=drop" in said
-    assert refusal(root, strict=True) == said
+    said = refusal(root, strict=True)  # by a store that is there, too
+    assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and "data.strict=false" in said
 
 
 def test_a_line_that_is_no_record_or_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:
@@ -352,21 +346,18 @@ def test_a_line_that_is_no_record_or_row_is_named_with_its_file_and_line(tmp_pat
     assert places(made)[1:] == [("malformed", "de.jsonl", 7), ("malformed", "de.jsonl", 10), ("nul", "de.jsonl", 13)]
     said = [one["found"] for one in defects(made)["defects"]]
     assert said[1].startswith("is no JSON (") and said[2] == "has no text under 'en' (data.columns), only under: de"
-    wrong = refusal(tmp_path / "text", **named, columns=["src", "tgt"], on_defect={"malformed": "refuse"})
+    wrong = refusal(tmp_path / "text", **named, columns=["src", "tgt"], strict=True)
     assert "de.jsonl, line 1: has no text under 'src' (data.columns), only under: de, en" in wrong
     table = ["\t".join(pair) for pair in parallel_folder.pairs_of("de", 300)]
     parallel_folder.write(tmp_path / "tables" / "de-en" / "train.tsv", [*table[:4], "a\tb\tc", *table[5:]])
     assert ("malformed", "train.tsv", 5) in places(source(tmp_path / "tables"))
 
 
-def test_files_of_different_lengths_are_refused_with_both_numbers_or_dropped(opus: Path) -> None:
+def test_files_of_different_lengths_are_refused_with_both_numbers(opus: Path) -> None:
     with (opus / "sw-en" / "opus.sw-en-train.en").open("a") as file:
         file.write("one line more\n")
-    said = refusal(opus)
-    assert "opus.sw-en-train.en, line 121" in said and "120 lines, but 121 in" in said
-    assert "data.on_defect.misaligned=drop" in said
-    made = source(opus, on_defect={"misaligned": "drop"})
-    assert [*made.sizes] == ["de", "fi"] and places(made) == [("misaligned", "opus.sw-en-train.en", 121)]
+    folder = f"{opus}/sw-en/opus.sw-en-train"
+    assert f"{folder}.sw has 120 lines, {folder}.en has 121: they are read line by line" in refusal(opus)
 
 
 def test_a_language_without_a_dev_set_is_trained_on_and_named(opus: Path) -> None:
@@ -375,7 +366,6 @@ def test_a_language_without_a_dev_set_is_trained_on_and_named(opus: Path) -> Non
     made = source(opus)
     assert places(made) == [("no_dev", "text", 0)] and made.sizes["sw"] == 120
     assert {sample.language for sample in made.held_out("dev")} == {"de", "fi"}
-    assert "language 'sw' has no dev set" in refusal(opus, on_defect={"no_dev": "refuse"})
 
 
 def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Path, tmp_path: Path) -> None:
@@ -397,17 +387,9 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
 
 def test_dev_text_without_training_text_of_that_name_is_told(opus: Path, caplog: pytest.LogCaptureFixture) -> None:
     (opus / "sw-en" / "opus.sw-en-train.sw").rename(opus / "sw-en" / "opus.sw-en-train.swa")
-    assert [*source(opus, on_defect={"no_dev": "drop"}).sizes] == ["de", "fi", "swa"]
+    assert [*source(opus).sizes] == ["de", "fi", "swa"]
     assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
     assert "are used: found 1 no dev; such as" in caplog.text
-
-
-def test_a_policy_names_its_kinds_and_words() -> None:
-    assert check_policy({}, strict=True) == {**dict.fromkeys(KINDS, "refuse"), "copied": "keep"}
-    with pytest.raises(ConfigurationError, match=r"data\.on_defect\.tooo_long: there are only"):
-        check_policy({"tooo_long": "drop"})
-    with pytest.raises(ConfigurationError, match=r"data\.on_defect\.empty=keep: use drop or refuse"):
-        check_policy({"empty": "keep"})
 
 
 def test_a_byte_order_mark_is_removed_and_counted(root: Path) -> None:
@@ -417,7 +399,7 @@ def test_a_byte_order_mark_is_removed_and_counted(root: Path) -> None:
     assert places(made) == [("byte_order_mark", "train.de", 1)] and sides_read(made) == whole
 
 
-def test_pairs_that_are_held_out_or_copied_are_dropped_or_kept_and_counted(root: Path) -> None:
+def test_pairs_that_are_held_out_are_dropped_copied_ones_are_kept_and_both_are_counted(root: Path) -> None:
     for line, split in ((7, "dev"), (8, "test")):
         spoil_both(root, line, *((root / f"{split}.{side}").read_bytes().split(b"\n")[3] for side in ("de", "en")))
     spoil(root / "train.de", 9, (root / "dev.de").read_bytes().split(b"\n")[3])  # translated otherwise: another pair
@@ -425,10 +407,7 @@ def test_pairs_that_are_held_out_or_copied_are_dropped_or_kept_and_counted(root:
     made = source(root)
     found = [("copied", "train.de", 10), ("held_out", "train.de", 7), ("held_out", "train.de", 8)]
     assert sorted(places(made)) == found
-    assert made.sizes == {"de": 298} and source(root, on_defect={"copied": "drop"}).sizes == {"de": 297}
-    kept = source(root, on_defect={"held_out": "keep"})
-    assert kept.prepared_defects == {"held_out": 2, "copied": 1} and kept.sizes == {"de": 300}
-    assert "line 10: has a source that equals its target" in refusal(root, on_defect={"copied": "refuse"})
+    assert made.sizes == {"de": 298} and made.prepared_defects == {"held_out": 2, "copied": 1}
 
 
 # --- vocabularies
@@ -492,22 +471,12 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
 
 
-def test_a_run_names_its_files_on_the_command_line_and_reports_each(downloads: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_files_on_the_command_line(downloads: Path, tmp_path: Path) -> None:
     files = f'data.train={{de: [{downloads}/Europarl.de-en.de, "{downloads}/WMT*.de"]}}'
     command = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
     command += ["data.held_out=0", "data.target_vocabulary=9000"]  # without any dev set, of more pieces than there are
     summary, events = train_inline(tmp_path / "run", *command)
-    said = [event["text"] for event in events if event["kind"] == "preparation" and "corpora" in event["text"]]
-    assert said == [
-        f"parallel text: 'de' is trained on {downloads}/Europarl.de-en.de (180 of 180 pairs), "
-        f"{downloads}/WMT-News.de-en.de (120 of 120 pairs); corpora"
-    ]
-    assert summary["steps"] == 1
-
-
-def test_a_run_logs_how_often_each_language_was_read(opus: Path, tmp_path: Path) -> None:
-    more = ("trainer.steps=2", "task.generation=null", "trainer.evaluate_every=null")
-    train_inline(tmp_path / "run", *words(opus, tmp_path, *more))
-    read = [row["epochs"] for row in rows(tmp_path / "run" / "evaluations.jsonl")]
-    assert read[0] == {"de": 0, "fi": 0, "sw": 0}
-    assert sum(read[-1][code] * size for code, size in parallel_folder.SIZES.items()) == pytest.approx(32)
+    said = [event["text"] for event in events if event["kind"] == "warning"]
+    assert summary["steps"] == 1 and said[0].startswith(
+        "parallel text: 300 of 300 training pairs are used: found 1 no dev"
+    )

@@ -8,7 +8,7 @@ import io
 import json
 import pickle
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,13 +140,6 @@ def _save_pickle(path: Path, value: dict[str, Any]) -> None:
 
 
 # -- tar files ---------------------------------------------------------------------------------------------------------
-
-
-def write_tar(tar: Path, files: Sequence[Path]) -> None:
-    """Writes files by their names alone."""
-    with tarfile.open(tar, "w") as archive:
-        for file in files:
-            archive.add(file, file.name)
 
 
 def write_shards(split: Path, pattern: Path, images_of_shard: int) -> None:

@@ -154,17 +154,6 @@ def test_the_cause_arrives_where_nothing_can_be_written(entry: str, options: str
         launch(job, lambda event: None)
 
 
-@pytest.mark.slow
-def test_a_stalled_job_ends_with_who_waits_where_and_the_stacks_in_the_logs(command: Any) -> None:
-    started = command("deadlock", preload=["torch"], stall_seconds=6.0)
-    started.wait_until_ready(3)
-    code, errors = started.end()
-    assert code == 1
-    assert "no worker has made progress for 6 s" in errors
-    assert "worker 2: cell 2, micro-batch 0, receive activation" in errors
-    assert "in recv" in (started.run_dir / "workers" / "rank_0.log").read_text()
-
-
 def test_a_worker_failure_can_be_pickled() -> None:
     assert str(pickle.loads(pickle.dumps(WorkerFailed("worker 1 failed")))) == "worker 1 failed"
 

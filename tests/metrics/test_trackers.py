@@ -70,20 +70,6 @@ def test_a_slow_tracker_delays_no_call_and_the_end_not_for_ever(monkeypatch: pyt
     assert told == ["tracker Slow: it did not finish within 0 s; the run goes on without it"]
 
 
-def test_mlflow_keeps_the_losses_in_its_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    summary, events = train_inline(tmp_path / "run", *SHORT, "logging.trackers=[mlflow]")
-    assert not [event for event in events if event["kind"] == "warning"]
-    client = mlflow.MlflowClient()
-    (run,) = client.search_runs([client.get_experiment_by_name("gpipe").experiment_id])
-    assert run.info.status == "FINISHED"
-    losses = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [point.step for point in losses] == [1, 2, 3, 4] and losses[-1].value == summary["loss"]
-    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["pictures", "summary.json"]
-
-
 def test_wandb_gets_a_whole_step_so_that_it_drops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[int, set[str]]] = []
 

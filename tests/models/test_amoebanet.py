@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet, spatial_sizes
 from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
-from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, SameConvolution, build_operation
+from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, SameConvolution
 from gpipe_cli.partition.cost import count_parameters
 
 small = partial(amoebanet, L=3, D=16, classes=5, dropout=0.0, drop_path_keep=1.0)
@@ -107,16 +107,6 @@ def test_images_down_to_three_pixels_train(genotype: str, image_size: int) -> No
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
-def test_the_dilated_operation_is_plain_unless_asked() -> None:
-    plain, dilated = (build_operation("dil2_sep5", 4, 4, 1, norm, dilate) for dilate in (False, True))
-    reach = torch.zeros(1, 4, 17, 17)
-    reach[:, :, 8, 8] = 1.0
-    for module, side in ((plain, 5), (dilated, 9)):
-        rows = module.first.depthwise(reach).abs().sum((0, 1, 3)).nonzero()
-        assert int(rows.max() - rows.min()) + 1 == side
-        assert module(reach).shape == reach.shape
-
-
 def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_with_one_over_fan_in() -> None:
     torch.manual_seed(0)
     for module, fan_out in (
@@ -135,7 +125,7 @@ def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_wi
 
 def cell_of(genotype: CellGenotype, keep: float) -> AmoebaCell:
     torch.manual_seed(0)
-    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep, False)
+    return AmoebaCell(genotype, CellShape(8, 8, False, 8, 1), lambda width: nn.Identity(), keep)
 
 
 def test_the_share_of_kept_paths_falls_linearly_over_all_steps() -> None:

@@ -1,1 +1,1 @@
-"""Makes the tables of the paper, and a table of runs, as Markdown, JSON and a plot."""
+"""Makes the tables of the paper, and a table of runs, as a page, JSON and a plot."""
