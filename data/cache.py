@@ -29,14 +29,16 @@ def writing_cache(cache: Path) -> AbstractContextManager[None]:
     return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room")
 
 
-def made(path: Path, make: Callable[[Path], None], report: Report = no_report) -> Path:
-    """Returns a file, which `make(draft)` makes first unless it is there; one process at a time."""
-    if not path.exists():
-        with sole_maker(path, report):
-            if not path.exists():
-                with whole_file(path) as draft:
-                    make(draft)
-    return path
+def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], report: Report = no_report) -> T:
+    """Returns what `read` finds in a file, which `make(draft)` makes first unless it is there whole."""
+    with suppress(Exception):  # a damaged file raises errors of a dozen types
+        return read(path)
+    with sole_maker(path, report):
+        with suppress(Exception):  # another process has made it meanwhile
+            return read(path)
+        with whole_file(path) as draft:
+            make(draft)
+    return read(path)
 
 
 def remove(path: Path) -> None:

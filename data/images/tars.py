@@ -11,16 +11,16 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import open_regular, whole_file, writing
+from ...disk import open_regular, writing
 from ...errors import ConfigurationError
-from ..cache import cache_folder, made, sole_maker
+from ..cache import cache_folder, made
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
@@ -106,15 +106,10 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
         np.savez(draft, **_index(tars, report))
 
     with writing(kept.parent, "set GPIPE_CACHE to a folder with room"):
-        made(kept, make, report)
-        with suppress(Exception):  # numpy and zipfile have a dozen types for a damaged file
-            return _read_index(kept, len(tars))
-        with sole_maker(kept, report), whole_file(kept) as draft:
-            make(draft)
-        return _read_index(kept, len(tars))
+        return made(kept, make, partial(_read_index, len(tars)), report)
 
 
-def _read_index(kept: Path, tars: int) -> dict[str, npt.NDArray[Any]]:
+def _read_index(tars: int, kept: Path) -> dict[str, npt.NDArray[Any]]:
     with os.fdopen(open_regular(kept), "rb") as file, np.load(file) as arrays:
         names, places, labels = index = [arrays[key] for key in KEYS]
     fits = names.dtype.kind == "S" and places.dtype == labels.dtype == np.int64 and len(labels) == len(names)

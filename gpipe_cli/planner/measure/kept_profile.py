@@ -96,15 +96,16 @@ def profiled(
         draft.write_text(json.dumps({"layers": layers, "loss": loss}, indent=1), encoding="utf-8")
         say(f"profile of {len(layers)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
 
+    def read(path: Path) -> KeptProfile:
+        kept = read_json(path, KeptProfile)
+        if [name for name, *_ in kept["layers"]] != [builder.name for builder in builders]:
+            raise DamagedJson(f"{path} is of other layers")
+        return kept
+
     if file.exists():
         say(f"profile of the layers from {file}; remove the file to measure anew")
     with writing_cache(file.parent):
-        kept = None
-        with suppress(DamagedJson):
-            kept = read_json(made(file, write), KeptProfile)
-        if kept is None or [name for name, *_ in kept["layers"]] != [builder.name for builder in builders]:
-            file.unlink()  # a crash of the machine left a part of it
-            kept = read_json(made(file, write), KeptProfile)
+        kept = made(file, write, read)
     return ModelProfile(list(starmap(LayerCost.timed, kept["layers"])), kept["loss"])
 
 
