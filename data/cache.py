@@ -6,10 +6,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ import numpy.typing as npt
 from ..disk import explain, open_for_writing, open_regular, whole_file, writing
 from ..errors import ConfigurationError
 from .source import Report, no_report
+
+T = TypeVar("T")
 
 
 def cache_folder(cache_dir: str | None) -> Path:
