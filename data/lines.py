@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = (".gz", ".zst", ".xz", ".bz2")
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 
@@ -147,3 +149,12 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
             raise ValueError(f"has no text under {name!r} ({key}), only under: {known or 'nothing'}")
         content[name].encode()  # a UnicodeEncodeError is a ValueError: half of a surrogate pair, which JSON can write
     return [content[name] for name in names]
+
+
+def language_in(line: bytes, column: str) -> str | None:
+    """Returns the language that a record names in a column; None: it names none."""
+    try:
+        (found,) = texts_in(line.removeprefix(BYTE_ORDER_MARK).decode(), [column], "data.language_column")
+    except ValueError:
+        return None
+    return found if re.fullmatch(LANGUAGE, found) else None

@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..lines import JSON, PACKED, PARQUET, ending_of, has_records, unpacked
+from ..lines import JSON, LANGUAGE, PACKED, PARQUET, ending_of, has_records, language_in, reading, unpacked
 from ..records import COLUMNS_OF, ROWS_OF
 from ..tree import files_below, files_matching, refuse_dead_links
 
@@ -40,13 +40,12 @@ LAYOUTS = (
     "by data.train={xx: [FILE]}"
 )
 
-_LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"
-_PAIR = rf"{_LANGUAGE}-{_LANGUAGE}"
+_PAIR = rf"{LANGUAGE}-{LANGUAGE}"
 _TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET, *ROWS_OF)))
 _NAME = re.compile(
     rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
     rf"|(?!.*(?i:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
-    rf"\.(?P<ending>{'|'.join(_TABLES)}|{_LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
+    rf"\.(?P<ending>{'|'.join(_TABLES)}|{LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
 
@@ -56,6 +55,8 @@ class PairFiles:
 
     Attributes:
         columns: of a table of records: the names of source and target in each.
+        language_column: of a table of several languages: the name of the language, by which its records are chosen.
+        unfit: what else a record may say there, or None, to be counted among this corpus' defects.
     """
 
     language: str
@@ -63,6 +64,8 @@ class PairFiles:
     source: Path
     target: Path | None
     columns: tuple[str, str] | None = None
+    language_column: str | None = None
+    unfit: tuple[str | None, ...] = ()
 
     @property
     def files(self) -> list[Path]:
@@ -75,6 +78,7 @@ def find_pairs(
     target: str,
     named: Mapping[str, Files] | None = None,
     columns: tuple[str, str] | None = None,
+    language_column: str | None = None,
 ) -> list[PairFiles]:
     """Returns the corpora under `root`, language after language, train before dev before test.
 
@@ -83,6 +87,7 @@ def find_pairs(
         target: the language of the translations.
         named: by split, files that take the place of those that are found; their paths begin at `root`.
         columns: of source and target in records; None: the languages.
+        language_column: of the language in records; None: their file or folder names it.
 
     Raises:
         ConfigurationError: the folder, a file or a language is missing, or there is no text.
@@ -91,7 +96,7 @@ def find_pairs(
     folder = Path(root or "").expanduser()
     refuse_dead_links([folder])
     seen = [] if root is None else [Path(file) for file in files_below(folder, _NAME.match)]
-    pairs = [pair for pair in _pairs(folder, seen, target, only) if pair.split not in named]
+    pairs = [pair for pair in _pairs(folder, seen, target, only, language_column) if pair.split not in named]
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
@@ -99,8 +104,9 @@ def find_pairs(
         corpora = found.setdefault((pair.language, pair.split), {})
         usual = COLUMNS_OF.get(ending_of(pair.source), (pair.language, target))
         of_records = (columns or usual) if has_records(pair.source) and pair.target is None else None
+        column = None if of_records is None else language_column
         text = unpacked(pair.source.resolve())
-        same = corpora.setdefault(text, replace(pair, columns=of_records))
+        same = corpora.setdefault(text, replace(pair, columns=of_records, language_column=column))
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
@@ -123,7 +129,11 @@ def find_pairs(
                 f"{', '.join(trained)}"
             )
     splits = [(language, split) for language in wanted for split in ("train", "dev", "test")]
-    return [pair for key in splits for pair in found.get(key, {}).values()]
+    chosen = [pair for key in splits for pair in found.get(key, {}).values()]
+    if language_column is None:
+        return chosen
+    firsts = {pair.source: pair for pair in reversed(chosen)}
+    return [replace(pair, unfit=(None, target)) if firsts[pair.source] is pair else pair for pair in chosen]
 
 
 # -- files that are named ----------------------------------------------------------------------------------------------
@@ -176,8 +186,13 @@ def _other(source: Path, language: str, target: str, key: str) -> Path:
 # -- files that are found ----------------------------------------------------------------------------------------------
 
 
-def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> Iterator[PairFiles]:
-    """Yields the pairs and tables among files. `only`: the language of tables without one in their name."""
+def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, column: str | None) -> Iterator[PairFiles]:
+    """Yields the pairs and tables among files.
+
+    Args:
+        only: the language of tables without one in their name.
+        column: that names it in each record.
+    """
     stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name): ending to file
     for path in paths:
         if match := _NAME.match(path.name):
@@ -192,12 +207,23 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None) -> 
             of_stem[ending] = path
     for (_, split, named), files in stems.items():
         for ending, path in files.items():
-            if ending in _TABLES:
+            if column is not None and has_records(path):
+                yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
+            elif ending in _TABLES:
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
                     yield PairFiles(language, split, path, None)
             elif ending != target and target in files:
                 yield PairFiles(ending, split, path, files[target])
+
+
+def _languages_in(path: Path, column: str, target: str) -> list[str]:
+    """Returns the source languages that a file's records name."""
+    with reading(path) as lines:
+        found = {language for line in lines if (language := language_in(line, column))} - {target}
+    if not found:
+        raise ConfigurationError(f"{path} names no source language, as de, under '{column}' (data.language_column)")
+    return sorted(found)
 
 
 def _language_of_table(path: Path, named: str, target: str, only: str | None) -> str | None:
@@ -207,9 +233,10 @@ def _language_of_table(path: Path, named: str, target: str, only: str | None) ->
             return other
     if re.fullmatch(_PAIR, named):
         return None
-    language = named if re.fullmatch(_LANGUAGE, named) and "-" not in named else only
+    language = named if re.fullmatch(LANGUAGE, named) and "-" not in named else only
     if language is None and "-" not in named:
         raise ConfigurationError(
-            f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx"
+            f"{path} has no language in its name: put it into a folder 'xx-{target}', or use data.pair=xx, or "
+            "data.language_column=NAME if its records say it"
         )
     return language

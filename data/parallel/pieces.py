@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..cache import open_array, save_array
 from ..defects import KEPT, KINDS, Defect, Defects
-from ..lines import BYTE_ORDER_MARK, decoded, reading, texts_in
+from ..lines import BYTE_ORDER_MARK, decoded, language_in, reading, texts_in
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
@@ -58,6 +58,7 @@ class ParallelText:
         languages: None: all that are found. target: the language of the translations.
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: of the shuffling.
+        language_column: of the language in records of several.
         held_out: share of a language's pairs that are held out where files of its own are lacking; half for each split.
         lacking: by language, the splits that have no files.
         piece: lines that one process takes at a time.
@@ -69,6 +70,7 @@ class ParallelText:
     vocabularies: Vocabularies
     max_length: int
     seed: int
+    language_column: str | None = None
     held_out: float = 0.0
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
     piece: int = 50_000
@@ -124,14 +126,14 @@ class Piece(NamedTuple):
 
     Attributes:
         number: of the piece within its language.
-        first: the first line's number, from 1.
+        places: the number of each line in its file, from 1.
         rows: the columns of each line; two, unless a line of a TSV file is malformed; a record is one column.
     """
 
     files: PairFiles
     number: int
-    first: int
-    rows: list[Sequence[bytes]]
+    places: Sequence[int]
+    rows: Sequence[Sequence[bytes]]
 
 
 class Line(NamedTuple):
@@ -152,11 +154,12 @@ def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = Non
     rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
     if files.target is None and files.columns is None:
         rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
-    for first in count(1, size):
-        piece = list(islice(rows, size))
-        if not piece:
-            return
-        yield Piece(files, next(numbers), first, piece)
+    numbered: Iterator[tuple[int, Sequence[bytes]]] = enumerate(rows, 1)
+    if (column := files.language_column) is not None:
+        own = (files.language, *files.unfit)
+        numbered = ((place, row) for place, row in numbered if language_in(row[0], column) in own)
+    while piece := list(islice(numbered, size)):
+        yield Piece(files, next(numbers), *zip(*piece, strict=True))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -172,6 +175,10 @@ def texts_of(piece: Piece, place: int) -> tuple[str, str] | Defect:
         if wrong:
             return defect_at(piece, place, wrong, side)
         texts.append(text.strip())
+    column = piece.files.language_column
+    if column is not None and language_in(piece.rows[place][0], column) != piece.files.language:
+        said = f"names no source language, as de, under '{column}' (data.language_column)"
+        return defect_at(piece, place, "malformed", 0, said)
     if piece.files.columns is not None:
         try:
             texts = [text.strip() for text in texts_in(texts[0], piece.files.columns, "data.columns")]
@@ -208,7 +215,7 @@ def defect_at(piece: Piece, place: int, kind: str, side: int, found: str | None 
     """Returns the defect of one line; `side` is 0 for the source, 1 for the target."""
     files = piece.files.files
     file = files[min(side, len(files) - 1)]
-    return Defect(kind, piece.files.language, str(file), piece.first + place, found or KINDS[kind])
+    return Defect(kind, piece.files.language, str(file), piece.places[place], found or KINDS[kind])
 
 
 def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) -> Defect:
@@ -260,7 +267,7 @@ def encode(draft: Draft, piece: Piece, shards: int) -> EncodedPiece:
         if (split := draft.text.split_of(language, line.target)) == "train":
             trained.append(line)
         else:
-            held_out.append((split, language, piece.first + line.place, line.source, line.target))
+            held_out.append((split, language, piece.places[line.place], line.source, line.target))
     lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, trained, defects), defects)
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)

@@ -86,7 +86,8 @@ class Preparation:
         for done, (pair, (counts, sample)) in enumerate(zip(self.pairs, run_all(scan, self._scan_jobs()), strict=True)):
             self.report("parallel text: counting lines", done, len(self.pairs))
             if not all(counts):
-                raise ConfigurationError(f"{pair.files[counts.index(0)]} is empty: put its text there, or remove it")
+                what = f"has no line of '{pair.language}'" if pair.language_column else "is empty"
+                raise ConfigurationError(f"{pair.files[counts.index(0)]} {what}: put its text there, or remove it")
             if len(set(counts)) > 1:
                 both = f"{pair.source} has {counts[0]:,} lines, {pair.target} has {counts[1]:,}"
                 raise ConfigurationError(f"{both}: they are read line by line, so mend or remove both")
@@ -195,7 +196,7 @@ class Preparation:
                 usable, defects = readable(piece, self.text.max_length)
                 self._defects.update(defects, self.strict)
                 for place, *texts in usable:
-                    self._held_out.append((pair.split, pair.language, piece.first + place, texts[0], texts[1]))
+                    self._held_out.append((pair.split, pair.language, piece.places[place], texts[0], texts[1]))
                     digests[pair.language].append(pair_digest(*texts))
         for language, of_language in digests.items():
             save_array(self.draft.held_out(language), np.array(of_language, np.uint64))

@@ -28,6 +28,7 @@ class ParallelTextSource(PairSource):
         held_out: share of the pairs of a language without dev files that is held out, half for dev and half for test.
         train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
         columns: of source and target in JSON lines and Parquet; None: the codes of the languages.
+        language_column: of the language in records of several languages; None: file or folder names it.
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
@@ -53,6 +54,7 @@ class ParallelTextSource(PairSource):
         dev: Files | None = None,
         test: Files | None = None,
         columns: Annotated[Sequence[str], Field(min_length=2, max_length=2)] | None = None,
+        language_column: str | None = None,
         languages: Names | None = None,
         pair: str | None = None,
         target: str = "en",
@@ -90,7 +92,7 @@ class ParallelTextSource(PairSource):
         vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
-        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed)
+        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, language_column)
 
     def _open(self, report: Report) -> Store:
         """Returns the store of the text; makes it first if it is not in the cache.
@@ -101,13 +103,14 @@ class ParallelTextSource(PairSource):
             ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
         """
         text = self.text
-        pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns)
+        pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns, text.language_column)
         there = {(pair.language, pair.split) for pair in pairs}
         lacking = [code for code, split in sorted(there) if split == "train" and (code, "dev") not in there]
         if lacking and self._share:
             splits = {code: [split for split in ("dev", "test") if (code, split) not in there] for code in lacking}
             text = replace(text, held_out=self._share, lacking=splits)
-        made_of = {key: value for key, value in asdict(text).items() if value or key not in ("held_out", "lacking")}
+        unset = "language_column", "held_out", "lacking"
+        made_of = {key: value for key, value in asdict(text).items() if value or key not in unset}
         each = [(pair, file) for pair in pairs for file in pair.files]
 
         def make(draft: Path) -> None:

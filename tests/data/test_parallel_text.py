@@ -185,6 +185,26 @@ def test_every_layout_gives_the_same_sentences_and_names_a_defect_with_its_line(
     assert sides_read(made, 1) == sides_read(source(plain.parent), 1)
 
 
+@pytest.mark.parametrize("named", [{}, {"train": dict.fromkeys(("fi", "de"), "train.jsonl")}], ids=["found", "named"])
+def test_a_file_of_several_languages_is_divided_by_its_column(named: dict[str, Any], tmp_path: Path) -> None:
+    pairs = {code: parallel_folder.pairs_of(code, 200) for code in ("fi", "de")}
+    of_both = [[{"lang": code, "source": of.source, "target": of.target} for of in pairs[code]] for code in pairs]
+    rows = [row for both in zip(*of_both, strict=True) for row in both]
+    rows[3]["source"], rows[5]["lang"], rows[7]["lang"] = "", "../de", "en"  # lines 4, 6 and 8, German
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    parallel_folder.write(tmp_path / "train.jsonl", ["\ufeff" + lines[0], *lines[1:]])
+    keys = {"columns": ["source", "target"], "language_column": "lang", **named}
+    made = source(tmp_path, **keys)
+    assert made.sizes == {"de": 197, "fi": 200} and defects(made)["lines"] == 400
+    assert sides_read(made, 1) == sorted(row["target"] for at, row in enumerate(rows) if at not in (3, 5, 7))
+    found = [("byte_order_mark", 1), ("empty", 4), ("malformed", 6), ("malformed", 8)]
+    assert [(kind, line) for kind, _, line in sorted(places(made)) if line] == found
+    assert "only from de, fi" in refusal(tmp_path, **keys, languages=["sw"])
+    assert "train.jsonl names no source language, as de, under 'code'" in refusal(
+        tmp_path, columns=["source", "target"], language_column="code"
+    )
+
+
 def test_languages_are_found_or_listed_and_a_missing_one_names_those_that_are_there(opus: Path) -> None:
     made = source(opus)
     assert made.sizes == parallel_folder.SIZES
