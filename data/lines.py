@@ -1,7 +1,5 @@
 """Finds files of text, and opens them as lines: plain, compressed, or the records of a file as lines of JSON."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import importlib

@@ -1,7 +1,5 @@
 """Prepares text in the cache, in several processes, and opens it for a source."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

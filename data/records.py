@@ -6,8 +6,6 @@
 .json                an array of records; one record a line is read by `lines.py`
 """
 
-from __future__ import annotations
-
 import csv
 import gettext
 import io

@@ -1,7 +1,5 @@
 """Draws the order of sentences: temperature sampling (paper, section 5) that can start at any place."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Defines the interface of a data source, and the helpers that the sources share."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections import deque

@@ -4,8 +4,6 @@ Lengths are padded to few widths, and numbers of pairs are rounded. So there are
 other workers, and to compile for. Only whole numbers are computed, so every platform makes the same mini-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Makes a source of two PyTorch data sets."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Lists the files below a folder of data: links are followed, and links that lead nowhere are refused."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator

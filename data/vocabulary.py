@@ -3,8 +3,6 @@
 A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence, Sized

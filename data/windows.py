@@ -3,8 +3,6 @@
 `cldr.source.TextSource` makes its sequence from CLDR, `text.source.TextFilesSource` from files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, Protocol

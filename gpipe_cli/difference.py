@@ -6,8 +6,6 @@ by a small share of the norm of all tensors of the kind (a gradient that is noth
 itself). Up to the tolerance it is rounding, above a ceiling it is none, and float64 decides what is in between.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ In a folder that others write to, or that came from elsewhere, any name may be a
 replaced by a new one of a name that nobody can guess (`whole_file`), or opened without following links.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Defines the errors whose message is all that the user needs, so that no traceback is printed."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Counts this machine's GPUs without torch, so that commands can do it before workers start."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -4,8 +4,6 @@ A file may come from anywhere, and a crash may have left any bytes in it: only r
 read, with finite numbers, and nested no deeper than what reads them can follow.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache

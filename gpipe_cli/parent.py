@@ -1,7 +1,5 @@
 """Starts Python processes that end with the one that started them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 A value is never converted to another type, but for two: 1e5 is a whole number, and a whole number is a number.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

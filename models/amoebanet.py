@@ -21,8 +21,6 @@ and of the layer before it. A cell of width F has 4F output channels, a reductio
 Where the paper is silent, the model is TensorFlow's published AmoebaNet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Literal

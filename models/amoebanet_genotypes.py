@@ -15,8 +15,6 @@ lists them, because they cannot be derived: in B and D, h0 is read by nodes and 
 | `max2`, `max3`, `avg3` | pooling, then a 1×1 convolution where the width has to change |
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

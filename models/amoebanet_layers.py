@@ -9,8 +9,6 @@ each followed by a norm. An operation that starts with a ReLU expects its input 
 all operations on one state share one activated copy of it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ Padding stands on the right only. The paper's sizes, all with d_model 1024:
 | Transformer Big, one language pair | 6 | 8192 | 16 | 32000 / 32000 | 375,409,920 | |
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Literal
 

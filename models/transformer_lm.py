@@ -5,8 +5,6 @@ has 50,358,272·L + 131,104,000 parameters, which are the paper's 282.2M (L=3), 
 and 83.9B (1663). Token ids [b, T] become y [b, T, d] and in the end logits [b, T, vocabulary].
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

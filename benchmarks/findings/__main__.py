@@ -5,8 +5,6 @@ interrupted goes on from its last checkpoint; every finished one is a line of lo
 commands share the work.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Computes intervals of differences: of BLEU by paired bootstrap over sentences, of other figures over seeds."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

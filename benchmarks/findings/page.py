@@ -1,7 +1,5 @@
 """Draws the tables of docs/measurements/findings.md from the log, between the markers of each experiment."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Runs one piece, which goes on where it was interrupted, and makes its record for the log."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Makes small modules of torchvision's and of the transformers library by their names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Builds the CLDR corpus as a store, once for each CLDR version and parameters; the folder's name holds both."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Lists the 102 languages of the CLDR corpus, from the best to the least resourced, and their sizes."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ them compositional translation over a known lexicon, not open-vocabulary prose. 
 An item is the language-free content of a sentence; it is drawn from what a language can express.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 import random

@@ -1,7 +1,5 @@
 """Yields mini-batches of the CLDR corpus: translation into English (`data=cldr`), or text (`data=cldr_text`)."""
 
-from __future__ import annotations
-
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import Annotated, Literal

@@ -6,8 +6,6 @@ If a language lacks a string, Babel's formatters fall back silently: a currency 
 from `Locale._data` and compared with CLDR's root; those that are not the language's own are left out.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Opens the paper's image data sets (section 4) on disk."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 They show that a model learns; they are no benchmark, because 360 test images cannot separate two good models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path

@@ -3,8 +3,6 @@
 ImageNet has this form, and so has a user's own data set.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Sequence

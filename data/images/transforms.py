@@ -5,8 +5,6 @@ brightness and chroma; for evaluation the central 87.5 %. Transfer resizes the w
 Random numbers come from torch's global generator, which the source seeds for each example.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast

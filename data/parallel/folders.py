@@ -11,8 +11,6 @@ The language is the name beside the target language. dev may be called valid or 
 compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 The bytes that they write do not depend on the number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

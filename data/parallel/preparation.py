@@ -4,8 +4,6 @@ Lines are counted and sampled; vocabularies are trained; pieces of text become i
 shuffled. All of this happens in a folder of the cache that becomes the store at the end.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

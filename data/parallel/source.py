@@ -1,7 +1,5 @@
 """Yields mini-batches from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path

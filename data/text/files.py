@@ -1,7 +1,5 @@
 """Finds text files, reads them in pieces of whole lines, and divides these into documents."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -9,8 +9,6 @@ defects.json            what was found when the store was made
 <piece>.train.npy, <piece>.dev.npy      uint16 or uint32: the ids of each document and an end token
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Yields windows of your own text, for language models: `data=text data.root=FOLDER`."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ Files are keyed by layer name and nothing on disk depends on K: a worker of any 
 layers. `writer.py` writes this layout.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -9,8 +9,6 @@ Workers save together, although they meet only once per training step:
    directory. A kill at any moment leaves the previous checkpoint as it was.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -20,8 +20,6 @@ Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.work
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """  # --help prints this
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

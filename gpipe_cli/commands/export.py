@@ -16,8 +16,6 @@ Weights and buffers are named <layer name>.<parameter>; optimizer state is left 
     layer.build().load_state_dict(own)
 """  # --help prints this
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

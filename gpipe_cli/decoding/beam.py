@@ -4,8 +4,6 @@ A hypothesis y has the score log p(y|x) / ((|y| + 5) / 5)^exponent, where |y| co
 form of Wu et al., 2016, eq. 14; the paper names no search of its own). Greedy decoding is a beam of one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ reorder the caches of their layers alike, drop finished rows and groups, and end
 The result does not depend on where the cells are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count

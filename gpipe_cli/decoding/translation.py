@@ -1,7 +1,5 @@
 """Defines how sentences are translated, token by token, and translates held-out sentences in an evaluation."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ workers). The children of rank r are r + 1, r + 2, r + 4, … below r's lowest s
 the ranks of one machine meet before they meet others. Plain messages: gloo's own sum goes round a ring of W ranks.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

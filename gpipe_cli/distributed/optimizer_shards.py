@@ -4,8 +4,6 @@ Parameters are divided whole, so an optimizer that treats each parameter by itse
 After Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

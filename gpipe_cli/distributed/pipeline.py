@@ -3,8 +3,6 @@
 gpipe-train uses it; `library/pipeline.py` makes of it what loops of one's own use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Defines `World`: this process's rank, replica, device and process groups."""
 
-from __future__ import annotations
-
 import os
 import socket
 import warnings

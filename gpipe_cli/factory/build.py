@@ -4,8 +4,6 @@ The only place where a `_target_` is instantiated. It draws from generators seed
 that what it makes is the same in every process and in every run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Finds the shapes of a micro-batch, and gives them to a model whose layers follow from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

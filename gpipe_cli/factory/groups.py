@@ -11,8 +11,6 @@ the optimizer. An optimizer with the attribute `FIRST_GROUPS` has these entries 
 its owner's name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

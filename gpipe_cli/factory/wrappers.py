@@ -1,7 +1,5 @@
 """Wraps functions that the configuration names: checks a task's results, gives a model the targets among its inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast

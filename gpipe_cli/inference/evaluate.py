@@ -1,7 +1,5 @@
 """Defines the entry point of gpipe-eval's workers: one evaluation of a checkpoint through the pipeline."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -3,8 +3,6 @@
 Only rank 0 reads and emits; it tells the others whether there are more lines.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

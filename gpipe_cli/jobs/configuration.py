@@ -3,8 +3,6 @@
 A value is checked with all others, so those are told together. No torch is imported.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

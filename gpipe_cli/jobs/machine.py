@@ -1,7 +1,5 @@
 """Chooses the number of workers by the devices, and refuses values beyond this machine. No torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

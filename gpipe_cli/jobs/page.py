@@ -1,7 +1,5 @@
 """Makes report.html of a run's directory: its outcome, where its time went, a faster plan, its configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -9,8 +9,6 @@ What depends on the machine is chosen anew unless it is typed: as many workers a
 this machine's cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

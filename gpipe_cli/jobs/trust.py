@@ -6,8 +6,6 @@ Names are compared as a whole: Hydra resolves attributes of what a module import
 `gpipe_cli.data.images.digits.Path.unlink` begins like a name of gpipe-cli.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Connects a worker and the command: JSON lines over one socket pair per worker, and the worker's place in memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Writes the record of a run: metrics.jsonl, evaluations.jsonl, TensorBoard, summary.json, console events."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

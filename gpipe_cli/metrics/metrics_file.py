@@ -1,7 +1,5 @@
 """Writes metrics.jsonl, one JSON object per training step, and evaluations.jsonl, one per evaluation."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

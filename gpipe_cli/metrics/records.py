@@ -1,7 +1,5 @@
 """Defines the records that the training loop makes and the journal writes down."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The file is in the Trace Event Format, which https://ui.perfetto.dev and chrome:
 its computation and its messages as threads, an arrow per message.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean

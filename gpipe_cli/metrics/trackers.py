@@ -6,8 +6,6 @@ called one after the other in a thread of its own, so that a slow one delays not
 alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue

@@ -3,8 +3,6 @@
 The paper compares models by language, from the most to the least training data (section 5, figure 3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from statistics import fmean
 

@@ -1,7 +1,5 @@
 """Defines Adafactor with momentum, the optimizer of the paper's translation models. Chosen by `optimizer._target_`."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

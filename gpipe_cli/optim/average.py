@@ -1,7 +1,5 @@
 """Defines the moving average of weights and BatchNorm statistics for evaluation (paper, section 4: as Real et al.)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 Step t counts from 0, and the first update has a learning rate above zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

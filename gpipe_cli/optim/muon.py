@@ -1,7 +1,5 @@
 """Defines Muon for a whole model: hidden matrices by Muon, the other parameters by another optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Such an optimizer updates one parameter after the other, each under a seed of its own; others update all at once.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress

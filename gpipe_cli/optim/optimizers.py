@@ -1,7 +1,5 @@
 """Defines the base of our optimizers, and TFRMSprop. Chosen by `optimizer._target_`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Defines the task of classification: one label for each example (paper, section 4: ImageNet)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

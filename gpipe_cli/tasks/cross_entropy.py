@@ -8,8 +8,6 @@ For a token with target y out of V, with clipped logits c and smoothing ε:
 The gradient is softmax(c) − q, and zero where a logit was clipped (paper, section 5: a hard clip).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

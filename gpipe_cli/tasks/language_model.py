@@ -1,7 +1,5 @@
 """Defines the task of language models: the next token of a text (paper, section 3: Transformer-L)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Defines the tasks of a model that computes its own loss, and of a loss that is a plain function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

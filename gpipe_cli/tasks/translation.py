@@ -1,7 +1,5 @@
 """Defines the task of translation (paper, section 5): label-smoothed loss with clipped logits, decoding, BLEU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec

@@ -8,8 +8,6 @@ step=best   output=FILE                       the command's own keys
 pipeline.K=4   +model.x=1   ~model.y          overrides of the configuration
 """
 
-from __future__ import annotations
-
 import io
 import os
 import select

@@ -3,8 +3,6 @@
 A page is one HTML file without scripts that loads nothing: pictures stand in it.
 """
 
-from __future__ import annotations
-
 import re
 from base64 import b64encode
 from collections.abc import Sequence

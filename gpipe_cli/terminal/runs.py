@@ -1,7 +1,5 @@
 """Reads the files of finished, stopped and broken runs, and compares them in one table: a sweep's, gpipe-report's."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence

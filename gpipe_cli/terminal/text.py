@@ -1,7 +1,5 @@
 """Formats numbers, tables and paths as text, the same on the console, and in train.log."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -3,8 +3,6 @@
 Every command that runs the pipeline begins here; `training_assembly.py` adds what training needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial

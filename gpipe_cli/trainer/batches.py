@@ -1,7 +1,5 @@
 """Opens the data source on the workers that read it, and reads its mini-batches, one ahead of the training step."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Evaluates through the pipeline, forward only, with the cells, messages and instruction lists of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Loads the weights that a run begins with: of a run, or made elsewhere (`checkpoint.init_from`; paper, section 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Every worker runs the same loop and takes the same branches, because everything 
 step message: the result of the step that ends together with the plan of the step that begins.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

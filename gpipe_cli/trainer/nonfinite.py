@@ -5,8 +5,6 @@ scale is a power of two, so that scaling and dividing change no bit of a gradien
 of the run: the same on every worker, for every K, and after a resume.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from functools import partial

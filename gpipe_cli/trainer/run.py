@@ -1,7 +1,5 @@
 """Defines the entry point of `gpipe-train`'s workers: assembles, trains, and leaves a summary."""
 
-from __future__ import annotations
-
 import json
 import platform
 import time

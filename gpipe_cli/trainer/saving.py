@@ -1,7 +1,5 @@
 """Saves checkpoints in step with the loop: every worker writes its layers, rank 0 completes the checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

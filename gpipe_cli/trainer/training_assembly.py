@@ -1,7 +1,5 @@
 """Assembles the trainer on top of the pipeline: optimizer, learning rate schedule, checkpoints, reports, loop."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields as fields_of

@@ -1,7 +1,5 @@
 """Updates the weights of this worker's cells: gradients, optimizer, learning rate, weight average, BatchNorm."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator, Mapping

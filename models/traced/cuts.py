@@ -1,7 +1,5 @@
 """Chooses where a traced module is cut into layers: between calls of modules, where few bytes pass, in both graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod

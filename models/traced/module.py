@@ -1,7 +1,5 @@
 """Calls a module with a micro-batch's tensors: which argument each becomes, which part of its answer is the output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature

@@ -4,8 +4,6 @@ torch.export looks into them: it would keep the operations of their forward, who
 module is traced each call becomes an operation without content, in place of which the layers call the function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
