@@ -1,23 +1,31 @@
-"""Compares one traced module with the module itself, and its layers, cut into K cells, with each other."""
+"""Compares one traced module with the module itself: its layers, and their cells on several processes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.traced.modules import Subject
 from gpipe_cli import LayerBuilder, Pipeline
+from gpipe_cli.difference import NO_LAYER, judge_tensors, measure
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.module_itself import Given, compare, example_of
+from gpipe_cli.factory.module_itself import ROUNDING, Given, averaged_over_a_mini_batch, compare, example_of, maker_of
+from gpipe_cli.layers import own_name
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.models.traced.layers import layers
+from gpipe_cli.models.traced.layers import layers, traced_once
+from gpipe_cli.models.traced.module import Called, TracedFrom
+from gpipe_cli.models.traced.recording import plainly, quiet, seeded
 
-SEED, M, EXAMPLES = 3, 2, 3
+SEED, M, EXAMPLES, PROCESSES = 3, 2, 3, 3
 CASES = [(K, remat) for K in (1, 2, 4) for remat in ("always", "never")]
+Values = dict[str, Tensor]  # of a step, by kind and name, as "gradient of fc.weight"
 
 
 @dataclass(frozen=True)
@@ -45,23 +53,78 @@ class Finding:
         return self.equal and self.same_cuts
 
 
-def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
-    """Traces a module, compares its layers with it as gpipe-verify does, and runs them in each case."""
+@dataclass
+class Member:
+    """Holds the place of this process among `PROCESSES`.
+
+    Attributes:
+        store: that all of them have.
+        calls: how often they have met in it.
+    """
+
+    rank: int
+    store: dist.Store
+    calls: int = 0
+
+    def told_by_the_first(self, make: Callable[[], str | None]) -> str | None:
+        """Returns the text that the first process makes; None where it fails, as each would."""
+        self.calls += 1
+        if self.rank == 0:
+            made = None
+            with suppress(ConfigurationError):
+                made = make()
+            self.store.set(f"text {self.calls}", made or "")
+        return self.store.get(f"text {self.calls}").decode() or None
+
+    def values(self, K: int, make: Callable[[], Values]) -> Values:
+        """Returns what K processes make together, or all where they are fewer; on others nothing."""
+        self.calls += 1
+        if self.rank >= (size := min(K, PROCESSES)):
+            return {}
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"group {self.calls}", self.store), rank=self.rank, world_size=size
+        )
+        everyone: list[Values] = [{}] * size
+        dist.all_gather_object(everyone, make())
+        dist.destroy_process_group()
+        return {name: value for part in everyone for name, value in part.items()}
+
+
+def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Member | None = None) -> Finding:
+    """Traces a module, compares its layers with it as gpipe-verify does, and a step of the cells of each case.
+
+    Args:
+        member: of the processes that call it, each with its own; the first returns what was found. None: there is one.
+    """
     torch.manual_seed(0)
     given = [subject.inputs(EXAMPLES) for _ in range(M)]
     began = time.process_time()
     try:
-        builders = layers(subject.constructor, example_of(given[0]), SEED, **subject.call)
+        with traced_once(member.told_by_the_first) if member else nullcontext():
+            builders = layers(subject.constructor, example_of(given[0]), SEED, **subject.call)
     except ConfigurationError as refusal:
         return Finding(where=str(refusal))
     seconds = time.process_time() - began
+    # Compared below: without its mark as a traced layer's maker no case compares again.
+    unmarked = [replace(builders[0], build=builders[0].build.__call__), *builders[1:]]
+    runs = []
+    for K, remat in cases:
+        if len(builders) >= K:
+            step = partial(_values, unmarked, K, remat, given)
+            runs.append(member.values(K, step) if member else step())
+    if member and member.rank > 0:
+        return Finding()
     compared = compare(builders, Given([(inputs, ()) for inputs in given], _loss, torch.optim.AdamW))
+    itself = _itself(maker_of(builders[0]).traced_from, given)
+    gaps = [((NO_LAYER, name), measure(run.get(name), own)) for run in runs for name, own in itself.items()]
+    cells = judge_tensors("cells", gaps, ROUNDING, kind=lambda key: key[1].partition(" ")[0])
     found, in_float32 = compared.all, compared.float32
-    runs = [_values(builders, K, remat, given) for K, remat in cases if len(builders) >= K]
-    same = all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
-    said = [*map(str, found.beyond[:3]), f"in float64; in float32 {in_float32}" if in_float32 else ""]
-    where = "; ".join(filter(None, said)) or (f"at {found.worst}" if found.relative else "")
-    return Finding(len(builders), seconds, not found.beyond, found.relative, same, where)
+    same = all(torch.equal(run[name], value) for run in runs[1:] for name, value in runs[0].items())
+    said = [*map(str, (*found.beyond, *cells.beyond)[:3])]
+    said += [f"in float64; in float32 {in_float32}"] if in_float32 else []
+    worst = max(found, cells, key=lambda quantity: quantity.relative)
+    where = "; ".join(said) or (f"at {worst.worst}" if worst.relative else "")
+    return Finding(len(builders), seconds, not (found.beyond or cells.beyond), worst.relative, same, where)
 
 
 def _loss(outputs: Tensors, targets: object) -> Tensor:
@@ -70,15 +133,32 @@ def _loss(outputs: Tensors, targets: object) -> Tensor:
     return (outputs[0].square() * weights).sum() / EXAMPLES
 
 
-def _values(builders: Sequence[LayerBuilder], K: int, remat: str, given: Sequence[Tensors]) -> list[Tensor]:
-    """Returns loss, gradients, weights and buffers of a step of K cells on one worker, and outputs in evaluation."""
-    whole = [torch.cat(tensors) for tensors in zip(*given, strict=True)]
-    labels = torch.zeros(M * EXAMPLES)
+def _itself(traced_from: TracedFrom, given: Sequence[Tensors]) -> Values:
+    """Returns what a step of the module itself gives in a plain loop, and its outputs in evaluation."""
+    with quiet(), plainly(), seeded(traced_from.seed):
+        called = Called(module := traced_from.constructor(), traced_from.call)
+        with averaged_over_a_mini_batch(called):
+            loss = torch.stack([_loss((called(*inputs),), None) for inputs in given]).mean()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        values = {"loss": loss.detach(), **{f"state {name}": value for name, value in module.state_dict().items()}}
+        named = module.named_parameters()
+        values |= {f"gradient of {name}": weight.grad for name, weight in named if weight.grad is not None}
+        called.eval()
+        with torch.no_grad():
+            return values | {f"output {number}": called(*inputs) for number, inputs in enumerate(given)}
+
+
+def _values(builders: Sequence[LayerBuilder], K: int, remat: str, given: Sequence[Tensors]) -> Values:
+    """Returns what a step gives in this process, by kind and name, and outputs in evaluation."""
+    whole, labels = tuple(map(torch.cat, zip(*given, strict=True))), torch.zeros(M * EXAMPLES)
     pipeline = Pipeline.of(
         builders, lambda output, _: _loss((output,), _), (given[0], labels[:EXAMPLES]), K=K, M=M, remat=remat,
         seed=SEED, device="cpu",
     )  # fmt: skip
-    loss = torch.tensor(pipeline.step(tuple(whole), labels))
-    gradients = [parameter.grad for parameter in pipeline.parameters() if parameter.grad is not None]
-    outputs = [outputs[0].clone() for outputs, _ in pipeline.forward(tuple(whole), labels)]
-    return [loss, *gradients, *pipeline.state_dict().values(), *outputs]
+    values = {"loss": torch.tensor(pipeline.step(whole, labels))}
+    values |= {f"state {name}": value.clone() for name, value in pipeline.state_dict().items()}
+    for layer in pipeline.layers:
+        named = layer.module.named_parameters()
+        values |= {f"gradient of {own_name(layer.name, name)}": p.grad for name, p in named if p.grad is not None}
+    outputs = enumerate(pipeline.forward(whole, labels))
+    return values | {f"output {number}": outputs[0].clone() for number, (outputs, _) in outputs}

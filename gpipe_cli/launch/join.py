@@ -8,10 +8,12 @@ import math
 import os
 import re
 import select
+import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +33,13 @@ if TYPE_CHECKING:
 
 STORE_TIMEOUT_SECONDS = 300
 POLL_SECONDS = 2.0
+CONNECT_SECONDS = 0.1  # between two looks for rank 0's store
 SETTLE_SECONDS = 5.0  # in which this rank may fail by itself and name a better cause
 SILENT_ROUNDS = 60  # of POLL_SECONDS, after which a rank or store on another machine counts as gone
 
 _PORTS = range(20_000, 30_000)  # below those that systems give to outgoing connections
+_TRIED, _APART = 16, 1009  # ports that a step of Slurm may take, and how far they lie apart
+_OWNER = "step of Slurm"  # the key of a store that names its step
 _FIRST_HOST = re.compile(r"(?P<name>[^\[,]+)(?:\[(?P<number>[0-9]+)[^\]]*\](?P<rest>[^,\[]*))?")
 
 _job_numbers = itertools.count()
@@ -148,6 +153,8 @@ def _base_store() -> Store:
     """Opens one store per process: a second rendezvous would find the first job's addresses in it."""
     from torch.distributed.rendezvous import rendezvous
 
+    if "SLURM_STEP_ID" in os.environ and os.environ["MASTER_PORT"] == str(_ports_of_step(os.environ)[0]):
+        return _store_of_step(_ports_of_step(os.environ))
     store: Store
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_SECONDS))))
     return store
@@ -275,9 +282,40 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     environment["RANK"], environment["WORLD_SIZE"] = environment["SLURM_PROCID"], tasks
     environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     environment.setdefault("MASTER_ADDR", first_host(nodes))
-    step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
     reserved = environment.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
-    environment.setdefault("MASTER_PORT", reserved or str(_PORTS[step % len(_PORTS)]))
+    environment.setdefault("MASTER_PORT", reserved or str(_ports_of_step(environment)[0]))
+
+
+def _ports_of_step(environment: Mapping[str, str]) -> list[int]:
+    """Returns the ports of which a step takes the first that is free."""
+    step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
+    return [_PORTS[(step + number * _APART) % len(_PORTS)] for number in range(_TRIED)]
+
+
+def _store_of_step(ports: Sequence[int]) -> Store:
+    """Opens the store of this step: rank 0 serves it on the first free port, the others look where it is.
+
+    Raises:
+        TimeoutError: no port is free, or rank 0 is on none.
+    """
+    from torch.distributed import TCPStore
+
+    host, step = os.environ["MASTER_ADDR"], f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
+    serves, begun = os.environ["RANK"] == "0", time.monotonic()
+    while time.monotonic() - begun < STORE_TIMEOUT_SECONDS:
+        for port in ports:
+            with suppress(RuntimeError, OSError):  # taken; nothing listens there, or something else
+                if not serves:  # refused at once, where TCPStore would wait
+                    socket.create_connection((host, port), POLL_SECONDS).close()
+                timeout = timedelta(seconds=STORE_TIMEOUT_SECONDS if serves else SETTLE_SECONDS)
+                store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
+                if serves:
+                    store.set(_OWNER, step)
+                if store.check([_OWNER]) and store.get(_OWNER).decode() == step:
+                    store.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
+                    return store
+        time.sleep(CONNECT_SECONDS)
+    raise TimeoutError(f"no store of step {step} on {host} in {STORE_TIMEOUT_SECONDS} s: its ports are {ports}")
 
 
 def first_host(nodes: str) -> str:

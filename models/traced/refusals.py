@@ -19,6 +19,10 @@ from .flatten import memory_of
 from .module import CallError, Constructor, Untraceable
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
+KEPT = (
+    "whose numbers of one call a trace would keep for ever: draw with torch.rand, and multiply by what it gives, in "
+    "place of `if` (torchvision.ops.stochastic_depth for LayerDrop)"
+)
 LOST: dict[Any, str] = {  # calls that a trace does not follow
     Tensor.register_hook: "here the gradient of a tensor gets a hook, which a traced layer would not call",
     Tensor.retain_grad: "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
@@ -94,6 +98,11 @@ def refuse_module(module: object) -> None:
             raise Untraceable(f"its module {name or type(part).__name__} {said}")
         if part._backward_hooks or part._backward_pre_hooks:
             raise Untraceable(f"its module {name} has a hook on gradients, which a traced layer would not call")
+
+
+def refuse_draw(*_: object, **__: object) -> None:
+    """Takes the place of a function of Python's or numpy's generator."""
+    raise Untraceable(f"here forward draws from a generator of Python or numpy, {KEPT}")
 
 
 class Following(TorchFunctionMode):

@@ -9,7 +9,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
 from .module import Call, TracedFrom, Untraceable
 from .recording import ConstructorRecord, Generators, NotRecordable, recorded, seeded
-from .refusals import TraceError, explained, name_of, refuse_module
+from .refusals import KEPT, TraceError, explained, name_of, refuse_module
 from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
@@ -36,6 +35,10 @@ INSIDE = "module."  # what the names in an exported program begin with
 
 class SizeError(ValueError):
     """Raised for inputs of a size for which a module was not traced; names the size and the line that asks for it."""
+
+
+class FixedSize(Untraceable):
+    """Raised for code that holds only for one number of examples."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,7 @@ def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list
     finally:
         called.before.restore()
     if drawn := generators.drawn_from():
-        kept = (
-            "whose numbers of one call a trace would keep for ever: draw with torch.rand, and multiply by what it "
-            "gives, in place of `if` (torchvision.ops.stochastic_depth for LayerDrop)"
-        )
-        raise Untraceable(f"its forward draws from {', '.join(sorted(drawn))}, {kept}")
+        raise Untraceable(f"its forward draws from {', '.join(sorted(drawn))}, {KEPT}")
     return programs
 
 
@@ -206,12 +205,17 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
     whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
-    if whole != batch:
-        with suppress(Exception):
+    refusals = []
+    for called.numbers_follow in (False, True):
+        for dynamic in (whole, batch) if whole != batch else (batch,):
             called.before.restore()
-            return _export_with(called, inputs, whole)
-    called.before.restore()
-    return _export_with(called, inputs, batch)
+            try:
+                return _export_with(called, inputs, dynamic)
+            except Exception as error:
+                refusals.append(error)
+        if not isinstance(refusals[-1], FixedSize):
+            break
+    raise refusals[0 if whole == batch else 1]
 
 
 def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
@@ -226,10 +230,10 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
             if fixed is not None:
                 said = (
                     f"here the code holds only for mini-batches of {fixed} examples: leave their number a size, as in "
-                    "h / len(h), math.sqrt(len(h)) or h.view(-1, 8), without int() or float(), and compute all of "
-                    "them at once, in place of a loop"
+                    "h / len(h), math.sqrt(len(h)) or h.view(-1, 8), and compute all of them at once, in place of a "
+                    "loop"
                 )
-                raise Untraceable(said, fixed_at.get(fixed))
+                raise FixedSize(said, fixed_at.get(fixed))
     return program
 
 

@@ -6,33 +6,51 @@ import builtins
 import functools
 import gc
 import math
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import SymInt, Tensor, fx, nn
+from torch import SymFloat, SymInt, Tensor, fx, nn
+from torch._export.verifier import Verifier
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, uninteresting_files
 
 from ...errors import place_in_users_code
 from .module import Call, Called, Untraceable
 from .own_backward import own_backward_kept
 from .recording import plainly, quiet
-from .refusals import Following
+from .refusals import Following, refuse_draw
 
 MUTABLE = (list, dict, set, deque)
 STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
 DATA: Any = torch._C.TensorBase.data
-MATH = {name: getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2", "sin", "cos", "tanh")}
+Size = (SymInt, SymFloat)
+SQRT, LOG2 = torch._sym_sqrt, torch._sym_log2
+MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math and numpy would make a constant of it
+    "sqrt": lambda size: SQRT(size),
+    "log2": lambda size: LOG2(size),
+    "log": lambda size, base=math.e: LOG2(size) / math.log2(base),
+    "log10": lambda size: LOG2(size) / math.log2(10),
+    "log1p": lambda size: LOG2(size + 1) / math.log2(math.e),
+    "exp": lambda size: math.e**size,
+}
+DRAWING = {  # functions of the usual generators
+    space: [n for n, own in vars(space).items() if getattr(own, "__self__", None) is usual and "state" not in n]
+    for space, usual in ((random, random.random.__self__), (np.random, np.random.rand.__self__))  # type: ignore[attr-defined]
+}
 SIZES = (1, 2, 3, 1000)  # examples of a size that depends on values, where it is not 0
 ASKING = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.recording")  # between `if` and `evaluate`
 uninteresting_files().add(__file__)  # for torch, which names the line that asks for a size
+ALLOWED = Verifier().allowed_op_types()
 _length, _evaluate = builtins.len, ShapeEnv.evaluate_sym_node
 fixed_at: dict[Any, str | None] = {}  # sizes of which a trace has made constants, and the user's line that needs them
 
@@ -46,10 +64,12 @@ class Traceable(Called):
 
     Attributes:
         before: what there was before any call.
+        numbers_follow: whether int() and float() of a size are sizes in the module's files, where nothing else works.
     """
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__(module, call)
+        self.numbers_follow = False
         self.before = Before(module)
 
     def forward(self, *tensors: Tensor) -> Tensor:
@@ -61,6 +81,12 @@ class Traceable(Called):
                 usual = getattr(math, name)
                 for space in (vars(math), *(space for space in self.before.files if space.get(name) is usual)):
                     stack.enter_context(patch.dict(space, {name: _either(usual, symbolic)}))
+                for kind in Size:  # numpy calls a method of this name
+                    stack.enter_context(patch.object(kind, name, symbolic, create=True))
+            for space, names in DRAWING.items():
+                stack.enter_context(patch.multiple(space, **dict.fromkeys(names, refuse_draw)))
+            for space in self.before.files if self.numbers_follow else ():
+                stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
             held = self._held()
             output = super().forward(*tensors)
             for name, number in self._held().items():
@@ -128,6 +154,7 @@ def traceable() -> Iterator[None]:
         own_backward_kept(),
         patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
         patch.object(ShapeEnv, "evaluate_sym_node", evaluate),
+        patch.object(Verifier, "allowed_op_types", lambda _: (*ALLOWED, FunctionType)),  # LOG2 is one
         _data(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else DATA.__get__(tensor)),
     ):
         yield
@@ -144,7 +171,22 @@ def length(value: Any) -> Any:
 
 
 def _either(usual: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value: symbolic(value) if isinstance(value, SymInt) else usual(value)
+    return lambda value, *more: symbolic(value, *more) if isinstance(value, Size) else usual(value, *more)
+
+
+class _Number(type):
+    """Stands for int or float, which would make a constant of a size."""
+
+    def __call__(cls, *given: Any) -> Any:
+        usual, _, symbolic = CONVERTED[cls.__name__]
+        return symbolic(*given) if given and isinstance(given[0], Size) else usual(*given)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, CONVERTED[cls.__name__][:2])
+
+
+CONVERTED: dict[str, Any] = {"int": (int, SymInt, torch.sym_int), "float": (float, SymFloat, torch.sym_float)}
+NUMBERS = {name: _Number(name, (), {}) for name in CONVERTED}
 
 
 def evaluate(environment: ShapeEnv, node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:

@@ -5,6 +5,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,6 +115,15 @@ class Habits(Perceptron):
         left.mul_(2)
         right[:, 1] = left[:, 0]
         return h.sin() @ self.turned if self.training else h.cos()
+
+
+class Sizes(Perceptron):
+    """Computes with the number of examples by functions of Python and numpy."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        number = float(h.shape[0])
+        root = np.sqrt(h.size(0)) if isinstance(number, float) else 0.0
+        return self.second(h) * (math.log(len(h) + 1, 3) - math.exp(-number) + int(root + 7) / root)
 
 
 class Masked(Perceptron):

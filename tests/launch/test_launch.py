@@ -27,6 +27,7 @@ from torch.distributed import DistBackendError
 
 from gpipe_cli.cpu import usable_cores
 from gpipe_cli.launch import report
+from gpipe_cli.launch.join import adopt_step
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
 from gpipe_cli.launch.zygote import bootstrap
 
@@ -394,6 +395,24 @@ def test_of_ranks_without_a_supervisor_only_the_one_that_failed_prints_a_traceba
     assert cause.startswith("worker 1 failed at cell 1,") and cause.endswith("ValueError: the real cause\n")
     record = json.loads((ranks[0].run_dir / "0" / "workers" / "error_0.json").read_text())
     assert "Traceback" in record["text"] and record["suspicion"] == 2
+
+
+@pytest.mark.slow
+def test_two_steps_of_slurm_whose_numbers_give_one_port_run_beside_each_other(command: Any) -> None:
+    ports, running = [], []
+    for job, step in (("100", "19"), ("101", "3")):
+        for rank in "10":  # rank 1 finds the other step's store, or none yet
+            task = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2"}
+            adopt_step(task := {**task, "SLURM_STEP_NODELIST": "127.0.0.1"})
+            running.append(command("exchange_until_stopped", prefix=("env", *map("=".join, task.items()))))
+            (running[-1].run_dir / "0").mkdir()
+            ports.append(task["MASTER_PORT"])
+        for started in running[-2:]:
+            started.wait_until_ready(1)
+    assert len({*ports}) == 1
+    for started in running:
+        os.kill(started.ready[0]["pid"], signal.SIGTERM)
+    assert [started.end()[0] for started in running] == [128 + signal.SIGTERM] * 4
 
 
 # -- the door: another user of the machine finds no ports, no names, and nothing that is unpickled -------------------

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gpipe_cli.models.traced.module import Call, Called, CallError, TracedFrom
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.trace import SizeError
 
+DRAW = "        return self.second(h) if random.random() < 0.5 else h"
 CASES = [(1, "always"), (1, "never"), (2, "always")]
 
 
@@ -37,7 +39,7 @@ def line_of(code: str) -> str:
     "module",
     [
         *("OwnBackward", "Recurrent", "HalfInside", "Habits", "Masked", "Pieces", "Experts", "DrawsInPlace", "Keeps"),
-        "Lower",
+        *("Lower", "Sizes"),
     ],
 )
 def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) -> None:
@@ -48,7 +50,7 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
 @pytest.mark.parametrize(
     ("name", "line", "said"),
     [
-        ("DrawsInPython", None, "its forward draws from random.Random, whose numbers of one call a trace would keep"),
+        ("DrawsInPython", DRAW, "here forward draws from a generator of Python or numpy, whose numbers of one call"),
         ("HooksModule", None, "its module second has a hook on gradients"),
         ("MadeInForward", None, "here forward makes the parameter scale: make it in __init__"),
         ("ReplacesBuffer", None, "here forward replaces the buffer centre"),
@@ -129,9 +131,10 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
     ("changed", "said"),
     [
         (lambda m, h: torch.stack([m.second(row) for row in h]), "all of them at once, in place of a loop"),
-        (lambda m, h: m.second(h) / float(h.shape[0]), "as in h / len(h)"),
+        (lambda m, h: m.second(h) / math.isqrt(h.shape[0]), "as in h / len(h)"),
         (lambda m, h: m.second(h.view(2, 8)), "or h.view(-1, 8)"),
-        (lambda m, h: m.second(h) / np.sqrt(h.shape[0]), "use math.sqrt"),
+        (lambda m, h: m.second(h) / np.cbrt(h.shape[0]), "use math.sqrt"),
+        (lambda m, h: h if np.random.rand() < 0.1 else m.second(h), "torchvision.ops.stochastic_depth for LayerDrop"),
         (lambda m, h: m.second(h) + {len(h): 1}[len(h)], "cut one table of the largest"),
         (lambda m, h: h if torch.rand([]) < 0.1 else m.second(h), "use torch.where, or multiply by a mask"),
         (lambda m, h: m.second(h.detach()).sum().backward() or h, "here forward computes a gradient"),
