@@ -38,6 +38,10 @@ LONGEST = 8.0  # seconds that a comparison at a start may take, where tracing di
 TRAINING, EVALUATION = 7, 2  # forwards' worth of one example on both sides: one side computes its forward again
 FLOPS, PARAMETERS = 4e10, 2.5e6  # a second, of one core: parameters constructed, trained and compared on both sides
 SMALLER = "a smaller one with the same code, as by model.module.n_layer=2 or what its arguments are called"
+USUALLY = (
+    "A trace loses what forward changes in the module (counts, values kept, parameters and buffers made or replaced), "
+    "what Python's and numpy's generators draw, and hooks on gradients"
+)
 OURS = ("gpipe_cli.models.traced", "gpipe_cli.pipeline", "gpipe_cli.factory.module_itself")
 
 
@@ -110,7 +114,7 @@ def compare_at_start(
     if report.agrees is False:
         raise ConfigurationError(
             f"{name_of(maker_of(builders[0]).traced_from.constructor)}: its layers, traced, do not compute what the "
-            f"module itself does: {report.line}; {WAY_OUT}"
+            f"module itself does: {report.line}. {USUALLY}; {WAY_OUT}"
         )
     (warn if report.agrees is None else say)(f"the module itself: {report.line}")
     return report.fewest

@@ -246,7 +246,7 @@ class _Calls:
         self._gaps: Gaps = {}
         self._number = 0  # of the last call
         self._trained: set[str] = set()  # parameters that have had a gradient
-        self._generators = Generators(own=True)
+        self._generators = Generators()
 
     def run(self) -> Gaps:
         """Runs all calls and updates; returns how far the two sides are apart after each."""

@@ -97,16 +97,11 @@ def plainly() -> Iterator[None]:
 
 
 class Generators:
-    """Watches random generators of Python and numpy.
+    """Watches the random generators of Python and numpy, wherever code keeps them."""
 
-    Args:
-        own: also those that code has made for itself, wherever it keeps them; torch.export's are among them.
-    """
-
-    def __init__(self, own: bool) -> None:
+    def __init__(self) -> None:
         kinds = (random.Random, np.random.Generator, np.random.RandomState)
-        usual = {random.random.__self__, np.random.random.__self__}  # type: ignore[attr-defined]
-        self._watched = [one for one in gc.get_objects() if issubclass(type(one), kinds)] if own else [*usual]
+        self._watched = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
         self._before = self._states()
 
     def drawn_from(self) -> set[str]:
@@ -282,7 +277,8 @@ def recorded(
             recorder,
         ):
             module = constructor()
-            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            named: list[tuple[str, Tensor]] = [*nn.Module.named_parameters(module, remove_duplicate=False)]
+            named += module.named_buffers(remove_duplicate=False)
     except Exception as error:
         raise NotRecordable(str(error)) from error
     if seeds:

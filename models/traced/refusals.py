@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigurationError, place_in_users_code
@@ -19,20 +18,12 @@ from .flatten import memory_of
 from .module import CallError, Constructor, Untraceable
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
-KEPT = (
-    "whose numbers of one call a trace would keep for ever: draw with torch.rand, and multiply by what it gives, in "
-    "place of `if` (torchvision.ops.stochastic_depth for LayerDrop)"
-)
-LOST: dict[Any, str] = {  # calls that a trace does not follow
-    Tensor.register_hook: "here the gradient of a tensor gets a hook, which a traced layer would not call",
-    Tensor.retain_grad: "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
-    **dict.fromkeys(
-        (torch.autograd.grad, torch.autograd.backward, Tensor.backward),
-        "here forward computes a gradient, which tracing does not follow",
-    ),
-}
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
 UNTRACEABLE = {  # what torch says -> what the code does
+    "an uninitialized parameter": "its parameters get a shape only from the first input (nn.LazyLinear): give sizes",
+    "does not require grad and does not have a grad_fn": "here forward computes a gradient, which a layer cannot do",
+    "doesn't require gradient": "here the gradient of a tensor gets a hook, which a traced layer would not call",
+    "can't retain_grad": "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
     r"UncapturedHigherOrderOp": "here torch.cond chooses by the values of a tensor: use torch.where",
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
@@ -56,53 +47,42 @@ class TraceError(ConfigurationError):
 
 
 def refuse_module(module: object) -> None:
-    """Refuses a module of which no trace could keep everything.
+    """Refuses a module of which no trace could keep everything, and no comparison would show it.
 
     Raises:
-        CallError: it is no module, or one without code of its own.
-        Untraceable: it has hooks on gradients, or parameters without a shape.
+        CallError: it is no module.
+        Untraceable: it is scripted, has methods of a list's layers, complex parameters, or tensors in one memory.
     """
     if not isinstance(module, nn.Module):
         raise CallError(
             f"it makes a {type(module).__name__}, no nn.Module; a function that returns a list of layers is named by "
             "model._target_ alone, without model=module"
         )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise CallError("it makes a TorchScript module: name the class from which that was made")
-    memory: dict[int, str] = {}
-    for name, parameter in nn.Module.named_parameters(module):  # the class may have one of its own
-        if isinstance(parameter, UninitializedParameter):
-            said = "gets a shape only from the first input (nn.LazyLinear): give sizes"
-        elif (first := memory.setdefault(memory_of(parameter), name)) != name:
-            said = f"shares the memory of {first}: make them one nn.Parameter"
-        elif parameter.is_complex():
-            said = "is complex: keep a real one, and use torch.view_as_complex"
-        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            said = "has a hook on its gradient, which a traced layer would not call"
-        else:
-            continue
-        raise Untraceable(f"its parameter {name} {said}")
-    for name, buffer in module.named_buffers():
-        if memory_of(buffer) in memory:
-            said = f"lies in the memory of the parameter {memory[memory_of(buffer)]}, and would follow its updates"
-            raise Untraceable(f"its buffer {name} {said}: use .clone(), or the parameter's .detach() in forward")
-    own = {id(parameter) for parameter in module.parameters()}
-    if left := [n for n, p in nn.Module.named_parameters(module) if p.requires_grad and id(p) not in own]:
-        said = f"leaves out {left[0]}, which layers would train"
-        raise Untraceable(f"its parameters() or named_parameters() {said}: freeze it by requires_grad_(False)")
     for name, part in module.named_modules():
+        name = name or type(part).__name__
         if isinstance(part, torch.jit.ScriptModule):
             raise Untraceable(f"its module {name} is made by TorchScript: use the class from which that was made")
         if methods := [method for method in NEVER_CALLED if callable(getattr(part, method, None))]:
-            said = f"has {methods[0]}(), which only a layer of a list has called"
-            raise Untraceable(f"its module {name or type(part).__name__} {said}")
-        if part._backward_hooks or part._backward_pre_hooks:
-            raise Untraceable(f"its module {name} has a hook on gradients, which a traced layer would not call")
+            raise Untraceable(f"its module {name} has {methods[0]}(), which only a layer of a list has called")
+    memory: dict[int, str] = {}
+    for name, tensor in (*nn.Module.named_parameters(module), *module.named_buffers()):
+        first = memory.get(memory_of(tensor), name)
+        if isinstance(tensor, nn.Parameter):
+            memory[memory_of(tensor)] = first
+            if tensor.is_complex():
+                raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
+        if first != name:
+            said = "which workers do not share: make them one nn.Parameter, or use .clone()"
+            raise Untraceable(f"its {name} lies in the memory of {first}, {said}")
 
 
 def refuse_draw(*_: object, **__: object) -> None:
     """Takes the place of a function of Python's or numpy's generator."""
-    raise Untraceable(f"here forward draws from a generator of Python or numpy, {KEPT}")
+    raise Untraceable(
+        "here forward draws from a generator of Python or numpy, whose numbers of one call a trace would keep for "
+        "ever: draw with torch.rand, and multiply by what it gives, in place of `if` (torchvision.ops.stochastic_depth "
+        "for LayerDrop)"
+    )
 
 
 class Following(TorchFunctionMode):
@@ -113,10 +93,8 @@ class Following(TorchFunctionMode):
         self._finite: dict[int, tuple[Tensor, bool]] = {}  # answers to whether all, or any, are finite, by id
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in LOST or (kwargs or {}).get("generator") is not None:
-            raise Untraceable(
-                LOST.get(function, "here numbers are drawn from a generator of its own; leave out generator=…")
-            )
+        if (kwargs or {}).get("generator") is not None:
+            raise Untraceable("here numbers are drawn from a generator of its own; leave out generator=…")
         known, name = self._finite.get(id(next(iter(args), None))), getattr(function, "__name__", "")
         if known is not None and function is Tensor.__bool__:
             return known[1]

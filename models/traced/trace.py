@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
 from .module import Call, TracedFrom, Untraceable
-from .recording import ConstructorRecord, Generators, NotRecordable, recorded, seeded
-from .refusals import KEPT, TraceError, explained, name_of, refuse_module
+from .recording import ConstructorRecord, NotRecordable, recorded, seeded
+from .refusals import TraceError, explained, name_of, refuse_module
 from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
@@ -188,17 +188,13 @@ def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list
     """Exports a module for training and for evaluation; its code's printing is suppressed."""
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
-    generators = Generators(own=False)
     try:
         with traceable():
-            programs = [_export(called, inputs)]
+            training = _export(called, inputs)
             with torch.no_grad():  # as evaluation runs, which code may ask
-                programs.append(_export(called.eval(), inputs))
+                return [training, _export(called.eval(), inputs)]
     finally:
         called.before.restore()
-    if drawn := generators.drawn_from():
-        raise Untraceable(f"its forward draws from {', '.join(sorted(drawn))}, {KEPT}")
-    return programs
 
 
 def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:

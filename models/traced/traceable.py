@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from operator import attrgetter
 from types import FunctionType
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from torch._export.verifier import Verifier
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, uninteresting_files
 
 from ...errors import place_in_users_code
-from .module import Call, Called, Untraceable
+from .module import Call, Called
 from .own_backward import own_backward_kept
 from .recording import plainly, quiet
 from .refusals import Following, refuse_draw
@@ -87,21 +86,7 @@ class Traceable(Called):
                 stack.enter_context(patch.multiple(space, **dict.fromkeys(names, refuse_draw)))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
-            held = self._held()
-            output = super().forward(*tensors)
-            for name, number in self._held().items():
-                kind = "parameter" if isinstance(attrgetter(name)(self.module), nn.Parameter) else "buffer"
-                if name in held and held[name] != number:
-                    said = f"here forward replaces the {kind} {name}, and a micro-batch may go forward twice"
-                    raise Untraceable(said)
-                if name not in held and kind == "parameter":  # a buffer is a table that is made at first use
-                    raise Untraceable(f"here forward makes the parameter {name}: make it in __init__")
-            return output
-
-    def _held(self) -> dict[str, int]:
-        """Returns the identity of each parameter and buffer."""
-        named = [*nn.Module.named_parameters(self.module), *self.module.named_buffers()]
-        return {name: id(tensor) for name, tensor in named}
+            return super().forward(*tensors)
 
 
 class Before:
