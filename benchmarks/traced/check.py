@@ -16,7 +16,15 @@ from benchmarks.traced.modules import Subject
 from gpipe_cli import LayerBuilder, Pipeline
 from gpipe_cli.difference import NO_LAYER, judge_tensors, measure
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.module_itself import ROUNDING, Given, averaged_over_a_mini_batch, compare, example_of, maker_of
+from gpipe_cli.factory.module_itself import (
+    ROUNDING,
+    Given,
+    SameNoise,
+    averaged_over_a_mini_batch,
+    compare,
+    example_of,
+    maker_of,
+)
 from gpipe_cli.layers import own_name
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.models.traced.layers import layers, traced_once
@@ -136,15 +144,15 @@ def _loss(outputs: Tensors, targets: object) -> Tensor:
 def _itself(traced_from: TracedFrom, given: Sequence[Tensors]) -> Values:
     """Returns what a step of the module itself gives in a plain loop, and its outputs in evaluation."""
     with quiet(), plainly(), seeded(traced_from.seed):
-        called = Called(module := traced_from.constructor(), traced_from.call)
-        with averaged_over_a_mini_batch(called):
-            loss = torch.stack([_loss((called(*inputs),), None) for inputs in given]).mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        called = Called(module := traced_from.constructor(), traced_from.call).train()
+        with averaged_over_a_mini_batch(called), SameNoise(0):
+            loss = torch.stack([_loss((called(*map(Tensor.clone, inputs)),), None) for inputs in given]).mean()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         values = {"loss": loss.detach(), **{f"state {name}": value for name, value in module.state_dict().items()}}
         named = module.named_parameters()
         values |= {f"gradient of {name}": weight.grad for name, weight in named if weight.grad is not None}
         called.eval()
-        with torch.no_grad():
+        with torch.no_grad(), SameNoise(0):
             return values | {f"output {number}": called(*inputs) for number, inputs in enumerate(given)}
 
 
@@ -155,10 +163,12 @@ def _values(builders: Sequence[LayerBuilder], K: int, remat: str, given: Sequenc
         builders, lambda output, _: _loss((output,), _), (given[0], labels[:EXAMPLES]), K=K, M=M, remat=remat,
         seed=SEED, device="cpu",
     )  # fmt: skip
-    values = {"loss": torch.tensor(pipeline.step(whole, labels))}
+    with SameNoise(0):
+        values = {"loss": torch.tensor(pipeline.step(whole, labels))}
     values |= {f"state {name}": value.clone() for name, value in pipeline.state_dict().items()}
     for layer in pipeline.layers:
         named = layer.module.named_parameters()
         values |= {f"gradient of {own_name(layer.name, name)}": p.grad for name, p in named if p.grad is not None}
-    outputs = enumerate(pipeline.forward(whole, labels))
+    with SameNoise(0):
+        outputs = enumerate(pipeline.forward(whole, labels))
     return values | {f"output {number}": outputs[0].clone() for number, (outputs, _) in outputs}

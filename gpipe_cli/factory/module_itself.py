@@ -279,7 +279,7 @@ class _Calls:
         self._number += 1
         layers, itself = self._sides
         trains, micro_batch = which not in "Ee", self._given.call(which, self._number)
-        with _SameNoise(self._number):
+        with SameNoise(self._number):
             ours, before = layers.call(trains, micro_batch), torch.get_rng_state()
             self._generators.drawn_from()
             try:
@@ -343,7 +343,7 @@ def _move(name: str, parameter: Tensor) -> None:
     parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01 * (size + 1e-3))
 
 
-class _SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Gives every operation that draws random numbers those of a call, its name and shapes; restores the generator."""
 
     def __init__(self, call: int) -> None:

@@ -1,9 +1,8 @@
 """Makes one plain graph of an exported program: every node a function of tensors, sizes and constants.
 
 torch.export leaves blocks without gradient as inner graphs, operations that change a tensor in place, and checks of
-what it assumed. Here inner graphs are put in place, an in-place operation becomes its functional twin wherever that is
-the same, and checks are dropped. Where a change in place stays, no cut may come between the tensor's first use and it.
-A tensor that shares the memory of a parameter becomes a use of that parameter.
+what it assumed. Here inner graphs are put in place, and checks are dropped. No cut may come between a tensor's first
+use and a change of it in place. A tensor that shares the memory of a parameter becomes a use of that parameter.
 """
 
 from __future__ import annotations
@@ -149,7 +148,6 @@ class _Flattener:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._base: dict[fx.Node, fx.Node] = {}  # of the new graph: a tensor -> the one whose memory it may share
-        self._open: list[tuple[dict[fx.Node, Any], fx.Node]] = []  # of each graph around: values, node at work
         self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
         self.forbidden: list[tuple[fx.Node, fx.Node]] = []
         self.counted: set[str] = set()  # the num_batches_tracked that forward counts up; the engine does
@@ -162,9 +160,7 @@ class _Flattener:
             if node.op == "get_attr":
                 env[node] = operator.attrgetter(str(node.target))(module)
             elif node.op == "call_function" and node not in env:
-                self._open.append((env, node))
                 self._put_node(node, env)
-                self._open.pop()
         return []
 
     def _put_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
@@ -247,26 +243,9 @@ class _Flattener:
             env[node] = changed
             self.forbidden.append((base, copy))
             return True
-        functional = _functional(target)
-        if functional is None or self._has_other_names(base, changed) or _changes_type(node, env):
-            env[node] = self._copy(node, env)
-            self.forbidden.append((base, env[node]))
-            return True
-        copy = self._flat.graph.node_copy(node, lambda old: env[old])
-        copy.target, copy.meta = functional, dict(node.meta)
-        for held, _ in self._open:
-            held |= {old: copy for old, new in held.items() if new is changed}
-        env[node] = copy
+        env[node] = self._copy(node, env)
+        self.forbidden.append((base, env[node]))
         return True
-
-    def _has_other_names(self, base: fx.Node, changed: fx.Node) -> bool:
-        """Returns whether code behind the open nodes uses another tensor with the memory of this one."""
-        return any(
-            new is not changed and self._base_of(new) is base and any(user > at for user in old.users)
-            for held, at in self._open
-            for old, new in held.items()
-            if isinstance(new, fx.Node)
-        )
 
     def _base_of(self, node: fx.Node) -> fx.Node:
         while node in self._base:
@@ -356,22 +335,6 @@ def _refuse_statistics(flat: Flat, counted: Collection[str]) -> None:
             said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
             raise Untraceable(f"{said}: use one for each", place_of(node))
         seen.add(owner)
-
-
-def _functional(target: torch._ops.OpOverload) -> Any:
-    """Returns the operation that gives the value of an in-place one and changes nothing; None if there is none."""
-    namespace, _, name = target._schema.name.partition("::")
-    if not name.endswith("_") or name.startswith("_") or name == "copy_":  # aten::copy has no derivative
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
-
-
-def _changes_type(node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
-    """Returns whether the functional twin would return another type, as that of ``half.add_(single)`` does."""
-    values = [env[given].meta["val"] for given in node.all_input_nodes]
-    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    return any(other != types[0] for other in types)
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -86,7 +86,7 @@ class Traceable(Called):
                 stack.enter_context(patch.multiple(space, **dict.fromkeys(names, refuse_draw)))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
-            return super().forward(*tensors)
+            return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
 
 
 class Before:
