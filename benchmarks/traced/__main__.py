@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 from benchmarks.common import parser
-from benchmarks.traced.check import PROCESSES
+from benchmarks.traced.check import PROCESSES, print_table
 from benchmarks.traced.modules import NAMES
-from benchmarks.traced.table import print_table
 
 
 def main() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.traced.modules import Subject
+from benchmarks.common import Row, report
+from benchmarks.traced.modules import Subject, subject
 from gpipe_cli import LayerBuilder, Pipeline
 from gpipe_cli.difference import NO_LAYER, judge_tensors, measure
 from gpipe_cli.errors import ConfigurationError
@@ -32,6 +36,7 @@ from gpipe_cli.models.traced.module import Called, TracedFrom
 from gpipe_cli.models.traced.recording import plainly, quiet, seeded
 
 SEED, M, EXAMPLES, PROCESSES = 3, 2, 3, 3
+COLUMNS = {"module": "", "layers": "d", "verdict": "", "cuts": "", "seconds": ".1f", "where": ""}
 CASES = [(K, remat) for K in (1, 2, 4) for remat in ("always", "never")]
 Values = dict[str, Tensor]  # of a step, by kind and name, as "gradient of fc.weight"
 
@@ -172,3 +177,28 @@ def _values(builders: Sequence[LayerBuilder], K: int, remat: str, given: Sequenc
     with SameNoise(0):
         outputs = enumerate(pipeline.forward(whole, labels))
     return values | {f"output {number}": outputs[0].clone() for number, (outputs, _) in outputs}
+
+
+def print_table(rank: int, folder: str, names: Sequence[str], output: Path | None) -> None:
+    """Compares all modules as one of the processes; the first prints a row for each, and ends with 1 if one differs."""
+    torch.set_num_threads(1)
+    member = Member(rank, dist.FileStore(f"{folder}/store", PROCESSES))
+    member.store.set_timeout(timedelta(hours=1))  # while the first compares
+    if rank > 0:
+        for name in names:
+            find(subject(name), member=member)
+        return
+    wrong = []
+
+    def rows() -> Iterator[Row]:
+        for name in names:
+            found = find(subject(name), member=member)
+            verdict = "DIFFERENT" if found.layers else "refused"
+            if found.equal:
+                verdict = f"{found.difference:.0e}" if found.difference else "same bits"
+            cuts = "same bits" if found.same_cuts else "DIFFERENT"
+            wrong.extend([] if found.verified else [name])
+            yield {"module": name, **vars(found), "verdict": verdict, "cuts": cuts}
+
+    report(COLUMNS, rows(), output, lambda rows: [f"verified: {len(rows) - len(wrong)} of {len(rows)}"])
+    sys.exit(bool(wrong))

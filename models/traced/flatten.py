@@ -108,7 +108,7 @@ def flatten(
     _keep_kernels(flat)
     _refuse_statistics(flat, flattener.counted)
     kept = set(flat.graph.nodes)
-    flat.forbidden = [pair for pair in flattener.forbidden if pair[0] in kept and pair[1] in kept]
+    flat.forbidden = [pair for pair in flat.forbidden if pair[0] in kept and pair[1] in kept]
     return flat
 
 
@@ -147,9 +147,7 @@ class _Flattener:
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._base: dict[fx.Node, fx.Node] = {}  # of the new graph: a tensor -> the one whose memory it may share
         self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
-        self.forbidden: list[tuple[fx.Node, fx.Node]] = []
         self.counted: set[str] = set()  # the num_batches_tracked that forward counts up; the engine does
 
     def put(self, module: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[Any]:
@@ -185,7 +183,6 @@ class _Flattener:
         copy = self._flat.graph.node_copy(node, lambda old: env[old])
         copy.target = functions.get(copy.target, copy.target)
         copy.meta = dict(node.meta)
-        self._note_alias(copy)
         return copy
 
     def _put_inner(self, name: str, node: fx.Node, env: dict[fx.Node, Any]) -> list[Any]:
@@ -216,7 +213,6 @@ class _Flattener:
             return answer
         detached = self._flat.graph.call_function(torch.ops.aten.detach.default, (answer,))
         detached.meta = dict(answer.meta)
-        self._note_alias(detached)
         return detached
 
     def _put_in_place(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
@@ -229,7 +225,7 @@ class _Flattener:
                 "here an operation writes into `out`, as spectral_norm does in every step", place_of(node)
             )
         changed: Any = env[node.args[0]]  # type: ignore[index]
-        base = self._base_of(changed)
+        base = base_of(changed)
         if base in self._flat.held:
             if not self._flat.held[base].endswith("num_batches_tracked"):
                 kind = "the parameter " if base in self._flat.parameters else ""
@@ -241,27 +237,25 @@ class _Flattener:
         if self._outside is not None and base in self._outside:  # autograd does not see it
             copy = self._flat.graph.node_copy(node, lambda old: self._detached(env[old]))
             env[node] = changed
-            self.forbidden.append((base, copy))
+            self._flat.forbidden.append((base, copy))
             return True
         env[node] = self._copy(node, env)
-        self.forbidden.append((base, env[node]))
+        self._flat.forbidden.append((base, env[node]))
         return True
 
-    def _base_of(self, node: fx.Node) -> fx.Node:
-        while node in self._base:
-            node = self._base[node]
-        return node
 
-    def _note_alias(self, copy: fx.Node) -> None:
-        """Notes that a node may share the memory of its first argument."""
-        if not copy.args:
-            return
-        first = copy.args[0]
-        views = isinstance(copy.target, torch._ops.OpOverload) and any(
-            answer.alias_info is not None for answer in copy.target._schema.returns
-        )
-        if isinstance(first, fx.Node) and (views or copy.target is operator.getitem):
-            self._base[copy] = first
+def viewed(node: fx.Node) -> fx.Node | None:
+    """Returns the first argument of an operation whose result may share its memory; None for others."""
+    first, target = next(iter(node.args), None), node.target
+    shares = isinstance(target, torch._ops.OpOverload) and any(answer.alias_info for answer in target._schema.returns)
+    return first if isinstance(first, fx.Node) and (shares or target is operator.getitem) else None
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Returns the node that has made the memory of a node's value."""
+    while (of := viewed(node)) is not None:
+        node = of
+    return node
 
 
 def place_of(node: fx.Node) -> str | None:
@@ -304,14 +298,10 @@ def _may_be_empty(value: Any) -> bool:
 def is_view_of_parameter(flat: Flat, node: fx.Node) -> bool:
     """Returns whether the node is a part or another form of a parameter, in its memory."""
     while node not in flat.parameters:
-        if not node.args or not isinstance(node.args[0], fx.Node) or len(node.all_input_nodes) != 1:
+        of, changes = viewed(node), getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if of is None or changes or len(node.all_input_nodes) != 1:
             return False
-        views = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
-        if node.target is not operator.getitem and not (
-            views and any(answer.alias_info is not None for answer in node.target._schema.returns)  # type: ignore[union-attr]
-        ):
-            return False
-        node = node.args[0]
+        node = of
     return True
 
 
