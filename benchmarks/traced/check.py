@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +30,7 @@ from gpipe_cli.factory.module_itself import (
 )
 from gpipe_cli.layers import own_name
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.models.traced.layers import layers, traced_once
+from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.module import Called, TracedFrom
 from gpipe_cli.models.traced.recording import plainly, quiet, seeded
 
@@ -79,16 +78,6 @@ class Member:
     store: dist.Store
     calls: int = 0
 
-    def told_by_the_first(self, make: Callable[[], str | None]) -> str | None:
-        """Returns the text that the first process makes; None where it fails, as each would."""
-        self.calls += 1
-        if self.rank == 0:
-            made = None
-            with suppress(ConfigurationError):
-                made = make()
-            self.store.set(f"text {self.calls}", made or "")
-        return self.store.get(f"text {self.calls}").decode() or None
-
     def values(self, K: int, make: Callable[[], Values]) -> Values:
         """Returns what K processes make together, or all where they are fewer; on others nothing."""
         self.calls += 1
@@ -113,8 +102,7 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Mem
     given = [subject.inputs(EXAMPLES) for _ in range(M)]
     began = time.process_time()
     try:
-        with traced_once(member.told_by_the_first) if member else nullcontext():
-            builders = layers(subject.constructor, example_of(given[0]), SEED, **subject.call)
+        builders = layers(subject.constructor, example_of(given[0]), SEED, **subject.call)
     except ConfigurationError as refusal:
         return Finding(where=str(refusal))
     seconds = time.process_time() - began
