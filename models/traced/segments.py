@@ -84,34 +84,34 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
             if owner != name and trace.is_parameter(first):
                 tied[own] = f"{owner}.{its_name}"
         local = {first: own for own, first in reversed(held.items())}
-        trains = Code.of(training.graph(number, local, batchnorms))
-        evaluates = Code.of(evaluation.graph(number, local, {}))
+        trains = Code.of(_PartGraph(training, number, local, batchnorms).made())
+        evaluates = Code.of(_PartGraph(evaluation, number, local, {}).made())
         conditions = () if segments else trace.conditions
         segments.append(Segment(name, held, tied, batchnorms, trains, evaluates, conditions))
     return segments
 
 
 class _Parts:
-    """Holds one graph with its cuts, and makes the graph of each part.
+    """Holds one graph with its cuts.
 
     A number that follows from shapes does not pass a cut: it is worked out again behind it from the sizes of what
     passes. A size that no passing tensor has travels as the shape of an empty tensor.
     """
 
     def __init__(self, flat: Flat, cuts: Sequence[CutPoint]) -> None:
-        self._flat = flat
+        self.flat = flat
         nodes = flat.nodes
         positions = [0, *(cut.position for cut in cuts), len(nodes)]
         self.nodes = [nodes[first:last] for first, last in pairwise(positions)]
         assert flat.output is not None
-        self._passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), (flat.output,)]
-        self._missing = [self._sizes_that_no_tensor_has(number) for number in range(len(positions))]
-        self._open = [self._entered_before(position) for position in positions]
+        self.passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), (flat.output,)]
+        self.missing = [self._sizes_that_no_tensor_has(number) for number in range(len(positions))]
+        self.open = [self._entered_before(position) for position in positions]
 
     def _entered_before(self, position: int) -> list[fx.Node]:
         """Returns the autocast contexts entered in front of a cut and left behind it."""
-        before = set(self._flat.nodes[:position])
-        entered = [node for node in self._flat.nodes[:position] if node.target is enter_autocast]
+        before = set(self.flat.nodes[:position])
+        entered = [node for node in self.flat.nodes[:position] if node.target is enter_autocast]
         return [node for node in entered if not before & node.users.keys()]
 
     def _sizes_that_no_tensor_has(self, boundary: int) -> list[str]:
@@ -121,21 +121,7 @@ class _Parts:
             for argument in node.all_input_nodes:
                 if argument.op == "call_function" and argument not in inside and is_size(argument):
                     wanted |= set(_leaves(argument))
-        return sorted(wanted - _sizes(self._passing[boundary]).keys())
-
-    def graph(self, number: int, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> fx.Graph:
-        """Returns the graph of a part; its placeholders are the tensors that pass the boundary in front of it.
-
-        Args:
-            local: first name of a held tensor -> its name within the layer.
-            batchnorms: gets those that become modules.
-        """
-        return _PartGraph(self._flat, local, batchnorms).made(
-            self.nodes[number],
-            self._passing[number : number + 2],
-            self._missing[number : number + 2],
-            self._open[number : number + 2],
-        )
+        return sorted(wanted - _sizes(self.passing[boundary]).keys())
 
 
 def _leaves(size: fx.Node) -> list[str]:
@@ -156,38 +142,39 @@ def _sizes(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
 
 
 class _PartGraph:
-    """Makes the graph of one part."""
+    """Makes the graph of one part, between two cuts; its placeholders are the tensors that pass the one in front.
 
-    def __init__(self, flat: Flat, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> None:
-        self._flat, self._local, self._batchnorms = flat, local, batchnorms
+    Args:
+        number: of the part.
+        local: first name of a held tensor -> its name within the layer.
+        batchnorms: gets those that become modules.
+    """
+
+    def __init__(self, parts: _Parts, number: int, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> None:
+        self._parts, self._number, self._held = parts, number, parts.flat.held
+        self._local, self._batchnorms = local, batchnorms
         self._graph = fx.Graph()
         self._env: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[str, tuple[fx.Node, int]] = {}  # expression -> (node of the new graph, dimension)
         self._device: fx.Node | None = None
 
-    def made(
-        self,
-        nodes: Sequence[fx.Node],
-        passing: Sequence[Sequence[fx.Node]],
-        missing: Sequence[Sequence[str]],
-        entered: Sequence[Sequence[fx.Node]],
-    ) -> fx.Graph:
-        """Returns the graph of ``nodes``, between two boundaries; autocast that goes on behind one is entered again."""
-        graph = self._graph
-        for node in passing[0]:
+    def made(self) -> fx.Graph:
+        """Returns the graph; autocast that goes on behind a cut is entered again."""
+        graph, parts, here, behind = self._graph, self._parts, self._number, self._number + 1
+        for node in parts.passing[here]:
             self._env[node] = graph.placeholder(node.name)
-        for size, (node, dimension) in _sizes(passing[0]).items():
+        for size, (node, dimension) in _sizes(parts.passing[here]).items():
             self._sizes[size] = self._env[node], dimension
-        if missing[0]:
+        if parts.missing[here]:
             carrier = graph.placeholder("sizes")
-            self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(missing[0], start=1)}
-        for node in (*entered[0], *nodes):
+            self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(parts.missing[here], start=1)}
+        for node in (*parts.open[here], *parts.nodes[here]):
             self._put(node)
-        for node in reversed(entered[1]):
+        for node in reversed(parts.open[behind]):
             graph.call_function(leave_autocast, (self._env[node],))
-        outputs = [self._value(node) for node in passing[1]]
-        if missing[1]:
-            sizes = [self._size(size) for size in missing[1]]
+        outputs = [self._value(node) for node in parts.passing[behind]]
+        if parts.missing[behind]:
+            sizes = [self._size(size) for size in parts.missing[behind]]
             place = self._on_device()
             outputs.append(graph.call_function(torch.empty, ([0, *sizes],), {"dtype": torch.int8, "device": place}))
         graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
@@ -210,8 +197,8 @@ class _PartGraph:
         """Returns the node of this part that stands for ``node``: made here, passed in, held, or worked out again."""
         if node in self._env:
             return self._env[node]
-        if node in self._flat.held:
-            self._env[node] = self._graph.get_attr(self._local[self._flat.held[node]])
+        if node in self._held:
+            self._env[node] = self._graph.get_attr(self._local[self._held[node]])
         elif node.target is torch.ops.aten.sym_size.int:
             self._env[node] = self._size(str(node.meta["val"]))
         else:
@@ -235,10 +222,10 @@ class _PartGraph:
 
     def _put_batch_norm(self, node: fx.Node) -> bool:
         """Makes a BatchNorm that uses the micro-batch's statistics a module, which the engine replaces by its own."""
-        if node.target is not BATCH_NORM or not node.args[5] or node.args[3] not in self._flat.held:
+        if node.target is not BATCH_NORM or not node.args[5] or node.args[3] not in self._held:
             return False
         given, weight, _, mean = node.args[:4]
-        path = self._local[self._flat.held[mean]].rpartition(".")[0]  # type: ignore[index]
+        path = self._local[self._held[mean]].rpartition(".")[0]  # type: ignore[index]
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
         factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
         momentum = None if factor == CUMULATIVE else factor

@@ -39,7 +39,7 @@ def line_of(code: str) -> str:
     "module",
     [
         *("OwnBackward", "Recurrent", "HalfInside", "Habits", "Masked", "Pieces", "Experts", "DrawsInPlace", "Keeps"),
-        *("Lower", "Sizes"),
+        *("Lower", "Sizes", "ChangesInput"),
     ],
 )
 def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) -> None:
