@@ -33,7 +33,7 @@ MUTABLE = (list, dict, set, deque)
 STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
 DATA: Any = torch._C.TensorBase.data
 Size = (SymInt, SymFloat)
-SQRT, LOG2 = torch._sym_sqrt, torch._sym_log2
+SQRT, LOG2 = (getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2"))
 MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math and numpy would make a constant of it
     "sqrt": lambda size: SQRT(size),
     "log2": lambda size: LOG2(size),
@@ -42,7 +42,7 @@ MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math a
     "log1p": lambda size: LOG2(size + 1) / math.log2(math.e),
     "exp": lambda size: math.e**size,
 }
-DRAWING = {  # functions of the usual generators
+DRAWING: dict[Any, list[str]] = {  # functions of the usual generators
     space: [n for n, own in vars(space).items() if getattr(own, "__self__", None) is usual and "state" not in n]
     for space, usual in ((random, random.random.__self__), (np.random, np.random.rand.__self__))  # type: ignore[attr-defined]
 }
@@ -82,8 +82,8 @@ class Traceable(Called):
                     stack.enter_context(patch.dict(space, {name: _either(usual, symbolic)}))
                 for kind in Size:  # numpy calls a method of this name
                     stack.enter_context(patch.object(kind, name, symbolic, create=True))
-            for space, names in DRAWING.items():
-                stack.enter_context(patch.multiple(space, **dict.fromkeys(names, refuse_draw)))
+            for library, names in DRAWING.items():
+                stack.enter_context(patch.multiple(library, **dict.fromkeys(names, refuse_draw)))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
             return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
@@ -159,19 +159,7 @@ def _either(usual: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable
     return lambda value, *more: symbolic(value, *more) if isinstance(value, Size) else usual(value, *more)
 
 
-class _Number(type):
-    """Stands for int or float, which would make a constant of a size."""
-
-    def __call__(cls, *given: Any) -> Any:
-        usual, _, symbolic = CONVERTED[cls.__name__]
-        return symbolic(*given) if given and isinstance(given[0], Size) else usual(*given)
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, CONVERTED[cls.__name__][:2])
-
-
-CONVERTED: dict[str, Any] = {"int": (int, SymInt, torch.sym_int), "float": (float, SymFloat, torch.sym_float)}
-NUMBERS = {name: _Number(name, (), {}) for name in CONVERTED}
+NUMBERS = {"int": _either(int, torch.sym_int), "float": _either(float, torch.sym_float)}
 
 
 def evaluate(environment: ShapeEnv, node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:

@@ -121,8 +121,7 @@ class Sizes(Perceptron):
     """Computes with the number of examples by functions of Python and numpy."""
 
     def changed(self, h: Tensor) -> Tensor:
-        number = float(h.shape[0])
-        root = np.sqrt(h.size(0)) if isinstance(number, float) else 0.0
+        number, root = float(h.shape[0]), np.sqrt(h.size(0))
         return self.second(h) * (math.log(len(h) + 1, 3) - math.exp(-number) + int(root + 7) / root)
 
 
