@@ -26,7 +26,7 @@ def main() -> None:
     names = (arguments.names or NAMES)[: 2 if arguments.quick else None]
     with TemporaryDirectory() as folder:
         try:
-            spawn(print_table, (folder, names, arguments.output), PROCESSES)
+            spawn(print_table, (folder, names, arguments.output), PROCESSES)  # type: ignore[no-untyped-call]  # torch's own
         except ProcessExitedException:  # the first has found a difference
             sys.exit(1)
 

@@ -107,7 +107,7 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Mem
         return Finding(where=str(refusal))
     seconds = time.process_time() - began
     # Compared below: without its mark as a traced layer's maker no case compares again.
-    unmarked = [replace(builders[0], build=builders[0].build.__call__), *builders[1:]]
+    unmarked = [replace(builders[0], build=maker_of(builders[0]).__call__), *builders[1:]]
     runs = []
     for K, remat in cases:
         if len(builders) >= K:

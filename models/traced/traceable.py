@@ -35,8 +35,8 @@ DATA: Any = torch._C.TensorBase.data
 Size = (SymInt, SymFloat)
 SQRT, LOG2 = (getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2"))
 MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math and numpy would make a constant of it
-    "sqrt": lambda size: SQRT(size),
-    "log2": lambda size: LOG2(size),
+    "sqrt": SQRT,
+    "log2": LOG2,
     "log": lambda size, base=math.e: LOG2(size) / math.log2(base),
     "log10": lambda size: LOG2(size) / math.log2(10),
     "log1p": lambda size: LOG2(size + 1) / math.log2(math.e),
@@ -83,7 +83,8 @@ class Traceable(Called):
                 for kind in Size:  # numpy calls a method of this name
                     stack.enter_context(patch.object(kind, name, symbolic, create=True))
             for library, names in DRAWING.items():
-                stack.enter_context(patch.multiple(library, **dict.fromkeys(names, refuse_draw)))
+                drawing: Any = dict.fromkeys(names, refuse_draw)
+                stack.enter_context(patch.multiple(library, **drawing))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
             return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
