@@ -97,7 +97,9 @@ class _RecordLines(io.RawIOBase):
     """Gives each record as a line of JSON, so that a record's number is a line's."""
 
     def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
-        self._lines = (json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n" for row in rows)
+        self._lines = (
+            json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n" for row in rows
+        )
         self._rest = b""
 
     def readable(self) -> bool:

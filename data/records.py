@@ -20,6 +20,8 @@ Rows = Callable[[BinaryIO], Iterator[Row]]
 
 MOST_BYTES = 256 << 20  # of a file that is read whole
 _DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
+_TAGS = ("bpt", "ept", "ph", "it", "ut")  # elements that hold a document's own tags
+_UNTRANSLATED = ("new", "needs-translation")  # states of a target in XLIFF, which then may hold the source
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 
 
@@ -84,8 +86,13 @@ def _xliff(file: BinaryIO) -> Iterator[Row]:
 
 
 def _by_language(language: str, element: Any) -> Row:
-    text = "" if element is None else "".join(element.itertext())
+    text = "" if element is None or element.get("state") in _UNTRANSLATED else _text(element)
     return {language: text, re.split("[-_]", language.lower())[0]: text}
+
+
+def _text(element: Any) -> str:
+    inside = ("" if _name(part) in _TAGS else _text(part) for part in element)
+    return (element.text or "") + "".join(text + (part.tail or "") for text, part in zip(inside, element, strict=True))
 
 
 def _elements(file: BinaryIO, *names: str, started: tuple[str, ...] = ()) -> Iterator[Any]:
@@ -102,7 +109,7 @@ def _name(element: Any) -> str:
 
 
 def _csv(file: BinaryIO) -> Iterator[Row]:
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", "replace", newline=""))
+    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline=""))
     return ({name: text for name, text in row.items() if isinstance(name, str)} for row in rows)
 
 

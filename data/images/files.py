@@ -142,6 +142,7 @@ def _bytes_of(image: PillowImage, bits: int | None) -> PillowImage:
         told = getattr(image, "tag_v2", {}).get(BITS_OF_TIFF, (16,))[0]
         if bits is None and told == 16 and 0 < values.max() < 2**12:
             raise ValueError("at most 12 of its 16 bits are used: set data.bits=12 or 10, or 16 if it is so dark")
+        values[values == image.info.get("transparency", -1)] = 2**16 - 1  # the value that a PNG calls transparent
         image = Image.fromarray(np.minimum(values >> ((bits or told) - 8), 255).astype(np.uint8))
     elif image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))

@@ -214,6 +214,8 @@ class Preparation:
 
     def _name_without_dev(self, languages: Iterable[str]) -> None:
         for language in sorted(languages):
-            found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated"
+            found = (
+                f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated; a larger data.held_out draws one"
+            )
             self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
         self._defects.refuse(self.strict)

@@ -224,17 +224,19 @@ def test_fewer_bits_than_the_16_of_their_file_are_told_by_it_or_by_a_key_and_nev
     assert decode(io.BytesIO(array(twelve, "PNG")), 16).max() == 15
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "GIF"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "I;16", "GIF"])
 def test_what_is_transparent_is_white_and_a_gif_is_its_first_frame(mode: str) -> None:
     image = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
     image.paste((0, 0, 200, 255), (0, 0, 2, 4))
     if mode == "GIF":
         content = encoded(image, "GIF", save_all=True, append_images=[Image.new("RGBA", (4, 4), "red")])
     else:
-        options = {"transparency": 1} if mode == "P" else {}
+        options = {"P": {"transparency": 1}, "I;16": {"transparency": 40_000}}.get(mode, {})
         palette = Image.fromarray(np.array([[0, 0, 1, 1]] * 4, np.uint8), "P")
         palette.putpalette([0, 0, 200, 0, 0, 0])
-        content = encoded(palette if mode == "P" else image.convert(mode), "TIFF" if mode == "PA" else "PNG", **options)
+        wide = Image.fromarray(np.array([[0, 0, 40_000, 40_000]] * 4, np.uint16))
+        made = {"P": palette, "I;16": wide}.get(mode) or image.convert(mode)
+        content = encoded(made, "TIFF" if mode == "PA" else "PNG", **options)
     read = decode(io.BytesIO(content))
     assert (read[:, :, 2:] == 255).all() and read[:2, :, :2].max() < 60
 

@@ -23,7 +23,7 @@ from preparation_jobs import prepare
 from run_files import bytes_of
 from text_sources import defects, places, prepared, refusal_of, sentences
 
-from gpipe_cli.data.lines import reading, texts_in
+from gpipe_cli.data.lines import decoded, reading, texts_in
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
@@ -131,7 +131,11 @@ def write_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def memory(rows: Sequence[dict[str, str]]) -> str:
-    units = (f'<tuv xml:lang="{name}"><seg>{escape(text)}</seg></tuv>' for row in rows for name, text in row.items())
+    units = (
+        f'<tuv xml:lang="{name}"><seg><bpt i="1">&lt;b></bpt>{escape(text)}</seg></tuv>'
+        for row in rows
+        for name, text in row.items()
+    )
     pairs = "".join(f"<tu>{one}{other}</tu>\n" for one, other in zip(units, units, strict=True))
     return f'<?xml version="1.0"?><tmx version="1.4"><header srclang="en"/><body>{pairs}</body></tmx>'
 
@@ -143,9 +147,9 @@ def bilingual(rows: Sequence[dict[str, str]]) -> str:
     return f'<xliff xmlns="urn:oasis:names:tc:xliff:document:1.2" version="1.2">{file}</xliff>'
 
 
-def rows_of(path: Path) -> list[list[str]]:
+def rows_of(path: Path, columns: Sequence[str] = ("msgstr", "msgid")) -> list[list[str]]:
     with reading(path) as file:
-        return [texts_in(line.decode(), ("msgstr", "msgid"), "data.columns") for line in file]
+        return [texts_in(line.decode(), columns, "data.columns") for line in file]
 
 
 def test_a_catalogue_is_read_by_its_forms_and_never_as_two_files_of_lines(tmp_path: Path) -> None:
@@ -164,6 +168,9 @@ def test_a_catalogue_is_read_by_its_forms_and_never_as_two_files_of_lines(tmp_pa
         write_mo(file, compiled)
     of_ar = [["none", "files"], ["one", "one file"], ["two", "files"]]
     assert rows_of(tmp_path / "ar.mo")[:3] == of_ar, "the second form is that of one"
+    state = '<target state="needs-translation">'
+    (tmp_path / "de.xlf").write_text(bilingual([{"de": "file", "en": "file"}]).replace("<target>", state))
+    assert rows_of(tmp_path / "de.xlf", CODES) == [["", "file"]]
     said = refusal(tmp_path, train={"de": [["de.po", "de.po"]]})
     assert "de.po holds both sides: name it alone, as [de.po]" in said
 
@@ -371,6 +378,11 @@ def test_a_line_that_is_no_record_or_row_is_named_with_its_file_and_line(tmp_pat
     table = ["\t".join(pair) for pair in parallel_folder.pairs_of("de", 300)]
     parallel_folder.write(tmp_path / "tables" / "de-en" / "train.tsv", [*table[:4], "a\tb\tc", *table[5:]])
     assert ("malformed", "train.tsv", 5) in places(source(tmp_path / "tables"))
+    wrong_bytes = {"x.csv": b"de,en\nja,yes\nf\xfcr,for\n", "x.json": rb'[{"de": "ja"}, {"de": "\ud83d"}]'}
+    for name, content in wrong_bytes.items():
+        (tmp_path / name).write_bytes(content)
+        with reading(tmp_path / name) as file:
+            assert [decoded(line)[1] for line in file] == [None, "undecodable"]
 
 
 def test_files_of_different_lengths_are_refused_with_both_numbers(opus: Path) -> None:
