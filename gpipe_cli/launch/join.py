@@ -302,20 +302,41 @@ def _store_of_step(ports: Sequence[int]) -> Store:
 
     host, step = os.environ["MASTER_ADDR"], f"{os.environ.get('SLURM_JOB_ID')}.{os.environ['SLURM_STEP_ID']}"
     serves, begun = os.environ["RANK"] == "0", time.monotonic()
+    timeout = timedelta(seconds=STORE_TIMEOUT_SECONDS)
     while time.monotonic() - begun < STORE_TIMEOUT_SECONDS:
         for port in ports:
             with suppress(RuntimeError, OSError):  # taken; nothing listens there, or something else
-                if not serves:  # refused at once, where TCPStore would wait
-                    socket.create_connection((host, port), POLL_SECONDS).close()
-                timeout = timedelta(seconds=STORE_TIMEOUT_SECONDS if serves else SETTLE_SECONDS)
-                store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False)
                 if serves:
+                    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False)
                     store.set(_OWNER, step)
-                if store.check([_OWNER]) and store.get(_OWNER).decode() == step:
-                    store.set_timeout(timedelta(seconds=STORE_TIMEOUT_SECONDS))
                     return store
+                found = _store_at(host, port)
+                if found is not None and found.check([_OWNER]) and found.get(_OWNER).decode() == step:
+                    found.set_timeout(timeout)
+                    return found
         time.sleep(CONNECT_SECONDS)
     raise TimeoutError(f"no store of step {step} on {host} in {STORE_TIMEOUT_SECONDS} s: its ports are {ports}")
+
+
+def _store_at(host: str, port: int) -> Store | None:
+    """Connects to the store on a port; returns None where something else listens, which may never answer.
+
+    Raises:
+        OSError: nothing listens there; TCPStore would wait.
+    """
+    from torch.distributed import TCPStore
+
+    socket.create_connection((host, port), POLL_SECONDS).close()
+    found: list[Store] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            found.append(TCPStore(host, port, None, False, timedelta(seconds=SETTLE_SECONDS), wait_for_workers=False))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(SETTLE_SECONDS)
+    return found[0] if found else None
 
 
 def first_host(nodes: str) -> str:
