@@ -128,8 +128,6 @@ def find_pairs(
             )
     splits = [(language, split) for language in wanted for split in ("train", "dev", "test")]
     chosen = [pair for key in splits for pair in found.get(key, {}).values()]
-    if language_column is None:
-        return chosen
     firsts = {pair.source: pair for pair in reversed(chosen)}
     return [replace(pair, unfit=(None, target)) if firsts[pair.source] is pair else pair for pair in chosen]
 

@@ -154,8 +154,7 @@ def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = Non
         rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
     numbered: Iterator[tuple[int, Sequence[bytes]]] = enumerate(rows, 1)
     if (column := files.language_column) is not None:
-        own = (files.language, *files.unfit)
-        numbered = ((place, row) for place, row in numbered if language_in(row[0], column) in own)
+        numbered = (one for one in numbered if language_in(one[1][0], column) in (files.language, *files.unfit))
     while piece := list(islice(numbered, size)):
         yield Piece(files, next(numbers), *zip(*piece, strict=True))
 
