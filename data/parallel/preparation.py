@@ -180,7 +180,6 @@ class Preparation:
         """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
         summaries = list[LanguageSummary]()
         of_shards = ((self.draft, code, n, bounds[:, :, n : n + 2]) for n in range(bounds.shape[2] - 1))
-        self.report("parallel text: shards", 0, 0)
         for summary in run_all(merge, of_shards):
             summaries.append(summary)
             self.report("parallel text: shards", len(summaries), 0)
@@ -206,8 +205,7 @@ class Preparation:
             with whole_file(self.draft.folder / f"{split}.jsonl") as file:
                 lines = (json.dumps(pair[1:], ensure_ascii=False) + "\n" for pair in pairs)
                 file.write_text("".join(lines), encoding="utf-8")
-            if self.text.lacking:
-                drawn = sum(split in self.text.lacking.get(pair[1], ()) for pair in pairs)
+            if drawn := sum(split in self.text.lacking.get(pair[1], ()) for pair in pairs):
                 self.report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
             if split == "dev":
                 self._name_without_dev(self.text.lacking.keys() - {pair[1] for pair in pairs})

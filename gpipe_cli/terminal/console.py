@@ -141,9 +141,10 @@ class Console:
 
     def _show_preparation(self, event: Event) -> None:
         done, total, now = event["done"], event["total"], time.monotonic()
-        if (total and done >= total) or now - self._last_preparation >= PREPARATION_SECONDS:
+        if done == total or now - self._last_preparation >= PREPARATION_SECONDS:  # 0 of 0: work without a count begins
             self._last_preparation = now
-            self.detail(f"{event['text']}: {number(done)}" + (f" of {number(total)}" if total else ""))
+            count = f": {number(done)}" if done or total else ""
+            self.detail(event["text"] + count + (f" of {number(total)}" if total else ""))
 
     def _show_cells(self, event: Event) -> None:
         columns = ["cell", "worker", "layers", "from", "to", "parameters", "cost"]

@@ -207,9 +207,8 @@ def test_a_file_of_several_languages_is_divided_by_its_column(named: dict[str, A
     found = [("byte_order_mark", 1), ("empty", 4), ("malformed", 6), ("malformed", 8)]
     assert [(kind, line) for kind, _, line in sorted(places(made)) if line] == found
     assert "only from de, fi" in refusal(tmp_path, **keys, languages=["sw"])
-    assert "train.jsonl names no source language, as de, under 'code'" in refusal(
-        tmp_path, columns=["source", "target"], language_column="code"
-    )
+    said = refusal(tmp_path, **{**keys, "train": None, "language_column": "code"})
+    assert "train.jsonl names no source language, as de, under 'code'" in said
 
 
 def test_languages_are_found_or_listed_and_a_missing_one_names_those_that_are_there(opus: Path) -> None:

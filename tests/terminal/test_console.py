@@ -70,6 +70,12 @@ def test_an_output_that_is_closed_ends_no_run() -> None:
         console.say("still here")
 
 
+def test_work_without_a_count_is_told_when_it_begins() -> None:
+    events = [("lines", 0, 3), ("vocabulary, 9 pieces", 0, 0), ("tokens", 9, 9)]
+    lines = shown(*({"kind": "preparation", "text": text, "done": done, "total": of} for text, done, of in events))
+    assert lines == "lines: 0 of 3\nvocabulary, 9 pieces\ntokens: 9 of 9\n"
+
+
 def test_plain_progress_tells_the_first_step_the_last_and_not_too_many_between() -> None:
     lines = shown(*(progress(step, 1000) for step in range(1, 1001)), every=10).splitlines()
     assert lines[0].startswith("step 1/1,000") and lines[-1].startswith("step 1,000/1,000")
