@@ -43,7 +43,8 @@ class WordTable(nn.Module):
         self.table = nn.Embedding(VOCABULARY, WIDTH)
 
     def forward(self, ids: Tensor) -> Boundary:
-        return self.table(ids), ids == 0, ids, torch.arange(ids.shape[1], dtype=torch.float32).expand(len(ids), -1)
+        positions = torch.arange(ids.shape[1], dtype=torch.float32, device=ids.device)
+        return self.table(ids), ids == 0, ids, positions.expand(len(ids), -1)
 
 
 class Residual(nn.Module):

@@ -199,7 +199,8 @@ def ends(site: Site) -> Iterator[Row]:
                 time.sleep(POLL_SECONDS)
             began = time.monotonic()
             for process in workers_of(run.pid)[-1:] if number == signal.SIGKILL else [run.pid]:
-                os.kill(process, number)
+                with suppress(ProcessLookupError):  # the run has ended by itself, with its cause
+                    os.kill(process, number)
         ok, said = run.returncode == code, (folder / "output").read_text()
         yield {"what": number.name, "ok": ok, "seconds": time.monotonic() - began, "why": "" if ok else cause_of(said)}
 

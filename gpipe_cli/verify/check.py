@@ -150,7 +150,8 @@ class Checker:
                     of_layer = self.names[layer]
                     group = groups.key(own_name(of_layer, name.removeprefix(f"{of_layer}.")), weight.shape)
                     gradient, seed = gradients[name] * factor, update_seed(self.settings.seed, updates, name)
-                    right, state = update(optimizer, group, of_key(group), weight, state, gradient, seed)
+                    on = self.model.device
+                    right, state = update(optimizer, group, of_key(group), weight.to(on), state, gradient.to(on), seed)
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
                     owned[layer, name] = right

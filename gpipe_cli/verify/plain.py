@@ -102,7 +102,7 @@ class PlainModel:
         cells: Sequence[Sequence[int]],
         owners: Mapping[Key, Key],
     ) -> None:
-        self.settings, self.task, self._device, self.cells, self.owners = settings, task, device, cells, owners
+        self.settings, self.task, self.device, self.cells, self.owners = settings, task, device, cells, owners
         self._last = cells[-1][-1]
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class PlainModel:
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builders[index].name, module.to(self._device)))
+            layers.append((index, builders[index].name, module.to(self.device)))
         built = _Cell(self, layers)
         held = built.held
         for index in cell:
@@ -205,7 +205,7 @@ class PlainModel:
 
     def _on_device(self, mini_batch: MiniBatch) -> tuple[MiniBatch, PlainStep]:
         def moved(tensors: Tensors) -> Tensors:
-            return tuple(tensor.to(self._device) for tensor in tensors)
+            return tuple(tensor.to(self.device) for tensor in tensors)
 
         pairs = {place: (moved(x), moved(y)) for place, (x, y) in mini_batch.micro_batches.items()}
         step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
@@ -219,7 +219,7 @@ class _Cell(nn.Module):
         super().__init__()
         self._layers, self._model, precision = layers, model, model.settings.precision
         self._parts = nn.ModuleList(module for _, _, module in layers)
-        self._autocast = build_autocast(precision, model._device)
+        self._autocast = build_autocast(precision, model.device)
         self._boundary_type = boundary_type_of(precision)
         self.weights = {(layer[0], name): p for layer in layers for name, p in named(layer).items()}
 
@@ -397,6 +397,8 @@ def update(
 ) -> tuple[Tensor, Any]:
     """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 
+    It is made on the weight's device, by the kernels of the run.
+
     Args:
         key: see `learning_rate`.
         rate: the learning rate.
@@ -407,8 +409,9 @@ def update(
     parameter = nn.Parameter(weight.clone())
     alone, group = _alone(section, key, parameter)
     group |= {} if rate is None else {"lr": rate}
-    if state:
-        alone.state[parameter] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+    for name, value in state.items():
+        beside = isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable"))
+        alone.state[parameter][name] = value.to(weight.device, copy=True) if beside else deepcopy(value)
     parameter.grad = gradient.clone()
     torch.manual_seed(seed)
     alone.step()
