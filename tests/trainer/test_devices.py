@@ -61,9 +61,9 @@ def test_a_run_on_the_device_has_the_bits_of_any_k(words: tuple[str, ...], tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("device", [NAME, CUDA])
 def test_a_run_goes_on_from_one_kind_of_device_on_another(device: str, tmp_path: Path) -> None:
-    train_inline(tmp_path / "cpu", *SMALL)
-    with runs_on(device):
-        train_inline(tmp_path / "there", *SMALL)
+    for folder, where in (("cpu", "cpu"), ("there", device)):
+        with runs_on(where):
+            train_inline(tmp_path / folder, *SMALL)
     mixed = tmp_path / "mixed"
     for steps, where in ((2, device), (3, "cpu"), (4, device)):
         with runs_on(where):
