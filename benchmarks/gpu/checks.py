@@ -101,7 +101,9 @@ def machine_facts(site: Site) -> Iterator[Row]:
     """Yields the machine's name and its measured rates of products and copies."""
     yield from ({"what": name, "value": value} for name, value in machine().items())
     for number in range(site.gpus):
-        yield {"what": f"GPU {number}", "value": str(torch.cuda.get_device_properties(number))}
+        gpu = torch.cuda.get_device_properties(number)
+        value = f"{gpu.name}, {gpu.total_memory >> 20:,} MiB, {gpu.multi_processor_count} multiprocessors"
+        yield {"what": f"GPU {number}", "value": value}
     rates = measure_rates(make_request([f"pipeline.device={site.device}"]).settings.pipeline)
     yield {"what": "products in float32, TFLOP/s", "value": rates.flops / 1e12}
     yield {"what": "products in bfloat16, TFLOP/s", "value": rates.half_flops / 1e12}

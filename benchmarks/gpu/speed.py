@@ -36,7 +36,13 @@ BACKWARD = 2.0  # a backward has so many times the FLOPs of a forward
 SECONDS = 12.0  # of the steps that count, for each model
 MOST_ROUNDS = 10
 VALUES, TINY_VALUES = 1000, 10  # tokens and labels are drawn from so many
-SHARED = ("pipeline.K=1", "pipeline.workers=1", "pipeline.schedule=1f1b", "pipeline.partition=auto")
+SHARED = (
+    "pipeline.K=1",
+    "pipeline.workers=1",
+    "pipeline.schedule=1f1b",
+    "pipeline.partition=auto",
+    "pipeline.cost=flops",
+)
 TRANSLATION = ("data.root=/anywhere", "pipeline.M=4", "data.batch_tokens=62500")  # micro-batches as in the experiments
 TINY = ("debug=tiny", "pipeline.M=2", "model.L=3")
 TINY_TRANSLATION = ("data.batch_tokens=200", "data.source_vocabulary=64", "data.target_vocabulary=64")

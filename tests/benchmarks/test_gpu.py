@@ -14,9 +14,11 @@ from benchmarks.common import ROOT, Row
 from benchmarks.gpu import checks
 from benchmarks.gpu.__main__ import PARTS, open_parts, outcome, read, run_apart
 from benchmarks.gpu.checks import Site
+from benchmarks.gpu.speed import MODELS, SHARED
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch
+from gpipe_cli.partition.cut import cut_model
 
 
 @pytest.mark.slow(2)
@@ -84,3 +86,10 @@ def test_a_second_call_goes_on_with_what_is_open() -> None:
     records = {name: {"status": status, "where": "CPU", "torch": torch.__version__} for name, status in status}
     assert open_parts(records, "CPU") == [*names[3:], *names[1:3]]  # never tried first, then those that failed
     assert open_parts(records, "1 × NVIDIA H100") == [*names[3:], *names[:3]]
+
+
+@pytest.mark.parametrize("part", MODELS)
+def test_the_layers_of_a_model_are_counted_before_it_is_measured(part: str) -> None:
+    settings = make_request([*MODELS[part][0], *SHARED]).settings
+    example, _ = example_micro_batch(settings, settings.pipeline.M, False)
+    assert cut_model(build_model(settings.model, 1), settings.pipeline, 1, example).layers

@@ -392,7 +392,6 @@ def runs_on(kind: str) -> Iterator[None]:
     world, device = "gpipe_cli.distributed.world", torch.device(kind, None if kind == "cpu" else 0)
     QUEUES.draw.seed(0)
     chosen = patch(f"{world}.choose_device", lambda *_: device), patch(f"{world}.device_identity", lambda _: kind)
-    # Beside this device torch pins for no other; a copy to a GPU needs it for speed alone.
-    pinned = patch.object(Tensor, "pin_memory", pin_memory if kind == NAME else Tensor.detach)
+    pinned = patch.object(Tensor, "pin_memory", pin_memory if kind == NAME else Tensor.pin_memory)
     with chosen[0], chosen[1], pinned:
         yield
