@@ -80,7 +80,7 @@ def test_a_run_goes_on_from_one_kind_of_device_on_another(tmp_path: Path) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_run_goes_on_from_a_gpu_on_a_cpu(tmp_path: Path) -> None:
-    """In processes of their own: where torch knows of another device besides, its backward on a GPU fails."""
+    """Runs processes of its own: where torch knows of another device besides, its backward on a GPU fails."""
     for run, where, words in parts_on("cuda", tmp_path):
         succeeded(command("train", *SMALL, *words, f"hydra.run.dir={run}", f"pipeline.device={where}"))
     assert losses(tmp_path / "mixed") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-4)
