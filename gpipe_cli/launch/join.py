@@ -153,8 +153,10 @@ def _base_store() -> Store:
     """Opens one store per process: a second rendezvous would find the first job's addresses in it."""
     from torch.distributed.rendezvous import rendezvous
 
-    if "SLURM_STEP_ID" in os.environ and os.environ["MASTER_PORT"] == str(_ports_of_step(os.environ)[0]):
-        return _store_of_step(_ports_of_step(os.environ))
+    if "SLURM_STEP_ID" in os.environ:
+        ports = _ports_of_step(os.environ)
+        if os.environ["MASTER_PORT"] == str(ports[0]):
+            return _store_of_step(ports)
     store: Store
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=STORE_TIMEOUT_SECONDS))))
     return store
