@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row, environment, run_command
-from benchmarks.planted_faults import SUBJECT
 from gpipe_cli.bench.workers import machine
 from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
@@ -34,12 +33,8 @@ REAL_ATTENTION = (*TO_PLAN, "model.L=4", "data.sequence_length=512", "data.batch
 RESNET = ("model=module", "model.module._target_=torchvision.models.resnet18", "model.module.num_classes=10")
 REAL_CONVOLUTIONS = (*RESNET, "data.image_size=224", "data.batch_size=64")
 POLL_SECONDS = 0.002
-TRAIN = (
-    *(sys.executable, "-m", "gpipe_cli.commands.train", *SUBJECT, "model.odd=slow", "pipeline.partition=auto"),
-    *("logging.tensorboard=false", "trainer.evaluate_first=false", "trainer.samples=0"),
-    *("checkpoint.every=1", "checkpoint.keep=1"),
-)
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
+TO_END = (*SMALL, *RUN, "model=transformer", "checkpoint.every=1", "checkpoint.keep=1", "launch.restarts=1")
 KINDS = {  # by remat: the kinds of computation of a cell, each with its field of a plan
     "never": {"forward": "forward", "backward": "backward"},
     "always": {"forward": "inference", "recompute": "recompute", "backward": "backward"},
@@ -194,9 +189,15 @@ def commands(site: Site) -> Iterator[Row]:
 
 def ends(site: Site) -> Iterator[Row]:
     """Kills a worker of a run that starts again by itself, and asks a run to stop; yields the seconds to the end."""
-    for number, steps, code in ((signal.SIGKILL, 12, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
-        folder = site.folder / number.name
-        with train(folder, site.workers(7), steps, restarts=1) as run:
+    for number, steps, code in ((signal.SIGKILL, 40, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
+        folder, K = site.folder / number.name, site.workers(8)
+        folder.mkdir(parents=True)
+        words = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={folder}"]
+        command = [sys.executable, "-m", "gpipe_cli.commands.train", *TO_END, *words]
+        with (
+            (folder / "output").open("wb") as output,
+            subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run,
+        ):
             while run.poll() is None and not step_directories(folder):
                 time.sleep(POLL_SECONDS)
             began = time.monotonic()
@@ -205,15 +206,6 @@ def ends(site: Site) -> Iterator[Row]:
                     os.kill(process, number)
         ok, said = run.returncode == code, (folder / "output").read_text()
         yield {"what": number.name, "ok": ok, "seconds": time.monotonic() - began, "why": "" if ok else cause_of(said)}
-
-
-def train(run_dir: Path, K: int, steps: int, restarts: int = 0) -> subprocess.Popen[bytes]:
-    """Starts the run in ``run_dir``; its output goes to a file there."""
-    run_dir.mkdir(parents=True)
-    words = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={run_dir}"]
-    words += [f"trainer.evaluate_every={max(1, steps // 20)}", f"launch.restarts={restarts}"]
-    with (run_dir / "output").open("wb") as output:
-        return subprocess.Popen([*TRAIN, *words], stdout=output, stderr=output, env=environment())
 
 
 def workers_of(command: int) -> list[int]:

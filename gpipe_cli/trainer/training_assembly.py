@@ -31,11 +31,7 @@ from .update import Updater
 
 
 def assemble_training(
-    context: Context,
-    config: Mapping[str, Any],
-    assembly: Assembly,
-    journal: Notices,
-    resumed: CheckpointInfo | None,
+    context: Context, config: Mapping[str, Any], assembly: Assembly, journal: Notices, resumed: CheckpointInfo | None
 ) -> Trainer:
     """Makes the trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
 

@@ -18,12 +18,7 @@ from ..distributed.pipeline import WorkerPipeline
 from ..optim.average import WeightAverage
 from ..optim.noise import SeededUpdates
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.gradients import (
-    clip_factor,
-    reduce_over_replicas,
-    scale_gradients,
-    squared_norms,
-)
+from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepResult
 
 

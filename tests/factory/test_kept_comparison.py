@@ -8,8 +8,8 @@ import pytest
 import torch
 from composed import checked
 from inline_run import train_inline
+from planted_faults import verified
 
-from benchmarks.planted_faults import verified
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory import kept_comparison, module_itself

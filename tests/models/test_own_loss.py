@@ -6,10 +6,10 @@ import pytest
 import torch
 from inline_run import train_inline
 from own_module import HalfEmpty, PaddedTexts, TiedTexts, WithDividedLoss, WithLoss, smoothed_loss
+from planted_faults import verified
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.planted_faults import verified
 from gpipe_cli.commands import export
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_task

@@ -8,9 +8,9 @@ import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_plan import planned
+from planted_faults import verified
 from processes import command, succeeded
 
-from benchmarks.planted_faults import verified
 from gpipe_cli import Pipeline
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer

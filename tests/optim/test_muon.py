@@ -10,9 +10,9 @@ import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_plan import planned
+from planted_faults import verified
 from torch import nn
 
-from benchmarks.planted_faults import verified
 from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.optim.muon import Muon, orthogonal
 

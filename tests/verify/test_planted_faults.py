@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from planted_faults import FAULTS, verified
 
-from benchmarks.planted_faults import FAULTS, verified
 from gpipe_cli.commands.verify import as_text
 from gpipe_cli.pipeline.buffers import BufferGuard
 from gpipe_cli.verify.compare import HINTS, ORDER

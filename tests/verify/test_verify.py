@@ -8,9 +8,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from own_model import DIGITS
+from planted_faults import SUBJECT, verified
 from processes import command
 
-from benchmarks.planted_faults import SUBJECT, verified
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError

@@ -1,7 +1,7 @@
 """Plants faults in the engine and the trainer, one at a time, and names the words that gpipe-verify must find for each.
 
 A fault is a function that takes the place of one of gpipe_cli in a worker, and gets that one as its first argument.
-`tests/verify/test_planted_faults.py` tries them all, on a small model that shows every sort of fault in seconds.
+The small model shows every sort of fault in seconds.
 """
 
 import pkgutil
@@ -9,121 +9,53 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from small_models import Mix, mini_batch, small_model
+from torch import Tensor
 
 from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.jobs.configuration import composed, prepare
 from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.context import Context
 from gpipe_cli.layers import LayerBuilder
-from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
+from gpipe_cli.pipeline.messages.grouping import grouped_like
 from gpipe_cli.schedule.instruction import Op
 from gpipe_cli.verify import compare as c
 from gpipe_cli.verify import run as verify
 
 # -- the subject -------------------------------------------------------------------------------------------------------
 
-VOCABULARY, WIDTH = 11, 8
-Boundary = tuple[Tensor, ...]  # x [b, t, d], mask [b, t], ids [b, t], positions [b, t]
 
-
-class WordTable(nn.Module):
-    """Maps ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [b, t] float without gradient)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, ids: Tensor) -> Boundary:
-        positions = torch.arange(ids.shape[1], dtype=torch.float32, device=ids.device)
-        return self.table(ids), ids == 0, ids, positions.expand(len(ids), -1)
-
-
-class Residual(nn.Module):
-    """Adds a branch with dropout that uses all tensors of the boundary."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        x, mask, ids, positions = inputs
-        branch = torch.tanh(self.linear(x) + 0.1 * positions[..., None].to(x.dtype))
-        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), mask, ids, positions
-
-
-class Normalised(nn.Module):
-    """Normalises the channels; its output is a transposed view, with unusual strides on purpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        return self.norm(inputs[0].transpose(1, 2)).transpose(1, 2), *inputs[1:]
-
-
-class Classifier(nn.Module):
-    """Maps x to the logits of every word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, inputs: Boundary) -> Any:
-        return self.out(inputs[0])
-
-
-class Judge(Classifier):
-    """Passes everything on and adds an auxiliary loss in the middle of the pipeline."""
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        return inputs
-
-    def auxiliary_loss(self, outputs: Boundary, targets: Boundary) -> Tensor:
-        """Returns 0.4 times the cross-entropy of a second classifier."""
-        return 0.4 * F.cross_entropy(self.out(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
-
-
-class Counting(Residual):
+class Counting(Mix):
     """Changes a buffer of its own in every forward."""
 
     calls: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
         self.register_buffer("calls", torch.zeros(1))
 
-    def forward(self, inputs: Boundary) -> Boundary:
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         self.calls += 1
         return super().forward(inputs)
 
 
-class Dice(Residual):
+class Dice(Mix):
     """Draws random numbers that are not torch's."""
 
-    def forward(self, inputs: Boundary) -> Boundary:
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = super().forward(inputs)
         return x * (1 + random.random()), *rest
 
 
-class Slow(Residual):
-    """Takes so long that a kill can hit each part of a step."""
-
-    def forward(self, inputs: Boundary) -> Boundary:
-        time.sleep(0.01)
-        return super().forward(inputs)
-
-
-ODD = {"counter": Counting, "dice": Dice, "slow": Slow}
+ODD = {"counter": Counting, "dice": Dice}
 
 
 def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: str = "") -> list[LayerBuilder]:
@@ -132,18 +64,18 @@ def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: 
     Args:
         tied: "declared": judge and head use the matrix of embed; "shared": by modules that they share.
     """
-    made: dict[str, Any] = {"embed": WordTable, "mix_0": Residual}
-    made |= {"norm": Normalised} if batchnorm else {"mix_1": Residual}
-    made |= {"judge": Judge} if auxiliary else {}
-    made |= {"mix_2": Residual, odd or "mix_3": ODD.get(odd, Residual)}
-    made["head"] = Classifier
+    made = {builder.name: builder for builder in small_model(batchnorm, 0.2) if auxiliary or builder.name != "judge"}
+    if odd:
+        made["mix_3"] = LayerBuilder(odd, partial(ODD[odd], 0.2))
+    uses = {"judge": "opinion", "head": "out"} if tied else {}
     if tied == "shared":
-        embed, judge, head = WordTable(), Judge(), Classifier()
-        judge.out.weight = head.out.weight = embed.table.weight
-        made |= {"judge": lambda: judge, "embed": lambda: embed, "head": lambda: head}
-    ties = {"out.weight": "embed.table.weight"} if tied == "declared" else {}
-    tying = {"judge": ties, "head": ties}
-    return [LayerBuilder(name, build, tied=tying.get(name, {})) for name, build in made.items()]
+        modules = {name: made[name].build() for name in ("embed", *uses)}
+        for name, own in uses.items():
+            getattr(modules[name], own).weight = modules["embed"].table.weight
+        made |= {name: replace(made[name], build=lambda module=module: module) for name, module in modules.items()}
+    elif tied:
+        made |= {name: replace(made[name], tied={f"{own}.weight": "embed.table.weight"}) for name, own in uses.items()}
+    return [*made.values()]
 
 
 class RandomRows(Source):
@@ -154,15 +86,11 @@ class RandomRows(Source):
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         for number in range(position or 0, 1000):
-            yield Batch(self._rows(number, M * replicas)[replica * M : (replica + 1) * M], number + 1)
+            rows = mini_batch(number, self.batch_size, M * replicas)
+            yield Batch(rows[replica * M : (replica + 1) * M], number + 1)
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        return (Batch(self._rows(number, M), 1) for number in (1001, 1002))
-
-    def _rows(self, number: int, parts: int) -> list[MicroBatch]:
-        drawn = torch.Generator().manual_seed(number)
-        ids = torch.randint(0, VOCABULARY, (self.batch_size, 5 + number % 2), generator=drawn)
-        return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(parts)]
+        return (Batch(mini_batch(number, self.batch_size, M), 1) for number in (1001, 1002))
 
 
 SUBJECT = (  # cell 0: embed, mix_0; cell 1: norm, judge; cell 2: mix_2, mix_3; cell 3: head
@@ -298,7 +226,8 @@ def another_input_recomputed(run: Any, step: Any, i: Any) -> None:
     """Recomputes cell 2 for micro-batch 2 from the activations of micro-batch 1."""
     if (i.cell, i.micro_batch) == (2, 2):
         of_both = zip(step.buffers.inputs[2, 1], step.buffers.inputs[2, 2], strict=True)
-        step.buffers.inputs[2, 2] = tuple(other.detach().requires_grad_(own.requires_grad) for other, own in of_both)
+        others = [other.detach().requires_grad_(own.requires_grad) for other, own in of_both]
+        step.buffers.inputs[2, 2] = grouped_like(others, step.buffers.inputs[2, 2])
     run(step, i)
 
 
