@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import explain, open_for_writing, open_regular, whole_file, writing
+from ..disk import explain, locked, open_for_writing, open_regular, whole_file, writing
 from ..errors import ConfigurationError
 from .source import Report, no_report
 
@@ -57,7 +56,9 @@ def sole_maker(path: Path, report: Report) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open_for_writing(path.with_name(f".{path.name}.lock"))
     try:
-        _lock(lock, path.name, report)
+        if not locked(lock):
+            report(f"data: waiting for another process that prepares {path.name}", 0, 0)
+            locked(lock, wait=True)
         yield
     finally:
         os.close(lock)
@@ -93,14 +94,3 @@ mapped_array = lru_cache(maxsize=4_096)(open_array)  # Linux allows a process 65
 def damaged(path: Path, error: object) -> ConfigurationError:
     """Returns the refusal of a damaged file of a prepared corpus."""
     return ConfigurationError(f"{path} is damaged ({error}): delete its corpus, which is then made anew")
-
-
-def _lock(file: int, name: str, report: Report) -> None:
-    """Waits until no other process holds the file's lock, which ends with the process or the file."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        report(f"data: waiting for another process that prepares {name}", 0, 0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks, where two preparations at once would disturb each other
-        report(f"data: the file system of {name} has no locks: prepare one run at a time", 0, 0)

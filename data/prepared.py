@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,7 +13,6 @@ from functools import partial
 from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import sentencepiece
@@ -166,20 +164,8 @@ def _run_all(
     """Yields the results; fewer than `most` jobs are running or not yet taken."""
     waiting: deque[Future[Any]] = deque()
     for job in jobs:
-        with _without_script():
-            waiting.append(pool.submit(function, *job))
+        waiting.append(pool.submit(function, *job))
         if len(waiting) >= most:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Hides the running script, which new interpreters import: a script without a `__main__` guard would run again."""
-    script = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script

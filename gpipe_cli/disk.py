@@ -5,6 +5,7 @@ replaced by a new one of a name that nobody can guess (`whole_file`), or opened 
 """
 
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -36,16 +37,6 @@ class NotRegular(PlainError, OSError):
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
-
-
-class Vanished(DiskError):
-    """Raised when a file or folder that a run writes to is no longer at its path."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            f"{path} cannot be written: it, or a folder above it, was moved, deleted or replaced during the run, which "
-            "ends here. If it was moved, put it back to continue from its newest checkpoint"
-        )
 
 
 @contextmanager
@@ -95,6 +86,20 @@ def own_folder(path: Path) -> Path:
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     return path
+
+
+def locked(descriptor: int, wait: bool = False) -> bool:
+    """Locks an open file until its descriptor is closed; returns False if another process keeps it locked.
+
+    On a file system without locks every process has it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextmanager

@@ -6,7 +6,6 @@ commands share the work.
 """
 
 import argparse
-import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from benchmarks.common import ROOT
 from benchmarks.findings.page import draw
 from benchmarks.findings.pieces import Log, Piece, read_experiments
 from benchmarks.findings.runs import complete, run
+from gpipe_cli.disk import locked
 
 HERE, RUNS = Path(__file__).parent, ROOT / "sweeps" / "findings"
 LOG, SENTENCES, PAGE = HERE / "log.jsonl", HERE / "sentences", ROOT / "docs" / "measurements" / "findings.md"
@@ -85,12 +85,7 @@ def _claimed(folder: Path) -> Iterator[bool]:
     """Says whether the run directory is ours: no other command works in it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(folder.name + ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield locked(lock.fileno())
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row, environment, run_command
+from benchmarks.subject import SUBJECT
 from gpipe_cli.bench.workers import machine
 from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
@@ -34,7 +35,7 @@ RESNET = ("model=module", "model.module._target_=torchvision.models.resnet18", "
 REAL_CONVOLUTIONS = (*RESNET, "data.image_size=224", "data.batch_size=64")
 POLL_SECONDS = 0.002
 RUN = ("trainer.evaluate_first=false", "trainer.evaluate_every=null", "trainer.samples=0", "logging.every=1")
-TO_END = (*SMALL, *RUN, "model=transformer", "checkpoint.every=1", "checkpoint.keep=1", "launch.restarts=1")
+TO_END = (*SUBJECT, *RUN, "model.odd=slow", "pipeline.partition=auto", "checkpoint.every=1", "checkpoint.keep=1")
 KINDS = {  # by remat: the kinds of computation of a cell, each with its field of a plan
     "never": {"forward": "forward", "backward": "backward"},
     "always": {"forward": "inference", "recompute": "recompute", "backward": "backward"},
@@ -189,11 +190,11 @@ def commands(site: Site) -> Iterator[Row]:
 
 def ends(site: Site) -> Iterator[Row]:
     """Kills a worker of a run that starts again by itself, and asks a run to stop; yields the seconds to the end."""
-    for number, steps, code in ((signal.SIGKILL, 40, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
-        folder, K = site.folder / number.name, site.workers(8)
+    for number, steps, code in ((signal.SIGKILL, 12, 0), (signal.SIGTERM, 10**5, 128 + signal.SIGTERM)):
+        folder, K = site.folder / number.name, site.workers(7)
         folder.mkdir(parents=True)
         words = [f"pipeline.K={K}", f"pipeline.workers={K}", f"trainer.steps={steps}", f"hydra.run.dir={folder}"]
-        command = [sys.executable, "-m", "gpipe_cli.commands.train", *TO_END, *words]
+        command = [sys.executable, "-m", "gpipe_cli.commands.train", *TO_END, *words, "launch.restarts=1"]
         with (
             (folder / "output").open("wb") as output,
             subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run,

@@ -14,7 +14,6 @@ Files are keyed by layer name and nothing on disk depends on K: a worker of any 
 layers. `writer.py` writes this layout.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -59,7 +58,6 @@ GONE_SINCE = {  # keys of 0.1.0 that our own models and data no longer have
         *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
     ),
 }
-held: list[int] = []  # descriptors of the checkpoints that this process reads; `writer.prune` leaves these
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
@@ -195,21 +193,6 @@ def step_directories(run_dir: Path) -> list[Path]:
     if not home.is_dir():
         return []
     return sorted((path for path in home.iterdir() if STEP_NAME.fullmatch(path.name)), key=step_of)
-
-
-def locked(descriptor: int, kind: int) -> bool:
-    """Locks an open file or directory until its descriptor is closed; returns False if another process keeps it locked.
-
-    Args:
-        kind: `fcntl.LOCK_SH` or `LOCK_EX`, which wait for the other process, or one of them with `fcntl.LOCK_NB`.
-    """
-    try:
-        fcntl.flock(descriptor, kind)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
 
 
 def sha256_of(path: Path) -> str:
@@ -398,8 +381,6 @@ def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
 def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
     """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
 
-    Until this process ends, no run in progress on this machine deletes it.
-
     Args:
         path: a run directory, its folder of checkpoints, or one checkpoint.
         step: of a run directory: a number, "best" or "last".
@@ -407,23 +388,6 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    while True:
-        there = step_directories(_run_dir(path))
-        try:
-            info, warnings = _choose(path, step)
-            descriptor = os.open(info.path, os.O_RDONLY)
-        except (CheckpointError, OSError):
-            if step_directories(_run_dir(path)) == there:
-                raise
-            continue  # a run has just replaced it by a newer one
-        locked(descriptor, fcntl.LOCK_SH)
-        if info.path.is_dir():
-            held.append(descriptor)
-            return info, warnings
-        os.close(descriptor)
-
-
-def _choose(path: Path, step: str) -> tuple[CheckpointInfo, list[str]]:
     if step == "last":
         return find(path)
     run_dir = _run_dir(path)

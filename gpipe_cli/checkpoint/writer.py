@@ -9,7 +9,6 @@ Workers save together, although they meet only once per training step:
    directory. A kill at any moment leaves the previous checkpoint as it was.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -22,7 +21,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
-from ..disk import DRAFT, DiskError, Vanished, cannot_write, own_folder, whole_file, writing
+from ..disk import DRAFT, DiskError, cannot_write, own_folder, whole_file, writing
 from ..json_files import read_json
 from ..version import __version__
 from .files import (
@@ -36,7 +35,6 @@ from .files import (
     best_step,
     checkpoints_directory,
     layer_path,
-    locked,
     partial_directory,
     problems,
     problems_of,
@@ -168,8 +166,6 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            if not self._run_dir.is_dir():
-                raise Vanished(self._run_dir) from error
             raise DiskError(
                 f"worker {self._worker}, {action}: {cannot_write(path, error)}. Earlier checkpoints are untouched: "
                 f"free disk space or restore the right to write, then type checkpoint.resume={self._run_dir}"
@@ -190,15 +186,9 @@ def write_json(path: Path, value: object) -> None:
 
 def sync_directory(path: Path) -> None:
     """Flushes a directory's entries (new files, renames) to disk."""
-    with closed(os.open(path, os.O_RDONLY)) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextmanager
-def closed(descriptor: int) -> Iterator[int]:
-    """Closes a descriptor at the end of the context."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield descriptor
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -227,14 +217,13 @@ def versions(device: str) -> dict[str, str]:
 def prune(run_dir: Path, keep: int) -> None:
     """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and checkpoints discarded before.
 
-    One that another command reads (`files.choose`), or that cannot be deleted, is left to the next call.
+    One that cannot be deleted is left to the next call.
     """
     best, undamaged = best_step(run_dir), 0
     for directory in reversed(step_directories(run_dir)):
         if undamaged >= keep and step_of(directory) != best:
-            with suppress(OSError), closed(os.open(directory, os.O_RDONLY)) as descriptor:
-                if locked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):  # no other command reads it
-                    _discard(directory)
+            with suppress(OSError):
+                _discard(directory)
         elif not problems_of(directory):
             undamaged += 1
     _delete(run_dir, DISCARDED)

@@ -5,7 +5,6 @@ So a refused command changes no other run's directory. Imports no torch.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.checkpoint.files import latest, locked, read_manifest, step_directories
-from gpipe_cli.disk import DiskError, open_for_writing, own_folder, prepare_directory, write_whole, writing
+from gpipe_cli.checkpoint.files import latest, read_manifest, step_directories
+from gpipe_cli.disk import DiskError, locked, open_for_writing, own_folder, prepare_directory, write_whole, writing
 from gpipe_cli.errors import NO_UTF8, ConfigurationError
 from gpipe_cli.jobs.torchrun import is_first
 from gpipe_cli.json_files import read_rows
@@ -51,7 +50,7 @@ def sole_writer(run_dir: Path) -> Iterator[None]:
     with writing(path):
         file = os.fdopen(open_for_writing(path))
     with file:
-        while not locked(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not locked(file.fileno()):
             if time.monotonic() > until:
                 raise ConfigurationError(
                     f"another gpipe-train is writing to {run_dir}: wait for it to end, or type another hydra.run.dir"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
-from ..disk import DiskError, Vanished, cannot_write, own_folder, write_whole, writing
+from ..disk import DiskError, cannot_write, own_folder, write_whole, writing
 from ..json_files import read_rows, skipped
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
@@ -112,8 +112,6 @@ class Journal(Notices):
         """Warns, once for each file, where it cannot be written while the context lasts; the run goes on without."""
         try:
             yield
-        except Vanished:
-            raise
         except Exception as error:
             if path not in self._warned:
                 self._warned.add(path)

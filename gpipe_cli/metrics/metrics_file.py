@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from ..disk import Vanished, open_for_writing, writing
+from ..disk import open_for_writing, writing
 from ..json_files import json_lines
 
 
@@ -36,18 +36,7 @@ class MetricsFile:
             self._file = io.FileIO(open_for_writing(path), "r+")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Writes the row of a step; it must have a key "step".
-
-        Raises:
-            Vanished: the file is no longer at its path. Rows must not go where the checkpoints do not.
-        """
-        with writing(self.path):
-            try:
-                in_place = os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
-            except (FileNotFoundError, NotADirectoryError):
-                in_place = False
-        if not in_place:
-            raise Vanished(self.path)
+        """Writes the row of a step; it must have a key "step"."""
         with writing(self.path):
             _write_all(self._file, f"{json.dumps(json_safe(row))}\n".encode())
 

@@ -75,8 +75,9 @@ def test_bits_are_compared_at_real_sizes(words: Sequence[str], shape: tuple[int,
 
 def test_no_model_is_cut_among_more_workers_than_it_has_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 64)
-    layers = build_model(make_request((*checks.SMALL, "model=transformer")).settings.model)
-    assert Site("ends", "cuda", False, tmp_path).workers(8) == 8 <= len(layers)
+    for most, words in ((8, (*checks.SMALL, "model=transformer")), (7, checks.TO_END)):
+        layers = build_model(make_request(words).settings.model)
+        assert Site("ends", "cuda", False, tmp_path).workers(most) == most <= len(layers)
 
 
 def test_a_second_call_goes_on_with_what_is_open() -> None:

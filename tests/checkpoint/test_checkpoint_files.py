@@ -323,31 +323,3 @@ def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path
     two_checkpoints(tmp_path)
     found = checkpoint_files.resolve(str(tmp_path / suffix), tmp_path / "new")[0]
     assert found is not None and found.step == 2
-
-
-def test_a_checkpoint_that_a_command_reads_is_deleted_only_when_it_has_ended(tmp_path: Path) -> None:
-    layers = make_layers()
-    save(tmp_path, 1, layers, keep=1)
-    info, _ = checkpoint_files.choose(tmp_path)
-    for step in (2, 3):
-        save(tmp_path, step, layers, keep=1)
-    restore(info, layers, None)
-    assert kept_steps(tmp_path) == [1, 3]
-    os.close(checkpoint_files.held.pop())
-    save(tmp_path, 4, layers, keep=1)
-    assert kept_steps(tmp_path) == [4]
-
-
-def test_a_checkpoint_deleted_while_it_is_chosen_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, steps, find = make_layers(), [2, 3], checkpoint_files.find
-    save(tmp_path, 1, layers, keep=1)
-
-    def find_too_early(path: Path) -> tuple[checkpoint_files.CheckpointInfo, list[str]]:
-        found = find(path)
-        if steps:
-            save(tmp_path, steps.pop(0), layers, keep=1)
-        return found
-
-    monkeypatch.setattr(checkpoint_files, "find", find_too_early)
-    assert checkpoint_files.choose(tmp_path)[0].step == 3
-    os.close(checkpoint_files.held.pop())

@@ -1,11 +1,9 @@
 """Tests the CLDR corpus: its contents, what is left out, and that it is always the same."""
 
 import multiprocessing
-import sys
 from pathlib import Path
 
 import pytest
-from processes import run, succeeded
 from run_files import bytes_of
 
 from gpipe_cli.data.cldr import corpus as cldr_corpus
@@ -101,18 +99,6 @@ def test_a_store_is_the_same_bytes_by_any_number_of_processes(tmp_path: Path, mo
 
 
 @pytest.mark.slow(2)
-def test_a_script_without_a_guard_may_build_it(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from gpipe_cli.data.cldr import corpus as cldr_corpus\n"
-        "print('begins')\n"
-        "cldr_corpus.SMALL, cldr_corpus.usable_cores = 0, lambda: 2\n"
-        "parameters = cldr_corpus.CorpusParameters(('de', 'yrl'), 300, 100, 400, 0)\n"
-        "print(len(cldr_corpus.open_store(parameters, 'cache', lambda *told: None).sizes))\n"
-    )
-    assert succeeded(run(sys.executable, script, cwd=tmp_path)) == "begins\n2\n"
-
-
 def test_what_a_killed_build_left_does_not_disturb_the_next(tmp_path: Path) -> None:
     left = tmp_path / "left" / f".partial-{TINY.folder()}" / "train"
     left.mkdir(parents=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from group_jobs import CPU, joined, of_all
 from schedule_rules import Policy, scheduled
 
+from benchmarks.subject import mini_batch, small_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer
@@ -40,7 +41,7 @@ class Case:
     varying: bool = False
 
     def layers(self) -> list[BuiltLayer]:
-        model = small.varying_model() if self.varying else small.small_model(self.batchnorm, self.dropout)
+        model = small.varying_model() if self.varying else small_model(self.batchnorm, self.dropout)
         return small.build_all(model)
 
 
@@ -70,7 +71,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
     posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
     for step in range(STEPS):
-        micro_batches = small.mini_batch(step, case.examples, case.M)
+        micro_batches = mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
         step_input = StepInput(step, STEPS, signatures, 1 / small.weight_of(micro_batches))
         mine = micro_batches if placement[0] == worker else None
@@ -88,7 +89,7 @@ def run_plain(case: Case) -> list[dict[str, Any]]:
     layers = case.layers()
     seen = []
     for step in range(STEPS):
-        micro_batches = small.mini_batch(step, case.examples, case.M)
+        micro_batches = mini_batch(step, case.examples, case.M)
         loss = small.plain_step(layers, micro_batches, step)
         held = {f"{layer.name}.{name}": p for layer in layers for name, p in layer.module.named_parameters()}
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in held.items()}

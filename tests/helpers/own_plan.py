@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
@@ -27,21 +26,6 @@ def even_layers(layers: int = 8, width: int = 64) -> list[Any]:
     return [LayerBuilder(f"layer_{i}", partial(nn.Linear, width, width)) for i in range(layers)]
 
 
-class OwnData(Source):
-    """Reads data as a user's own source without `typical_micro_batch`."""
-
-    def __init__(self, batch_size: int = 64, width: int = 64) -> None:
-        self.batch_size, self.width = batch_size, width
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Any:
-        while True:
-            x = torch.zeros(self.batch_size // M, self.width)
-            yield Batch([((x,), (x,)) for _ in range(M)], 0)
-
-    def evaluation(self, M: int) -> Any:
-        return iter(())
-
-
 class OwnTask(Task):
     """Computes a loss that costs nothing, as a user's own task."""
 
@@ -58,4 +42,5 @@ class OwnTask(Task):
 
 IDEAL = "plan.device={flops: 1e9, memory: 1GB, bandwidth: 1e15, link: 1e15, latency: 0, overhead: 0}"
 ON_CPU = "plan.device={flops: 31.2e12, half_flops: 125e12, memory: 24GiB, bandwidth: 6e11, link: 2.5e10, kernels: cpu}"
-OWN = (EVEN, "data._target_=own_plan.OwnData", "data.batch_size=64", "task._target_=own_plan.OwnTask", IDEAL)
+ZEROS = ("data._target_=benchmarks.chosen.Zeros", "data.batch_size=64", "data.inputs=64", "data.outputs=64")
+OWN = (EVEN, *ZEROS, "task._target_=own_plan.OwnTask", IDEAL)

@@ -5,100 +5,26 @@ The small model shows every sort of fault in seconds.
 """
 
 import pkgutil
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from small_models import Mix, mini_batch, small_model
 from torch import Tensor
 
-from gpipe_cli.data.source import Batch, Source
+from benchmarks.subject import SUBJECT
 from gpipe_cli.jobs.configuration import composed, prepare
 from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.context import Context
-from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.messages.grouping import grouped_like
 from gpipe_cli.schedule.instruction import Op
 from gpipe_cli.verify import compare as c
 from gpipe_cli.verify import run as verify
-
-# -- the subject -------------------------------------------------------------------------------------------------------
-
-
-class Counting(Mix):
-    """Changes a buffer of its own in every forward."""
-
-    calls: Tensor
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__(dropout)
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.calls += 1
-        return super().forward(inputs)
-
-
-class Dice(Mix):
-    """Draws random numbers that are not torch's."""
-
-    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *rest = super().forward(inputs)
-        return x * (1 + random.random()), *rest
-
-
-ODD = {"counter": Counting, "dice": Dice}
-
-
-def layers(batchnorm: bool = True, odd: str = "", auxiliary: bool = True, tied: str = "") -> list[LayerBuilder]:
-    """Returns embed, mix_0, norm (or mix_1), judge, mix_2, mix_3 (or the ``odd`` layer), head.
-
-    Args:
-        tied: "declared": judge and head use the matrix of embed; "shared": by modules that they share.
-    """
-    made = {builder.name: builder for builder in small_model(batchnorm, 0.2) if auxiliary or builder.name != "judge"}
-    if odd:
-        made["mix_3"] = LayerBuilder(odd, partial(ODD[odd], 0.2))
-    uses = {"judge": "opinion", "head": "out"} if tied else {}
-    if tied == "shared":
-        modules = {name: made[name].build() for name in ("embed", *uses)}
-        for name, own in uses.items():
-            getattr(modules[name], own).weight = modules["embed"].table.weight
-        made |= {name: replace(made[name], build=lambda module=module: module) for name, module in modules.items()}
-    elif tied:
-        made |= {name: replace(made[name], tied={f"{own}.weight": "embed.table.weight"}) for name, own in uses.items()}
-    return [*made.values()]
-
-
-class RandomRows(Source):
-    """Yields rows of random ids, whose targets are the ids one place further; mini-batches differ in width."""
-
-    def __init__(self, batch_size: int = 16) -> None:
-        self.batch_size = batch_size
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        for number in range(position or 0, 1000):
-            rows = mini_batch(number, self.batch_size, M * replicas)
-            yield Batch(rows[replica * M : (replica + 1) * M], number + 1)
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        return (Batch(mini_batch(number, self.batch_size, M), 1) for number in (1001, 1002))
-
-
-SUBJECT = (  # cell 0: embed, mix_0; cell 1: norm, judge; cell 2: mix_2, mix_3; cell 3: head
-    *(f"model._target_={__name__}.layers", f"data._target_={__name__}.RandomRows"),
-    *("task=language_model", "task.pad_id=0", "task.logit_clip=0.5"),
-    *("data.batch_size=16", "pipeline.K=4", "pipeline.M=4", "pipeline.partition=[2,2,2,1]", "trainer.steps=1000"),
-    *("optimizer=adam", "lr_schedule=constant", "optimizer.lr=0.01", "trainer.gradient_clip=0.05"),
-)
 
 
 def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) -> dict[str, Any]:

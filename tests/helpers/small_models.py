@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from schedule_rules import scheduled
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.subject import WIDTH, WORDS
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
@@ -17,83 +17,8 @@ from gpipe_cli.pipeline.engine import Engine, StepInput, StepRecord
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.randomness import NoiseSource
 
-WORDS, WIDTH = 11, 8
 CPU = torch.device("cpu")
 Steps = Sequence[dict[str, Any]]
-
-
-class Embed(nn.Module):
-    """Maps ids [b, t] to (x [b, t, d], mask [b, t] bool, ids, positions [b, t] float without gradient)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x = self.table(ids)
-        return x, ids == 0, ids, torch.arange(ids.shape[1], dtype=x.dtype).expand(ids.shape[0], -1)
-
-
-class Mix(nn.Module):
-    """Adds a residual branch that uses all tensors of the boundary, in either of their groupings."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-
-    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, *others = inputs
-        if len(others) == 2:
-            named, (positions, nothing) = others
-            assert nothing is None and list(named) == ["mask", 7]
-            mask = named["mask"]
-        else:
-            mask, _, positions = others
-        branch = torch.tanh(self.linear(x) + 0.1 * positions[..., None])
-        return x + self.dropout(branch).masked_fill(mask[..., None], 0.0), *others
-
-
-class Norm(nn.Module):
-    """Normalises the channels; its output is a transposed view, with unusual strides on purpose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.norm(inputs[0].transpose(1, 2)).transpose(1, 2), *inputs[1:]
-
-
-class Judge(nn.Module):
-    """Passes everything on, in another grouping, and adds an auxiliary loss in the middle of the pipeline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.opinion = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        x, mask, ids, positions = inputs
-        return x, {"mask": mask, 7: ids}, [positions, None]
-
-    def auxiliary_loss(self, outputs: tuple[Any, ...], targets: tuple[Tensor, ...]) -> Tensor:
-        return 0.4 * F.cross_entropy(self.opinion(outputs[0]).flatten(0, 1), targets[0].flatten(), reduction="sum")
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return self.out(inputs[0])
-
-
-def small_model(batchnorm: bool = False, dropout: float = 0.0) -> list[LayerBuilder]:
-    """Returns seven layers with every sort of tensor that may pass a boundary."""
-    mix = partial(Mix, dropout)
-    first = {"embed": Embed, "mix_0": mix, **({"norm": Norm} if batchnorm else {"mix_1": mix})}
-    layers = {**first, "judge": Judge, "mix_2": mix, "mix_3": mix, "head": Head}
-    return [LayerBuilder(name, build) for name, build in layers.items()]
 
 
 class Branches(nn.Module):
@@ -146,13 +71,6 @@ def token_loss(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> tupl
     (logits,), (wanted,) = outputs, targets
     loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=0, reduction="sum")
     return loss, torch.tensor([float(wanted.numel())], dtype=torch.float64)
-
-
-def mini_batch(step: int, examples: int, M: int) -> list[MicroBatch]:
-    """Returns ``examples`` rows in M micro-batches of nearly equal size; their width changes from step to step."""
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, WORDS, (examples, 5 + step % 2), generator=generator)
-    return [((rows,), (rows.roll(1, 1),)) for rows in ids.tensor_split(M)]
 
 
 def weight_of(micro_batches: Sequence[MicroBatch]) -> float:

@@ -2,9 +2,8 @@
 
 import math
 import os
-import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,31 +75,6 @@ def test_a_row_that_finds_no_room_leaves_no_part_of_it(disk: Path) -> None:
     file.write({"step": 3})
     file.close()
     assert [row["step"] for row in rows(path)] == [1, 3]
-
-
-def move_away(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-
-
-def replace_by_a_copy(folder: Path) -> None:
-    move_away(folder)
-    shutil.copytree(folder.with_name("elsewhere"), folder)
-
-
-@pytest.mark.parametrize("lose", [shutil.rmtree, move_away, replace_by_a_copy], ids=["removed", "moved", "replaced"])
-def test_a_run_whose_directory_vanishes_does_not_make_it_again(lose: Callable[[Path], None], tmp_path: Path) -> None:
-    run_dir, steps = tmp_path / "run", list[int]()
-
-    def on_event(event: dict[str, Any]) -> None:
-        if event.get("kind") == "progress":
-            steps.append(event["step"])
-            if event["step"] == 2:
-                lose(run_dir)
-
-    with pytest.raises(DiskError, match="cannot be written: it, or a folder above it, was moved, deleted"):
-        train_inline(run_dir, *WORDS, "trainer.steps=5", "pipeline.K=1", "checkpoint.every=4", on_event=on_event)
-    assert steps == [1, 2]
-    assert lose is replace_by_a_copy or not run_dir.exists()
 
 
 def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
-from own_plan import planned
+from own_plan import ZEROS, planned
 from planted_faults import verified
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_gpipe_verify_agrees_with_groups_and_both_optimizers(tmp_path: Path) -> 
 
 
 def test_a_plan_counts_one_number_for_a_hidden_weight_two_for_another_and_none_for_a_frozen_one() -> None:
-    words = ("model._target_=own_plan.even_layers", "data._target_=own_plan.OwnData", "task._target_=own_plan.OwnTask")
+    words = ("model._target_=own_plan.even_layers", *ZEROS, "task._target_=own_plan.OwnTask")
     groups = "optimizer.groups=[{match: layer_7.*, frozen: true}, {match: layer_6.*, muon: false}]"
     whole = planned(*words, "optimizer=muon", groups, "pipeline.K=1").cells[0]
     steps = 4 * (6 + 2)  # Adam counts in each of its parameters

@@ -9,10 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_models import CPU, build_all, engine_of, gradients_of, mini_batch, small_model, train_step
+from small_models import CPU, build_all, engine_of, gradients_of, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.subject import mini_batch, small_model
 from gpipe_cli.pipeline.cell import BuiltLayer, compile_layer
 from gpipe_cli.pipeline.weight_casts import WeightCasts
 from gpipe_cli.schedule.orders import KINDS

@@ -9,9 +9,10 @@ import torch
 from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
 from own_model import in_backward
 from schedule_rules import scheduled
-from small_models import build_all, engine_of, mini_batch, other_values, small_model, token_loss, train_step
+from small_models import build_all, engine_of, other_values, token_loss, train_step
 from torch import Tensor, nn
 
+from benchmarks.subject import mini_batch, small_model
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder

@@ -11,8 +11,9 @@ import yaml
 from inline_run import train_inline
 from own_plan import ON_CPU, planned
 from run_files import losses
-from small_models import CPU, build_all, small_model
+from small_models import CPU, build_all
 
+from benchmarks.subject import small_model
 from gpipe_cli.commands import train, verify
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.data.source import Batch, Source

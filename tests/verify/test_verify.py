@@ -8,9 +8,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from own_model import DIGITS
-from planted_faults import SUBJECT, verified
+from planted_faults import verified
 from processes import command
 
+from benchmarks.subject import SUBJECT
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
