@@ -1,8 +1,6 @@
 """Makes a source of two PyTorch data sets."""
 
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, cast
 
@@ -10,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ..cpu import seeded
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .source import Batch, Source, evaluation_parts, permutation, slices_of_replica
@@ -134,7 +133,7 @@ class _Seeded(Dataset[Any]):
         self._examples, self._seed = examples, seed
 
     def __getitem__(self, key: Key) -> Any:
-        with _seeded(self._seed, *key):
+        with seeded(int(np.random.SeedSequence((self._seed, *key)).generate_state(1, np.uint32)[0])):
             return self._examples[key[1]]
 
 
@@ -152,19 +151,3 @@ def stack_examples(examples: list[Any]) -> MicroBatch:
     stacked = [default_collate([example[side] for example in examples]) for side in (0, 1)]
     inputs, targets = (tuple(side) if isinstance(side, (tuple, list)) else (side,) for side in stacked)
     return inputs, targets
-
-
-@contextmanager
-def _seeded(*key: int) -> Iterator[None]:
-    """Seeds the global generators by `key` and restores them afterwards."""
-    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint32)[0])
-    python, numpy, tensors = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(tensors)

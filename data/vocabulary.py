@@ -13,7 +13,6 @@ import sentencepiece
 
 from ..disk import read_bytes
 from ..errors import ConfigurationError
-from ..micro_batch import MicroBatch
 from .source import Batch, Source
 
 PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
@@ -237,10 +236,31 @@ class VocabularySource(Source):
         return self.target_vocabulary.decode(ids, after)
 
 
-class _VocabulariesOnly(VocabularySource):
-    """Yields one mini-batch, which shows the shapes: there is no corpus."""
+class VocabulariesOnly(VocabularySource):
+    """Encodes and decodes text; yields one mini-batch, which shows the shapes: there is no corpus.
 
-    _example: MicroBatch
+    Args:
+        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
+        sequence_length: tokens of an example of a language model; None: the run translates.
+        end_token: see `TokenizerFile`.
+
+    Raises:
+        ConfigurationError: a vocabulary is damaged.
+    """
+
+    def __init__(self, vocabularies: str, sequence_length: int | None = None, end_token: str | None = None) -> None:
+        import torch  # imported late: `vocabulary_file` does not need it
+
+        folder = Path(vocabularies)
+        if sequence_length is None:
+            self.pad_id, self.bos_id, self.eos_id, self.reads_ends = PAD, BOS, EOS, True
+            self.source_vocabulary, self.target_vocabulary = read_both(folder)
+            tokens = torch.full(EXAMPLE, PAD)
+        else:
+            self.source_vocabulary = self.target_vocabulary = read_vocabulary(vocabulary_file(folder), end_token)
+            self.eos_id = self.source_vocabulary.eos_id
+            tokens = torch.full((1, sequence_length), self.eos_id)
+        self._example = ((tokens, tokens) if sequence_length is None else (tokens,)), (tokens,)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the one mini-batch."""
@@ -249,47 +269,3 @@ class _VocabulariesOnly(VocabularySource):
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields nothing."""
         yield from ()
-
-
-class SentenceSource(_VocabulariesOnly):
-    """Encodes and decodes sentences; its only batch is of padding.
-
-    Args:
-        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
-
-    Raises:
-        ConfigurationError: a vocabulary is damaged.
-    """
-
-    pad_id, bos_id, eos_id = PAD, BOS, EOS
-    reads_ends = True
-
-    def __init__(self, vocabularies: str) -> None:
-        import torch  # imported late: `vocabulary_file` does not need it
-
-        self.source_vocabulary, self.target_vocabulary = read_both(Path(vocabularies))
-        tokens = torch.full(EXAMPLE, PAD)
-        self._example = (tokens, tokens), (tokens,)
-
-
-class PromptSource(_VocabulariesOnly):
-    """Encodes and decodes the text of a language model; its only batch is of end tokens.
-
-    Args:
-        vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.
-        sequence_length: tokens of an example in training.
-        end_token: see `TokenizerFile`.
-
-    Raises:
-        ConfigurationError: the vocabulary is damaged.
-    """
-
-    def __init__(self, vocabularies: str, sequence_length: int, end_token: str | None = None) -> None:
-        import torch
-
-        self.source_vocabulary = self.target_vocabulary = read_vocabulary(
-            vocabulary_file(Path(vocabularies)), end_token
-        )
-        self.eos_id = self.source_vocabulary.eos_id
-        tokens = torch.full((1, sequence_length), self.eos_id)
-        self._example = (tokens,), (tokens,)

@@ -1,8 +1,9 @@
-"""Reports the cores and memory that a process may use, and sets its threads and its memory allocator."""
+"""Reports the cores and memory that a process may use; sets its threads, memory allocator and random generators."""
 
 import ctypes
 import os
 import platform
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,3 +129,21 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT)
         mallopt(_M_MMAP_THRESHOLD, _KEPT)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the default generators of torch's CPU, numpy and Python, and restores them afterwards."""
+    import numpy as np
+    import torch
+
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)

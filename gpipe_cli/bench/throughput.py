@@ -127,7 +127,7 @@ class Setting:
         if not self.linked:
             kinds |= {name: name.removeprefix(TORCH) for name in (PEERS[:1] if self.options.quick else PEERS)}
         cells = {name: cells_of(kind, self.K) for name, kind in kinds.items()}
-        fitting = [name for name in kinds if cells[name] <= len(self.costs.costs)]
+        fitting = [name for name in kinds if cells[name] <= len(self.costs.costs) or name not in PEERS]
         return {name: (kinds[name], self.costs.cut(cells[name]), self.options.remat) for name in fitting}
 
     def limit(self, kind: str) -> float:

@@ -62,7 +62,7 @@ def worker_config(run: Reopened, sampling: dict[str, Any]) -> dict[str, Any]:
     if run.prepared.config["task"].get("generation"):
         raise ConfigurationError(f"{run.info.run_dir} translates, it does not continue texts: use gpipe-translate")
     keys = {"sequence_length": data.get("sequence_length", 1), "end_token": data.get("end_token")}
-    return {**line_config(run, "gpipe-generate", "PromptSource", **keys), "sampling": sampling}
+    return {**line_config(run, "gpipe-generate", **keys), "sampling": sampling}
 
 
 if __name__ == "__main__":

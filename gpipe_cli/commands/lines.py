@@ -68,14 +68,13 @@ def answer_lines(
     return 0
 
 
-def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[str, Any]:
+def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
     """Returns the workers' configuration: the run's, with its saved vocabularies in place of its data.
 
     A run that saved none, such as one with a user's own data source, opens its data.
 
     Args:
-        source: the class of gpipe_cli.data.vocabulary that reads them.
-        keys: of that class, beside the folder.
+        keys: of the source that reads them, beside the folder.
 
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
@@ -90,8 +89,8 @@ def line_config(run: Reopened, command: str, source: str, **keys: Any) -> dict[s
     require_same_vocabularies(run.info, vocabularies_in(vocabularies))
     config = {**run.prepared.config}
     if vocabulary_file(vocabularies).is_file():
-        target = f"gpipe_cli.data.vocabulary.{source}"
-        config["data"] = {"_target_": target, "vocabularies": str(vocabularies), **keys}
+        source = "gpipe_cli.data.vocabulary.VocabulariesOnly"
+        config["data"] = {"_target_": source, "vocabularies": str(vocabularies), **keys}
     else:
         run.require_named_paths()
     return {"settings": config, "checkpoint": str(run.info.path.absolute())}

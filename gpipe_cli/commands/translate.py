@@ -53,7 +53,7 @@ def worker_config(run: Reopened) -> dict[str, Any]:
             "gpipe-generate. If its model is a translation, type "
             "+task.generation='{per_language:1,per_language_at_end:1,group:64,max_length:64}'"
         )
-    return line_config(run, "gpipe-translate", "SentenceSource")
+    return line_config(run, "gpipe-translate")
 
 
 if __name__ == "__main__":

@@ -113,34 +113,10 @@ class CommandChannel:
             self.connection.send(word)
 
 
-class Places:
-    """Holds the command's view of its workers' places: exact even when a worker dies without a word.
-
-    Args:
-        workers: their number.
-
-    Attributes:
-        descriptor: of the memory, for the workers; to be closed when they have it.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.descriptor = unnamed_memory("gpipe-places", workers * Position.SIZE)
-        self._memory = mmap.mmap(self.descriptor, workers * Position.SIZE)
-        self._places = [_place(self._memory, rank) for rank in range(workers)]
-
-    def of(self, rank: int) -> dict[str, Any]:
-        """Returns the place of a worker, or its last one before it died; empty where nothing is known."""
-        return self._places[rank].known() if 0 <= rank < len(self._places) else {}
-
-
 def open_place(descriptor: int, rank: int) -> Position:
     """Returns the place of worker ``rank``, in the memory that the command reads; closes the descriptor."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     os.close(descriptor)
-    return _place(memory, rank)
-
-
-def _place(memory: mmap.mmap, rank: int) -> Position:
     return Position(memoryview(memory)[rank * Position.SIZE : (rank + 1) * Position.SIZE])
 
 

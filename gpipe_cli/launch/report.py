@@ -30,18 +30,14 @@ COMMUNICATION = re.compile(
 _OF_PEER = re.compile(r"remote|peer|closed|reset|refused|broken pipe|timed? ?out|abort", re.IGNORECASE)
 # Errors of torch and its libraries when a device or the machine has no memory for a tensor.
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED|MemoryError", re.IGNORECASE)
-ADVICE = {  # on errors whose own words do not help; the last part of what is printed
+ADVICE: dict[str | re.Pattern[str], str] = {  # on errors whose own words do not help; the last part of what is printed
     NO_MEMORY: "pipeline.remat=always, lower pipeline.keep, higher pipeline.M or precision=bf16 need less memory; "
     "gpipe-plan with the same words and plan.fit=24GB (what a device has) finds what fits",
-    re.compile(
-        "device-side assert"
-    ): "a GPU reports a wrong index late, at another layer: is a token or label beyond a "
-    "table? The same words with pipeline.device=cpu name the layer",
-    re.compile("deterministic implementation"): "precision.deterministic=false runs it; its last bits vary",
-    re.compile(
-        "Resource temporarily unavailable"
-    ): "this machine or account allows no more threads or memory (ulimit -a)",
-    re.compile("/dev/shm"): "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
+    "device-side assert": "a GPU reports a wrong index late, at another layer: is a token or label beyond a table? "
+    "The same words with pipeline.device=cpu name the layer",
+    "deterministic implementation": "precision.deterministic=false runs it; its last bits vary",
+    "Resource temporarily unavailable": "this machine or account allows no more threads or memory (ulimit -a)",
+    "/dev/shm": "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
 }
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 OF_SIGKILL = " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)"
@@ -107,7 +103,7 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     """Describes the end of a worker by an exception, in this worker."""
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
-    advice = next((f"\n{advice}" for words, advice in ADVICE.items() if words.search(said)), "")
+    advice = next((f"\n{advice}" for words, advice in ADVICE.items() if re.search(words, said)), "")
     shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
     return Failure(
         rank=rank,

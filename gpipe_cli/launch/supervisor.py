@@ -32,12 +32,13 @@ from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
 from gpipe_cli.disk import own_folder, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, Places, unnamed_memory
+from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, unnamed_memory
 from gpipe_cli.launch.context import Context, call_entry, show_crashes
 from gpipe_cli.launch.messenger import mailbox
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.zygote import bootstrap, hand_over
+from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -153,8 +154,8 @@ class _Processes:
             ends = {rank: handed_over.enter_context(end).fileno() for rank, end in theirs.items()}
             mailboxes = [[handed_over.enter_context(end).fileno() for end in mailbox()] for _ in range(job.workers)]
             store, memory = _make_store(handed_over, self._until_end)
-            self.places = Places(job.workers)
-            handed_over.callback(os.close, self.places.descriptor)
+            self._places = unnamed_memory("gpipe-places", job.workers * Position.SIZE)
+            self._until_end.callback(os.close, self._places)
             content = {
                 **asdict(job),
                 "run_dir": str(directory.parent),
@@ -162,7 +163,7 @@ class _Processes:
                 "control": ends[STARTER],
                 "channels": [ends[rank] for rank in range(job.workers)],
                 "mailboxes": mailboxes,
-                "places": self.places.descriptor,
+                "places": self._places,
                 "store": store,
                 "store_memory": memory,
             }
@@ -170,7 +171,7 @@ class _Processes:
                 bootstrap("run_zygote"),
                 stdin=subprocess.PIPE,
                 env=_environment(job),
-                pass_fds=[*ends.values(), *chain(*mailboxes), self.places.descriptor, *memory],
+                pass_fds=[*ends.values(), *chain(*mailboxes), self._places, *memory],
                 start_new_session=True,
             )
         assert self.zygote.stdin is not None
@@ -199,6 +200,11 @@ class _Processes:
         channel = self.open.pop(rank)
         self._selector.unregister(channel.connection)
         channel.connection.close()
+
+    def place_of(self, rank: int) -> dict[str, Any]:
+        """Returns the place of a worker, or its last one before it died without a word; empty of the zygote."""
+        content = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
+        return Position(bytearray(content)).known()
 
     def send_all(self, word: bytes) -> None:
         for rank, channel in self.open.items():
@@ -306,7 +312,7 @@ class _Watch:
     def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
         if rank in self.reports:
             return report.received(self.directory, self.reports[rank])
-        return report.silent_failure(self.directory, rank, exit_code, when, self.processes.places.of(rank))
+        return report.silent_failure(self.directory, rank, exit_code, when, self.processes.place_of(rank))
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
         start = time.monotonic()

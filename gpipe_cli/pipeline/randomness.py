@@ -6,16 +6,15 @@ numbers do not depend on K, on the worker or on earlier ones, and recompute (pap
 again without any stored generator state. What the program around the engine draws goes on as if the engine drew none.
 """
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from struct import pack, unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .. import cpu
 from ..gpus import GPU
 
 WEIGHTS, NOISE, SECTION, EVALUATION, UPDATE, COSTS = range(1, 7)  # purposes of a seed, so that no two coincide
@@ -29,20 +28,9 @@ def derive_seed(*numbers: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-@contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds the default generators of torch's CPU, numpy and Python by these numbers; restores them afterwards."""
-    seed = derive_seed(*numbers)
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+def seeded(*numbers: int) -> AbstractContextManager[None]:
+    """Returns the context in which the default generators of the CPU are seeded by these numbers (`cpu.seeded`)."""
+    return cpu.seeded(derive_seed(*numbers))
 
 
 def weights_of_layer(seed: int, layer: int) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .instruction import Op, ScheduleError
+from .instruction import Op
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Unit:
 
 def gpipe(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Orders as the paper does: all forwards, then all backwards, the last micro-batch first (section 2.2)."""
-    runs = _one_run_per_worker("gpipe", placement)
+    runs = runs_of(placement)
     return [_each(Op.FORWARD, cells, M) + _each(Op.BACKWARD, cells, M)[::-1] for cells in runs]
 
 
 def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Starts worker w of W with W-1-w forwards, then alternates: at most W-w micro-batches are kept, for any M."""
-    runs = _one_run_per_worker("1f1b", placement)
+    runs = runs_of(placement)
     return [
         _alternate(_each(Op.FORWARD, cells, M), _each(Op.BACKWARD, cells, M), len(runs) - 1 - worker)
         for worker, cells in enumerate(runs)
@@ -55,12 +55,6 @@ def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
     K, workers = len(placement), max(placement) + 1
     if workers in (1, K):  # each worker has one run of cells
         return one_forward_one_backward(placement, M)
-    if K % workers or list(placement) != [cell % workers for cell in range(K)]:
-        example = [cell % workers for cell in range(-(-K // workers) * workers)]
-        raise ScheduleError(
-            "schedule interleaved_1f1b needs the same number of cells on each worker, cell c on worker c mod W, but "
-            f"the placement is {list(placement)}: use one like {example}"
-        )
     groups = _groups(M, workers)
     lists = []
     for worker in range(workers):
@@ -78,7 +72,7 @@ def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
     Worker w puts off the weight gradients of w micro-batches, so that every worker keeps at most W micro-batches, as
     many as the first worker does under 1f1b. After ZB-H1 of Qi et al. 2023 ("Zero Bubble Pipeline Parallelism").
     """
-    runs = _one_run_per_worker("zero_bubble", placement)
+    runs = runs_of(placement)
     lists = []
     for worker, cells in enumerate(runs):
         ahead = len(runs) - 1 - worker
@@ -112,16 +106,6 @@ def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
             runs[-1] += (cell,)
         else:
             runs.append((cell,))
-    return runs
-
-
-def _one_run_per_worker(kind: str, placement: Sequence[int]) -> list[tuple[int, ...]]:
-    runs = runs_of(placement)
-    if [placement[cells[0]] for cells in runs] != list(range(len(runs))):
-        raise ScheduleError(
-            f"schedule {kind} needs the cells of a worker side by side and the workers in order, but the placement "
-            f"is {list(placement)}: use one like {sorted(placement)}"
-        )
     return runs
 
 

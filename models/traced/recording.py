@@ -28,6 +28,8 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from ...cpu import seeded as seeded
+
 # They change every value and read none.
 FILLS = {"aten::uniform_", "aten::normal_", "aten::fill_", "aten::zero_", "aten::copy_"}
 SEEDING = ("manual_seed", "seed", "set_rng_state")
@@ -36,21 +38,6 @@ TRUNCATED = init._no_grad_trunc_normal_  # draws again until every value is insi
 
 class NotRecordable(Exception):
     """Raised for a constructor whose operations cannot be repeated, as of one that looks at values."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds torch, numpy and Python within the context."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 @contextmanager

@@ -85,12 +85,6 @@ def test_a_schedule_is_drawn_as_its_description_says(name: str) -> None:
     assert drawn == dedent(text).strip("\n")
 
 
-@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 0), (0, 1, 0, 1, 0)], ids=str)
-def test_interleaved_cells_have_one_placement_and_another_is_refused(placement: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match=r"cell c on worker c mod W.*use one like \[0, 1, 0, 1"):
-        scheduled("interleaved_1f1b", placement, 4, "never")
-
-
 def test_a_worker_with_two_cells_sends_the_gradient_before_any_weight_gradient() -> None:
     assert printed("zero_bubble", (0, 1, 1), 1, "never")[1] == "ra1.0 F1.0 F2.0 I2.0 I1.0 sg1.0 W2.0 W1.0"
 

@@ -12,7 +12,7 @@ from gpipe_cli.terminal.runs import ideal_throughput
 
 from ...svg import Curve, plot
 from ..options import BenchOptions
-from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, cells_of, count_models, measure
+from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
 from .table import Say, Table
 
 Row = dict[str, Any]
@@ -30,7 +30,9 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     if protocol.linked and "interleaved_1f1b" in options.schedules:
         raise ConfigurationError("schedules=interleaved_1f1b: table 3 has one cell a worker; leave it out")
     grid = [(K, M) for K in options.grid_K for M in options.M or protocol.M]
-    settings = make_settings(protocol, options, grid, say)
+    say("counting the models' FLOPs on fake tensors")
+    counted = count_models({family: protocol.sizes[family] for family in options.models})
+    settings = [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
     rows = make_rows(settings, measured(settings, options, say), protocol)
     others = [*options.schedules[1:], *PEERS]
     columns = {"model": "", "K": "", "M": "", "paper": ".2f", "ours": ".2f", IDEAL: ".2f", "simulated": ".2f"}
@@ -41,30 +43,14 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     return Table(f"table{number}", title, columns, rows, notes(settings[0], rows), drawing)
 
 
-def make_settings(
-    protocol: GridTable, options: BenchOptions, grid: Sequence[tuple[int, int]], say: Say
-) -> list[Setting]:
-    """Counts the models, and returns each of them at each K and M.
-
-    Raises:
-        ConfigurationError: more cells than layers.
-    """
-    say("counting the models' FLOPs on fake tensors")
-    counted = count_models({family: protocol.sizes[family] for family in options.models})
-    for costs in counted:
-        if (most := max(cells_of(kind, K) for kind in options.schedules for K, _ in grid)) > len(costs.costs):
-            raise ConfigurationError(f"{most} cells: {costs.name} has {len(costs.costs)} layers, one for each cell")
-    return [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
-
-
 def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> list[Seconds]:
     """Measures with one set of processes for each K; returns the seconds for each setting."""
-    found: dict[int, Seconds] = {}
+    found, configs = dict[int, Seconds](), [setting.config() for setting in settings]  # refused before anything runs
     for K in sorted({setting.K for setting in settings}):
         numbers = [number for number, setting in enumerate(settings) if setting.K == K]
         say(f"K={K}: {len(numbers)} settings, timed steps of each contender: {options.timed_steps}")
-        configs = [settings[number].config() for number in numbers]
-        found |= dict(zip(numbers, measure(configs, K, options.timed_steps, options.realtime), strict=True))
+        of_K = [configs[number] for number in numbers]
+        found |= dict(zip(numbers, measure(of_K, K, options.timed_steps, options.realtime), strict=True))
     return [found[number] for number in range(len(settings))]
 
 
