@@ -18,7 +18,7 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
-from ..disk import DRAFT, whole_file
+from ..disk import DRAFT, NotRegular, whole_file, write_whole
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
 from .cache import cache_folder, remove, sole_maker, writing_cache
@@ -27,6 +27,7 @@ from .source import Report, no_report
 from .vocabulary import SOURCE, TARGET, TOKENIZER, VocabularySource, smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
+FILES = "files.json"  # the size of each other file of a store, in bytes; earlier releases wrote none
 SMALL_BYTES = 4 * 2**20  # text that one process prepares before others have started
 
 RunAll = Callable[..., Iterator[Any]]
@@ -36,7 +37,7 @@ RunAll = Callable[..., Iterator[Any]]
 def prepared_folder(
     cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report, description: type[Any]
 ) -> Path:
-    """Returns a folder of the cache, and makes it first if it is not there, or its JSON is damaged.
+    """Returns a folder of the cache, and makes it first if it is not there, or one of its files is damaged.
 
     Args:
         make: fills the draft of the folder; intermediate files lie in its folder `WORK`.
@@ -58,6 +59,9 @@ def prepared_folder(
                         (draft / WORK).mkdir(parents=True)
                         make(draft)
                         remove(draft / WORK)
+                        files = (file for file in draft.rglob("*") if file.is_file())
+                        sizes = {str(file.relative_to(draft)): file.stat().st_size for file in files}
+                        write_whole(draft / FILES, json.dumps(sizes))
                         draft.rename(path)
                     finally:
                         remove(draft)
@@ -65,13 +69,17 @@ def prepared_folder(
 
 
 def _is_whole(folder: Path, description: type[Any], report: Report) -> bool:
-    """Returns whether a folder is there with JSON that can be read; reports a damaged one."""
+    """Returns whether a folder is there with JSON that can be read and files of full size; reports a damaged one."""
     try:
         read_json(folder / "store.json", description)
         Defects.read(folder)
-    except FileNotFoundError:
+        sizes = read_json(folder / FILES, dict[str, int]) if (folder / FILES).exists() else {}
+        for file, size in ((folder / name, size) for name, size in sizes.items()):
+            if not (file.is_file() and file.stat().st_size == size and os.access(file, os.R_OK)):
+                raise DamagedJson(f"{file} is damaged: it is no readable file of {size:,} bytes")
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    except DamagedJson as error:
+    except (DamagedJson, NotRegular, PermissionError) as error:
         report(f"{error}: it is made anew", 0, 0)
         return False
     return True

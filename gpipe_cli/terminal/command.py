@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpipe_cli import __version__
+from gpipe_cli.cpu import require_room_for_torch
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
 from gpipe_cli.gpus import let_memory_grow
@@ -67,6 +68,7 @@ def run_command(
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
+        require_room_for_torch()
         return work(words)
 
     code = exit_code(name, partial(check_rank, os.environ), to_stderr) or exit_code(name, answer, say or to_stderr)
