@@ -20,11 +20,6 @@ from .source import Report, no_report
 T = TypeVar("T")
 
 
-def cache_folder(cache_dir: str | None) -> Path:
-    """Returns `cache_dir`, or `$GPIPE_CACHE`, or `~/.cache/gpipe`."""
-    return Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
-
-
 def writing_cache(cache: Path) -> AbstractContextManager[None]:
     """Returns a context in which an OSError of the cache becomes a `DiskError`: its file, the reason, what to do."""
     return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room")

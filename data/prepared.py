@@ -18,10 +18,10 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
-from ..disk import DRAFT, NotRegular, whole_file, write_whole
+from ..disk import DRAFT, NotRegular, cache_folder, whole_file, write_whole
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
-from .cache import cache_folder, remove, sole_maker, writing_cache
+from .cache import remove, sole_maker, writing_cache
 from .defects import DEFECTS, Defects
 from .source import Report, no_report
 from .vocabulary import SOURCE, TARGET, TOKENIZER, VocabularySource, smaller_notice

@@ -39,6 +39,11 @@ class NotRegular(PlainError, OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+def cache_folder(cache_dir: str | None) -> Path:
+    """Returns `cache_dir`, or `$GPIPE_CACHE`, or `~/.cache/gpipe`."""
+    return Path(cache_dir or os.environ.get("GPIPE_CACHE") or "~/.cache/gpipe").expanduser()
+
+
 @contextmanager
 def writing(path: Path, advice: str = "") -> Iterator[None]:
     """Turns an OSError about ``path``, a file or a folder, while the context lasts into a `DiskError`.

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import open_regular, writing
+from ...disk import cache_folder, open_regular, writing
 from ...errors import ConfigurationError
-from ..cache import cache_folder, made
+from ..cache import made
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles

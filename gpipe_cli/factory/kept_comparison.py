@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from ..config import Settings
 from ..cpu import free_memory
-from ..data.cache import cache_folder, writing_cache
-from ..disk import write_whole
+from ..data.cache import writing_cache
+from ..disk import cache_folder, write_whole
 from ..errors import ConfigurationError, place_in_users_code
 from ..json_files import DamagedJson, read_json
 from ..layers import LayerBuilder

@@ -31,7 +31,7 @@ from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.jobs import torchrun
+from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.configuration import Prepared, prepare
 from gpipe_cli.jobs.page import PAGE, PLAN, write_page
 from gpipe_cli.jobs.run_directory import RESTARTS, Restarts, RunRecord, require_writable, sole_writer, where_it_is
@@ -187,6 +187,7 @@ def _start(
     def on_event(event: dict[str, Any]) -> None:
         if event.get("kind") == "begun":
             record.begin()
+            trust.remember_paths(prepared.config["data"])
             for earlier in (PLAN, *((RESTARTS,) if not restarts.records else ())):
                 (run_dir / earlier).unlink(missing_ok=True)
         elif event.get("kind") == "drawn":

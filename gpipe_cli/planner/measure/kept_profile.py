@@ -20,7 +20,8 @@ from typing_extensions import TypedDict
 
 from ...config import Settings
 from ...cpu import processor_name
-from ...data.cache import cache_folder, made, writing_cache
+from ...data.cache import made, writing_cache
+from ...disk import cache_folder
 from ...factory.build import boundary_type_of, build_autocast, build_task
 from ...gpus import GPU
 from ...json_files import DamagedJson, read_json
