@@ -94,12 +94,12 @@ def read(words: Sequence[str]) -> Namespace:
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="sizes for tests")
     options.add_argument("--seconds", type=float, default=480, help="for all parts (default: 480)")
-    options.add_argument("--output", type=Path, metavar="FILE.json", help="default: docs/gpu-results.json")
+    options.add_argument("--output", type=Path, metavar="FILE.json", help="default: docs/measurements/gpu-results.json")
     options.add_argument("--rows", type=Path, help="run one part in this process, for its rows")
     arguments = options.parse_args(words)
     if not PARTS.keys() >= {*arguments.parts}:
         options.error(f"the parts are {', '.join(PARTS)}")
-    folder = "docs" if arguments.device == "cuda" else "build"  # docs/ is for what ran on a GPU
+    folder = "docs/measurements" if arguments.device == "cuda" else "build"  # docs/ is for what ran on a GPU
     arguments.output = arguments.output or ROOT / folder / "gpu-results.json"
     if arguments.device == "cuda" and not torch.cuda.is_available():
         options.error("torch finds no GPU here; --device cpu --tiny tries the parts on CPUs")
