@@ -48,16 +48,16 @@ class Part(NamedTuple):
 PARTS = {  # the most important first
     "machine": Part("the machine", checks.machine_facts, 40),
     "exact": Part("steps compared with a plain model, every gradient by name", checks.exact, 120),
-    "commands": Part("commands on all GPUs: default, torchrun, number types, replicas", checks.commands, 120),
+    "commands": Part("commands on all GPUs: default, torchrun, number types, replicas", checks.commands, 150),
     "tests": Part("every test marked gpu", checks.tests, 90),
     "host": Part("a step in which the host never waits; kernels; instructions against the clock", speed.host, 40),
     "bits": Part("the same bits at every K: real sizes, every type of numbers, compiled", checks.bits, 200),
     "ends": Part("a worker killed, a run asked to stop: seconds to the end", checks.ends, 60),
     "t_6_8192_16": Part("the paper's T(6,8192,16)", speed.measure, 60),
-    "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.measure, 70),
+    "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.measure, 100),
     "planned": Part("planned and measured cells, bubble and memory", checks.plans, 120),
     "transformer_l": Part("the paper's Transformer-L, L=13", speed.measure, 70),
-    "t_24_8192_16": Part("the paper's T(24,8192,16)", speed.measure, 90),
+    "t_24_8192_16": Part("the paper's T(24,8192,16)", speed.measure, 120),
 }
 
 

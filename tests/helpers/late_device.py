@@ -15,6 +15,7 @@ torch keeps PrivateUse1 for such devices; it has one name in a process, here `la
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import traceback
 from collections import deque
@@ -225,7 +226,7 @@ class Lease:
 
     def __del__(self) -> None:
         self.memory.tensors -= 1
-        if self.memory.tensors == 0:
+        if self.memory.tensors == 0 and not sys.is_finalizing():
             self.memory.free()
 
 

@@ -4,9 +4,11 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest.mock import patch
 
 import pytest
 import torch
+from late_device import LATE, NAME, runs_on
 from own_model import DIGITS
 from planted_faults import verified
 from processes import command
@@ -15,6 +17,7 @@ from benchmarks.subject import SUBJECT
 from gpipe_cli.commands import verify
 from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.verify import check
 from gpipe_cli.verify.plain import PlainModel
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +65,19 @@ def test_random_numbers_of_every_part_are_the_plain_loop_s(tmp_path: Path, sched
     report = verified(tmp_path, *words, f"pipeline.schedule={schedule}", subject=False)
     assert report["verdict"].startswith("OK"), report["findings"]
     assert row(report, 2, "weights after")["verdict"] == "bit for bit"
+
+
+def test_an_update_is_compared_with_one_by_the_run_s_device(tmp_path: Path) -> None:
+    """A CPU rounds otherwise than a GPU."""
+    devices, update = set(), check.update
+
+    def noted(*given: Any) -> Any:
+        devices.update({given[3].device, given[5].device})  # of weight and gradient
+        return update(*given)
+
+    with runs_on(NAME), patch.object(check, "update", noted):
+        report = verified(tmp_path, "verify.steps=1", "verify.later=1", "optimizer=adam")
+    assert report["agrees"] and devices == {LATE}, report["findings"]
 
 
 SLOWER = pytest.mark.slow(2)
