@@ -51,7 +51,7 @@ PARTS = {  # the most important first
     "commands": Part("commands on all GPUs: default, torchrun, number types, replicas", checks.commands, 150),
     "tests": Part("every test marked gpu", checks.tests, 90),
     "host": Part("a step in which the host never waits; kernels; instructions against the clock", speed.host, 40),
-    "bits": Part("the same bits at every K: real sizes, every type of numbers, compiled", checks.bits, 200),
+    "bits": Part("the same bits at every K: real sizes, every type of numbers, compiled", checks.bits, 240),
     "ends": Part("a worker killed, a run asked to stop: seconds to the end", checks.ends, 60),
     "t_6_8192_16": Part("the paper's T(6,8192,16)", speed.measure, 60),
     "amoebanet_b": Part("the paper's AmoebaNet-B (18, 512) at 480 × 480 pixels", speed.measure, 100),
