@@ -27,7 +27,8 @@ class Embed(nn.Module):
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self.table(ids)
-        return x, ids == 0, ids, torch.arange(ids.shape[1], dtype=x.dtype).expand(ids.shape[0], -1)
+        positions = torch.arange(ids.shape[1], dtype=x.dtype, device=ids.device)
+        return x, ids == 0, ids, positions.expand(len(ids), -1)
 
 
 class Mix(nn.Module):

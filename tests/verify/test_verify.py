@@ -76,7 +76,7 @@ def test_an_update_is_compared_with_one_by_the_run_s_device(tmp_path: Path) -> N
         return update(*given)
 
     with runs_on(NAME), patch.object(check, "update", noted):
-        report = verified(tmp_path, "verify.steps=1", "verify.later=1", "optimizer=adam")
+        report = verified(tmp_path, "verify.steps=1", "verify.later=1", "pipeline.M=1")
     assert report["agrees"] and devices == {LATE}, report["findings"]
 
 
