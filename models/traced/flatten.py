@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,15 +98,12 @@ def flatten(
         flat.held[copy] = name
         if spec.kind == InputKind.PARAMETER or shared is not None:
             flat.parameters.add(copy)
-    flattener = _Flattener(flat)
-    answers = flattener.put(module, module.graph, env)
-    flat.output = answers[0]
+    (flat.output,) = _Flattener(flat).put(module, module.graph, env)
     flat.graph.output(flat.output)
     for node, view in views.items():
         _use_as(flat.graph, node, view)
     flat.graph.eliminate_dead_code(_has_effect)
     _keep_kernels(flat)
-    _refuse_statistics(flat, flattener.counted)
     kept = set(flat.graph.nodes)
     flat.forbidden = [pair for pair in flat.forbidden if pair[0] in kept and pair[1] in kept]
     return flat
@@ -148,7 +145,7 @@ class _Flattener:
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
-        self.counted: set[str] = set()  # the num_batches_tracked that forward counts up; the engine does
+        self._counted: set[str] = set()  # BatchNorms that forward has called
 
     def put(self, module: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[Any]:
         """Copies a graph whose placeholders ``env`` holds; returns its outputs."""
@@ -197,8 +194,6 @@ class _Flattener:
             answers = self.put(inner, inner.graph, within)
             graph.call_function(leave_autocast, (enter,))
             return answers
-        if self._outside is not None and node.args[0]:
-            raise Untraceable("here gradients are switched on within torch.no_grad", place_of(node))
         if self._outside is not None or node.args[0]:
             return self.put(inner, inner.graph, within)
         outside = self._outside = set(graph.nodes)
@@ -220,21 +215,21 @@ class _Flattener:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable or not node.args:
             return False
-        if "out" in node.kwargs:
-            raise Untraceable(
-                "here an operation writes into `out`, as spectral_norm does in every step", place_of(node)
-            )
-        changed: Any = env[node.args[0]]  # type: ignore[index]
+        changed: Any = env[node.kwargs.get("out", node.args[0])]  # type: ignore[index]
         base = base_of(changed)
-        if base in self._flat.held:
-            if not self._flat.held[base].endswith("num_batches_tracked"):
+        if (name := self._flat.held.get(base)) is not None:
+            owner, _, kind = name.rpartition(".")
+            if kind != "num_batches_tracked":
                 kind = "the parameter " if base in self._flat.parameters else ""
-                said = f"here forward changes {kind}{self._flat.held[base]} in place"
-                raise Untraceable(f"{said}, and a micro-batch may go forward twice", place_of(node))
-            self.counted.add(self._flat.held[base])
-            env[node] = changed
+                said = f"here forward changes {kind}{name} in place, which recomputing would repeat"
+                raise Untraceable(said, place_of(node))
+            if owner in self._counted:
+                said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
+                raise Untraceable(f"{said}: use one for each", place_of(node))
+            self._counted.add(owner)
+            env[node] = changed  # the engine counts
             return True
-        if self._outside is not None and base in self._outside:  # autograd does not see it
+        if self._outside is not None and (base in self._outside or "out" in node.kwargs):  # autograd does not see it
             copy = self._flat.graph.node_copy(node, lambda old: self._detached(env[old]))
             env[node] = changed
             self._flat.forbidden.append((base, copy))
@@ -303,28 +298,6 @@ def is_view_of_parameter(flat: Flat, node: fx.Node) -> bool:
             return False
         node = of
     return True
-
-
-def _refuse_statistics(flat: Flat, counted: Collection[str]) -> None:
-    """Refuses statistics that no single nn.BatchNorm keeps: the engine updates them once a mini-batch (section 2.2).
-
-    Args:
-        counted: the num_batches_tracked that forward counts up.
-    """
-    seen: set[str] = set()
-    for node in flat.nodes:
-        if node.target is not BATCH_NORM or not node.args[5] or node.args[3] is None:
-            continue
-        weight, _, mean, variance = (flat.held.get(given) for given in node.args[1:5])  # type: ignore[arg-type]
-        owner = (mean or "").rpartition(".")[0]
-        wanted = {f"{owner}.running_mean", f"{owner}.running_var"}
-        is_module = f"{owner}.num_batches_tracked" in counted and {mean, variance} == wanted
-        if not is_module or (node.args[1] is not None and weight != f"{owner}.weight"):
-            raise Untraceable("here F.batch_norm has statistics of its own: use nn.BatchNorm", place_of(node))
-        if owner in seen:
-            said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
-            raise Untraceable(f"{said}: use one for each", place_of(node))
-        seen.add(owner)
 
 
 def _has_effect(node: fx.Node) -> bool:

@@ -76,15 +76,6 @@ def refuse_module(module: object) -> None:
             raise Untraceable(f"its {name} lies in the memory of {first}, {said}")
 
 
-def refuse_draw(*_: object, **__: object) -> None:
-    """Takes the place of a function of Python's or numpy's generator."""
-    raise Untraceable(
-        "here forward draws from a generator of Python or numpy, whose numbers of one call a trace would keep for "
-        "ever: draw with torch.rand, and multiply by what it gives, in place of `if` (torchvision.ops.stochastic_depth "
-        "for LayerDrop)"
-    )
-
-
 class Following(TorchFunctionMode):
     """Refuses within the context calls of torch that a trace does not follow, and takes all numbers for finite."""
 

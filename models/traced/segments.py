@@ -221,11 +221,18 @@ class _PartGraph:
         return self._device
 
     def _put_batch_norm(self, node: fx.Node) -> bool:
-        """Makes a BatchNorm that uses the micro-batch's statistics a module, which the engine replaces by its own."""
+        """Makes a BatchNorm that uses the micro-batch's statistics a module, which the engine replaces by its own.
+
+        Other uses of statistics stay: recomputing repeats them, which the comparison with the module itself shows.
+        """
         if node.target is not BATCH_NORM or not node.args[5] or node.args[3] not in self._held:
             return False
-        given, weight, _, mean = node.args[:4]
-        path = self._local[self._held[mean]].rpartition(".")[0]  # type: ignore[index]
+        given, weight = node.args[:2]
+        names: list[str | None] = [self._held.get(argument) for argument in node.args[1:5]]  # type: ignore[arg-type]
+        owner, path = (name.rpartition(".")[0] for name in (names[2] or "", self._local[names[2] or ""]))
+        own = [weight and f"{owner}.weight", weight and f"{owner}.bias", f"{owner}.running_mean", f"{owner}.running_var"]
+        if names != own:
+            return False
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
         factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
         momentum = None if factor == CUMULATIVE else factor

@@ -6,7 +6,6 @@ import builtins
 import functools
 import gc
 import math
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymFloat, SymInt, Tensor, fx, nn
@@ -27,7 +25,7 @@ from ...errors import place_in_users_code
 from .module import Call, Called
 from .own_backward import own_backward_kept
 from .recording import plainly, quiet
-from .refusals import Following, refuse_draw
+from .refusals import Following
 
 MUTABLE = (list, dict, set, deque)
 STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
@@ -41,10 +39,6 @@ MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math a
     "log10": lambda size: LOG2(size) / math.log2(10),
     "log1p": lambda size: LOG2(size + 1) / math.log2(math.e),
     "exp": lambda size: math.e**size,
-}
-DRAWING: dict[Any, list[str]] = {  # functions of the usual generators
-    space: [n for n, own in vars(space).items() if getattr(own, "__self__", None) is usual and "state" not in n]
-    for space, usual in ((random, random.random.__self__), (np.random, np.random.rand.__self__))  # type: ignore[attr-defined]
 }
 SIZES = (1, 2, 3, 1000)  # examples of a size that depends on values, where it is not 0
 ASKING = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.recording")  # between `if` and `evaluate`
@@ -82,9 +76,6 @@ class Traceable(Called):
                     stack.enter_context(patch.dict(space, {name: _either(usual, symbolic)}))
                 for kind in Size:  # numpy calls a method of this name
                     stack.enter_context(patch.object(kind, name, symbolic, create=True))
-            for library, names in DRAWING.items():
-                drawing: Any = dict.fromkeys(names, refuse_draw)
-                stack.enter_context(patch.multiple(library, **drawing))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
             return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place

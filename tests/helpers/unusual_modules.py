@@ -290,6 +290,31 @@ class NormalisesTwice(Perceptron):
         return self.norm(self.second(self.norm(h)))
 
 
+class OwnStatistics(ReplacesBuffer):
+    def changed(self, h: Tensor) -> Tensor:
+        return self.second(F.batch_norm(h, self.centre, torch.ones(WIDTH), training=self.training))
+
+
+class Doubled(torch.autograd.Function):
+    """Changes its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+class ChangesInPlace(Perceptron):
+    def changed(self, h: Tensor) -> Tensor:
+        h = self.second(h).sin()
+        Doubled.apply(h)
+        return h
+
+
 class MergesInEvaluation(Perceptron):
     def train(self, mode: bool = True) -> "MergesInEvaluation":
         self.second.weight.data += -1 if mode else 1
