@@ -114,7 +114,7 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
         ModuleFailed: the module itself raises, its layers do not.
         Exception: what the layers raise.
     """
-    calls = _Calls(_Layers(builders, given), _Itself(maker_of(builders[0]).traced_from, given), given)
+    calls = _Calls(_Layers(builders, given), Itself(maker_of(builders[0]).traced_from, given), given)
     gaps = calls.run()
     found = _together(judge(gaps, ROUNDING))
     ceilings = {kind: CEILING_OF_GRADIENTS for kind in gaps if GRADIENT in kind}
@@ -188,8 +188,8 @@ class _Layers:
         return found
 
 
-class _Itself:
-    """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches, here a micro-batch."""
+class Itself:
+    """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches."""
 
     def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype = torch.float32) -> None:
         with quiet(), seeded(traced_from.seed):
@@ -200,14 +200,15 @@ class _Itself:
         named = [(names.get(id(parameter), ""), parameter) for parameter in module.parameters()]
         self._loss, self.optimizer = given.loss, given.optimizer(named)
 
-    def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
-        """Returns the output; in training, adds gradients to the parameters'."""
-        (inputs, targets), called = micro_batch, self._called.train(trains)
-        with averaged_over_a_mini_batch(called), torch.set_grad_enabled(trains):
-            output: Tensor = called(*(tensor.clone() for tensor in inputs))
-            returned = output.detach().clone()
-            if trains and (total := self._loss((output,), targets)).requires_grad:
-                total.backward()  # type: ignore[no-untyped-call]  # torch's own
+    def call(self, trains: bool, *micro_batches: MicroBatch) -> list[Tensor]:
+        """Returns the outputs; in training, adds gradients of the mean loss to the parameters'."""
+        returned = []
+        with plainly(), averaged_over_a_mini_batch(self._called.train(trains)), torch.set_grad_enabled(trains):
+            for inputs, targets in micro_batches:
+                output: Tensor = self._called(*(tensor.clone() for tensor in inputs))
+                returned.append(output.detach().clone())
+                if trains and (total := self._loss((output,), targets) / len(micro_batches)).requires_grad:
+                    total.backward()  # type: ignore[no-untyped-call]  # torch's own
         return returned
 
     def tensors(self) -> dict[str, Tensor]:
@@ -223,7 +224,7 @@ def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
 
     given = replace(given, micro_batches=[(wide(inputs), wide(targets)) for inputs, targets in given.micro_batches])
     builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
-    return _Calls(_Layers(builders, given, torch.float64), _Itself(traced_from, given, torch.float64), given)
+    return _Calls(_Layers(builders, given, torch.float64), Itself(traced_from, given, torch.float64), given)
 
 
 def _widened(module: nn.Module, float_type: torch.dtype) -> nn.Module:
@@ -241,7 +242,7 @@ def example_of(inputs: Tensors) -> Example:
 class _Calls:
     """Calls both sides alike, and measures after each call how far they are apart."""
 
-    def __init__(self, layers: _Layers, itself: _Itself, given: Given) -> None:
+    def __init__(self, layers: _Layers, itself: Itself, given: Given) -> None:
         self._sides, self._given = (layers, itself), given
         self._gaps: Gaps = {}
         self._number = 0  # of the last call
@@ -283,8 +284,7 @@ class _Calls:
             ours, before = layers.call(trains, micro_batch), torch.get_rng_state()
             self._generators.drawn_from()
             try:
-                with plainly():
-                    own = itself.call(trains, micro_batch)
+                (own,) = itself.call(trains, micro_batch)
             except Exception as error:
                 raise ModuleFailed from error
             drawn = self._generators.drawn_from()
@@ -293,7 +293,7 @@ class _Calls:
         place = f"call {self._number}, {'training' if trains else 'evaluation'}: "
         self._measure(place + OUTPUT, {"": ours}, {"": own})
         self._measure(place + DRAWN, {}, dict.fromkeys(drawn, torch.ones(1)))
-        held = [_by_kind(side.tensors()) for side in self._sides]
+        held = [by_kind(side.tensors()) for side in self._sides]
         for kind in (TRAINED, BUFFER, GRADIENT)[: 2 + trains]:
             self._measure(place + kind, held[0][kind], held[1][kind])
         self._trained |= {name for name, gradient in held[1][GRADIENT].items() if bool(gradient.any())}
@@ -308,7 +308,7 @@ class _Calls:
                 gradient.copy_(other)
         for side in self._sides:
             side.optimizer.step()
-        held = [_by_kind(side)[PARAMETER] for side in (ours, own)]
+        held = [by_kind(side)[PARAMETER] for side in (ours, own)]
         self._measure(f"update after call {self._number}: {PARAMETER}", *held)
         for name in held[0].keys() & held[1].keys():
             ours[name].grad = own[name].grad = None
@@ -325,7 +325,7 @@ class _Calls:
                 self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
 
 
-def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Returns the compared tensors of parameters and buffers, by kind and name."""
     parameters: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     return {

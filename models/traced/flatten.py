@@ -224,7 +224,9 @@ class _Flattener:
                 said = f"here forward changes {kind}{name} in place, which recomputing would repeat"
                 raise Untraceable(said, place_of(node))
             if owner in self._counted:
-                said = f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
+                said = (
+                    f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
+                )
                 raise Untraceable(f"{said}: use one for each", place_of(node))
             self._counted.add(owner)
             env[node] = changed  # the engine counts

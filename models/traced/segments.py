@@ -230,7 +230,12 @@ class _PartGraph:
         given, weight = node.args[:2]
         names: list[str | None] = [self._held.get(argument) for argument in node.args[1:5]]  # type: ignore[arg-type]
         owner, path = (name.rpartition(".")[0] for name in (names[2] or "", self._local[names[2] or ""]))
-        own = [weight and f"{owner}.weight", weight and f"{owner}.bias", f"{owner}.running_mean", f"{owner}.running_var"]
+        own = [
+            weight and f"{owner}.weight",
+            weight and f"{owner}.bias",
+            f"{owner}.running_mean",
+            f"{owner}.running_var",
+        ]
         if names != own:
             return False
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]

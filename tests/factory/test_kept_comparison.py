@@ -79,7 +79,7 @@ def test_a_module_failing_where_its_layers_do_not_differs(settings: Settings, mo
     def fail(*_: object) -> None:
         raise ValueError("not a number")
 
-    monkeypatch.setattr(module_itself._Itself, "call", fail)
+    monkeypatch.setattr(module_itself.Itself, "call", fail)
     with pytest.raises(ConfigurationError, match=r"the module itself fails where its layers do not: .*not a number"):
         started(settings)
 
