@@ -58,6 +58,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {"googlenet": WITHOUT_HEAD, "inception_v3
 ARGUMENTS |= {"vit_b_16": {"image_size": 32}}
 SIDES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
 FAMILIES = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")  # the first that a module has
+NARROW = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+OWN_SIZES: dict[str, dict[str, Any]] = {  # which no other configuration has
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "regnet": {**NARROW, "groups_width": 4},
+    "resnet": NARROW,
+    "swin": {"embed_dim": 16, "depths": [1, 1], "window_size": 4, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
+}
 EXPERTS = {  # a mixture of them
     **dict.fromkeys(("num_experts", "num_local_experts"), 4),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
@@ -102,7 +110,7 @@ def from_config(name: str, **more: Any) -> nn.Module:
     wanted = SIZES | (EXPERTS if hasattr(usual, "num_experts_per_tok") else {})
     known = {key: value for key, value in wanted.items() if key in vars(usual) or key in usual.attribute_map}
     without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
-    config = transformers.AutoConfig.for_model(name, **{**known, **without, **more})
+    config = transformers.AutoConfig.for_model(name, **{**known, **without, **OWN_SIZES.get(name, {}), **more})
     module: nn.Module = getattr(transformers, f"AutoModelFor{_family(name)}").from_config(config)
     return module
 
