@@ -27,7 +27,7 @@ from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import DEEPEST, read_values, unknown_key
 from .groups import GroupKey, Groups
-from .wrappers import CheckedTask, TargetsAsInputs
+from .wrappers import ChangedSource, CheckedTask, with_targets
 
 LINES_SHOWN = 2  # of an exception's message
 DEPTH = re.compile(r"L|depth|(\w+_)?layers?")  # keys that count layers, in what a user brings, too
@@ -77,7 +77,7 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
     """
     source: Any = _instantiate("data", _with_seed(section, seed), seed)
     _require_subclass("data", section, source, Source)
-    return cast(Source, TargetsAsInputs(source) if (task or {}).get("targets_become") else source)
+    return cast(Source, ChangedSource(source, with_targets) if (task or {}).get("targets_become") else source)
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:

@@ -37,6 +37,7 @@ from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.engine import Engine, StepInput
 from ..pipeline.randomness import NoiseSource
 from ..schedule.schedule import forward_only, schedule
+from .wrappers import widened
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
 CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says
@@ -143,6 +144,8 @@ class _Layers:
     def __init__(self, builders: Sequence[LayerBuilder], given: Given, float_type: torch.dtype = torch.float32) -> None:
         announce(builders)
         modules = [_widened(builder.build(), float_type) for builder in builders]
+        for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
+            tensor.data = tensor.data.clone()  # as workers share no memory
         self._held = [maker_of(builder).held for builder in builders]
         owners: dict[str, nn.Parameter] = {}
         for module, held in zip(modules, self._held, strict=True):
@@ -219,10 +222,7 @@ class Itself:
 
 
 def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
-    def wide(tensors: Tensors) -> Tensors:
-        return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
-
-    given = replace(given, micro_batches=[(wide(inputs), wide(targets)) for inputs, targets in given.micro_batches])
+    given = replace(given, micro_batches=[*map(widened, given.micro_batches)])
     builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
     return _Calls(_Layers(builders, given, torch.float64), Itself(traced_from, given, torch.float64), given)
 

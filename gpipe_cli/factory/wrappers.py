@@ -75,31 +75,33 @@ def _is_vector(value: object, count: int) -> bool:
     return isinstance(value, Tensor) and value.numel() == count and value.dim() <= 1
 
 
-class TargetsAsInputs:
-    """Passes on the batches of another source; the inputs of every micro-batch end with its targets."""
+class ChangedSource:
+    """Passes on the batches of another source, of which each micro-batch is changed by a function."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, change: Callable[[MicroBatch], MicroBatch]) -> None:
+        self._source, self._change = source, change
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._source, name)
         if name in ("train", "evaluation", "evaluation_share"):
-            return lambda *arguments: map(_with_targets, found(*arguments))
-        return _typical(found) if name == "typical_micro_batch" else found
+            return lambda *arguments: map(self._changed, found(*arguments))
+        return self._typical if name == "typical_micro_batch" else found
+
+    def _changed(self, batch: Batch) -> Batch:
+        return replace(batch, micro_batches=[*map(self._change, batch.micro_batches)])
+
+    def _typical(self, *arguments: Any) -> tuple[MicroBatch, int]:
+        micro_batch, examples = self._source.typical_micro_batch(*arguments)
+        return self._change(micro_batch), examples
 
 
-def _with_targets(batch: Batch) -> Batch:
-    return replace(batch, micro_batches=[_given(micro_batch) for micro_batch in batch.micro_batches])
-
-
-def _given(micro_batch: MicroBatch) -> MicroBatch:
+def with_targets(micro_batch: MicroBatch) -> MicroBatch:
+    """Returns the micro-batch with its targets as further inputs."""
     inputs, targets = micro_batch
     return (*inputs, *targets), targets
 
 
-def _typical(found: Callable[..., tuple[MicroBatch, int]]) -> Callable[..., tuple[MicroBatch, int]]:
-    def typical(*arguments: Any) -> tuple[MicroBatch, int]:
-        micro_batch, examples = found(*arguments)
-        return _given(micro_batch), examples
-
-    return typical
+def widened(micro_batch: MicroBatch) -> MicroBatch:
+    """Returns the micro-batch with every floating-point tensor in float64."""
+    inputs, targets = (tuple(t.double() if t.is_floating_point() else t for t in side) for side in micro_batch)
+    return inputs, targets

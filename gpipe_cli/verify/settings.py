@@ -1,16 +1,17 @@
 """Checks the settings of gpipe-verify, and changes them for float64: the same weights and examples, wider."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..config import Settings
-from ..data.source import Batch, Source
+from ..data.source import Source
 from ..errors import ConfigurationError
 from ..factory.build import build_model, parameters_of
+from ..factory.wrappers import ChangedSource, widened
 from ..layers import LayerBuilder, announce
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
@@ -91,8 +92,8 @@ def _build(layer: LayerBuilder) -> nn.Module:
     return layer.build().double()
 
 
-@Source.register  # its other methods are those of the source inside
-class Float64Source:
+@Source.register  # its methods are those of the source inside
+class Float64Source(ChangedSource):
     """Passes on the batches of another source with every floating-point tensor in float64.
 
     Args:
@@ -101,22 +102,4 @@ class Float64Source:
     """
 
     def __init__(self, source: Source, batch_size: object = None) -> None:
-        self._source = source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return map(_widen, self._source.train(position, M, replica, replicas))
-
-    def evaluation_share(self, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        return map(_widen, self._source.evaluation_share(M, replica, replicas))
-
-
-def _widen(batch: Batch) -> Batch:
-    wide = [(_wide(inputs), _wide(targets)) for inputs, targets in batch.micro_batches]
-    return dataclasses.replace(batch, micro_batches=wide)
-
-
-def _wide(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
+        super().__init__(source, widened)

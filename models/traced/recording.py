@@ -265,7 +265,7 @@ def recorded(
         ):
             module = constructor()
             named: list[tuple[str, Tensor]] = [*nn.Module.named_parameters(module, remove_duplicate=False)]
-            named += module.named_buffers(remove_duplicate=False)
+            named += nn.Module.named_buffers(module, remove_duplicate=False)
     except Exception as error:
         raise NotRecordable(str(error)) from error
     if seeds:

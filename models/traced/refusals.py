@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigurationError, place_in_users_code
-from .flatten import memory_of
 from .module import CallError, Constructor, Untraceable
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
@@ -51,7 +50,7 @@ def refuse_module(module: object) -> None:
 
     Raises:
         CallError: it is no module.
-        Untraceable: it is scripted, has methods of a list's layers, complex parameters, or tensors in one memory.
+        Untraceable: it is scripted, has methods of a list's layers, or complex parameters.
     """
     if not isinstance(module, nn.Module):
         raise CallError(
@@ -64,16 +63,9 @@ def refuse_module(module: object) -> None:
             raise Untraceable(f"its module {name} is made by TorchScript: use the class from which that was made")
         if methods := [method for method in NEVER_CALLED if callable(getattr(part, method, None))]:
             raise Untraceable(f"its module {name} has {methods[0]}(), which only a layer of a list has called")
-    memory: dict[int, str] = {}
-    for name, tensor in (*nn.Module.named_parameters(module), *module.named_buffers()):
-        first = memory.get(memory_of(tensor), name)
-        if isinstance(tensor, nn.Parameter):
-            memory[memory_of(tensor)] = first
-            if tensor.is_complex():
-                raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
-        if first != name:
-            said = "which workers do not share: make them one nn.Parameter, or use .clone()"
-            raise Untraceable(f"its {name} lies in the memory of {first}, {said}")
+    for name, tensor in nn.Module.named_parameters(module):
+        if tensor.is_complex():
+            raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
 
 
 class Following(TorchFunctionMode):

@@ -146,7 +146,7 @@ def _traced(
         module.train()
     first: dict[int, str] = {}
     parameters = [*nn.Module.named_parameters(module, remove_duplicate=False)]  # the class may have one of its own
-    named: list[tuple[str, Tensor]] = [*parameters, *module.named_buffers(remove_duplicate=False)]
+    named: list[tuple[str, Tensor]] = [*parameters, *nn.Module.named_buffers(module, remove_duplicate=False)]
     for name, tensor in named:
         first.setdefault(id(tensor), name)
     with torch.device("meta"):

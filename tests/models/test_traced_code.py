@@ -54,7 +54,6 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("lazy", None, "get a shape only from the first input"),
         ("spectral_norm", None, "0._u in place, which recomputing would repeat"),
         ("ScriptedPart", None, "its module second is made by TorchScript"),
-        ("InMemory", None, "its centre lies in the memory of second.weight, which workers do not share"),
         ("BeginsSteps", None, "has begin_step(), which only a layer of a list"),
         ("scripted", None, "is made by TorchScript: use the class"),
         ("a_list", None, "named by model._target_ alone"),
