@@ -11,24 +11,22 @@ from torch import Tensor, nn
 
 IMAGE = 64  # pixels a side, where the module takes any
 VOCABULARY, LENGTH = 96, 16
-SIZES = {  # tiny; a configuration takes those that it knows
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "dim", "emb_dim", "n_embed"), 32),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size", "ffn_dim", "d_ff", "n_inner"), 64),
-    **dict.fromkeys(("hidden_dim", "d_inner", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "num_key_value_heads"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("head_dim", "d_kv"), 8),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"), 1),
-    "image_size": 32,
-    "pad_token_id": 0,
-    "vocab_size": VOCABULARY,
-    "patch_size": 8,
-    "num_labels": 10,
+USUAL: dict[Any, str] = {  # value -> keys of configurations that get it
+    32: "hidden_size d_model n_embd embedding_size dim emb_dim n_embed image_size",
+    64: "encoder_ffn_dim decoder_ffn_dim intermediate_size ffn_dim d_ff n_inner hidden_dim d_inner ffn_hidden_size "
+    "max_position_embeddings n_positions n_ctx max_seq_len",
+    2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
+    "num_encoder_layers num_key_value_heads num_experts_per_tok",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    "num_encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts",
+    8: "head_dim d_kv patch_size",
+    1: "bos_token_id eos_token_id decoder_start_token_id sep_token_id cls_token_id",
+    0: "pad_token_id",
+    10: "num_labels",
+    16: "moe_intermediate_size shared_expert_intermediate_size",
+    VOCABULARY: "vocab_size",
 }
+SIZES = {key: value for value, keys in USUAL.items() for key in keys.split()}  # tiny
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,6 @@ OWN_SIZES: dict[str, dict[str, Any]] = {  # which no other configuration has
     "resnet": NARROW,
     "swin": {"embed_dim": 16, "depths": [1, 1], "window_size": 4, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
 }
-EXPERTS = {  # a mixture of them
-    **dict.fromkeys(("num_experts", "num_local_experts"), 4),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    "num_experts_per_tok": 2,
-}
 
 
 def subject(name: str) -> Subject:
@@ -107,8 +100,7 @@ def from_config(name: str, **more: Any) -> nn.Module:
     import transformers
 
     usual = transformers.AutoConfig.for_model(name)
-    wanted = SIZES | (EXPERTS if hasattr(usual, "num_experts_per_tok") else {})
-    known = {key: value for key, value in wanted.items() if key in vars(usual) or key in usual.attribute_map}
+    known = {key: value for key, value in SIZES.items() if key in vars(usual) or key in usual.attribute_map}
     without = {key: 0.0 for key, value in vars(usual).items() if "drop" in key and isinstance(value, float)}
     config = transformers.AutoConfig.for_model(name, **{**known, **without, **OWN_SIZES.get(name, {}), **more})
     module: nn.Module = getattr(transformers, f"AutoModelFor{_family(name)}").from_config(config)

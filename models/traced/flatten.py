@@ -2,20 +2,20 @@
 
 torch.export leaves blocks without gradient as inner graphs, operations that change a tensor in place, and checks of
 what it assumed. Here inner graphs are put in place, and checks are dropped. No cut may come between a tensor's first
-use and a change of it in place. A tensor that shares the memory of a parameter becomes a use of that parameter.
+use and a change of it in place. A parameter that is kept elsewhere too, as in a list, is that parameter.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -62,7 +62,7 @@ def flatten(
     program: ExportedProgram,
     inside: str,
     aliases: Mapping[str, str],
-    parameters: Mapping[int, tuple[str, Tensor]],
+    named: Sequence[tuple[str, nn.Parameter]],
     constants: dict[str, Tensor],
 ) -> Flat:
     """Returns the plain graph of a program.
@@ -70,12 +70,12 @@ def flatten(
     Args:
         inside: prefix of the names in the program, taken off.
         aliases: further name of a tensor -> its first name.
-        parameters: first name and tensor of each parameter, by `memory_of` it.
+        named: the parameters; of several names the first.
         constants: gets the tensors that are neither parameters nor buffers: without values, where they are attributes.
     """
     flat = Flat(fx.Graph())
+    parameters = {_form(parameter): (name, parameter) for name, parameter in reversed(named)}
     env: dict[fx.Node, Any] = {}
-    views: dict[fx.Node, Tensor] = {}  # uses of a parameter under another form, as `self.weight.t()` kept in a list
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     module = program.graph_module
     for node in module.graph.nodes:
@@ -89,10 +89,9 @@ def flatten(
             continue
         name = str(spec.target).removeprefix(inside)
         name, constant = aliases.get(name, name), program.constants.get(str(spec.target))
-        shared = parameters.get(memory_of(constant)) if constant is not None else None
-        if shared is not None:
-            name, views[copy] = shared[0], constant
-            copy.meta["val"] = shared[1]
+        shared = parameters.get(_form(constant)) if constant is not None else None
+        if shared is not None:  # such as a weight in a list
+            name, copy.meta["val"] = shared
         elif spec.kind == InputKind.CONSTANT_TENSOR and constant is not None:
             name = _kept(name, constant, constants)
         flat.held[copy] = name
@@ -100,8 +99,6 @@ def flatten(
             flat.parameters.add(copy)
     (flat.output,) = _Flattener(flat).put(module, module.graph, env)
     flat.graph.output(flat.output)
-    for node, view in views.items():
-        _use_as(flat.graph, node, view)
     flat.graph.eliminate_dead_code(_has_effect)
     _keep_kernels(flat)
     kept = set(flat.graph.nodes)
@@ -109,9 +106,10 @@ def flatten(
     return flat
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Returns a number that tensors have in common exactly when they share memory, with values or without."""
-    return int(tensor.untyped_storage()._cdata)
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    """Returns what tensors have in common exactly when they are the same values of one memory, with gradient or not."""
+    of_memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *of_memory, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _kept(name: str, constant: Tensor, constants: dict[str, Tensor]) -> str:
@@ -120,23 +118,6 @@ def _kept(name: str, constant: Tensor, constants: dict[str, Tensor]) -> str:
         name += "_again"
     constants[name] = constant
     return name
-
-
-def _use_as(graph: fx.Graph, parameter: fx.Node, view: Tensor) -> None:
-    """Gives every user of a parameter the view of it that the module keeps, made directly before."""
-    whole: Tensor = parameter.meta["val"]
-    for user in list(parameter.users):
-        with graph.inserting_before(user):
-            made = parameter
-            if (view.shape, view.stride()) != (whole.shape, whole.stride()):
-                form = (list(view.shape), list(view.stride()), view.storage_offset() - whole.storage_offset())
-                made = graph.call_function(torch.ops.aten.as_strided.default, (made, *form))
-            if whole.requires_grad and not view.requires_grad:
-                made = graph.call_function(torch.ops.aten.detach.default, (made,))
-        if made is not parameter:
-            for node in {made, *made.all_input_nodes} - {parameter}:
-                node.meta = {**user.meta, "val": view}
-            user.replace_input_with(parameter, made)
 
 
 class _Flattener:

@@ -23,7 +23,6 @@ UNTRACEABLE = {  # what torch says -> what the code does
     "does not require grad and does not have a grad_fn": "here forward computes a gradient, which a layer cannot do",
     "doesn't require gradient": "here the gradient of a tensor gets a hook, which a traced layer would not call",
     "can't retain_grad": "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
-    r"UncapturedHigherOrderOp": "here torch.cond chooses by the values of a tensor: use torch.where",
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
     "DataDependent|data-dependent": (

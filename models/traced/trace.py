@@ -23,7 +23,7 @@ from torch.export.graph_signature import InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import place_in_users_code
-from .flatten import CUMULATIVE, Flat, flatten, memory_of, place_of
+from .flatten import CUMULATIVE, Flat, flatten, place_of
 from .module import Call, TracedFrom, Untraceable
 from .recording import ConstructorRecord, NotRecordable, recorded, seeded
 from .refusals import TraceError, explained, name_of, refuse_module
@@ -155,8 +155,7 @@ def _traced(
     persistent = {*module.state_dict().keys()}
     programs = _programs(Traceable(module, call), example, fake)
     constants: dict[str, Tensor] = {}
-    in_memory = {memory_of(parameter): (name, parameter) for name, parameter in reversed(parameters)}
-    graphs = training, evaluation = [flatten(p, INSIDE, aliases, in_memory, constants) for p in programs]
+    graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
         with torch.device("meta"):
             held[name] = without_values(constant := constants.pop(name))

@@ -97,7 +97,7 @@ class Habits(Perceptron):
 
     def add_parts(self) -> None:
         self.norm, self.table = nn.BatchNorm1d(WIDTH), None
-        self.tied, self.turned = [self.second.weight], self.third.weight.t()
+        self.tied = [self.second.weight]
 
     def train(self, mode: bool = True) -> "Habits":
         super().train(mode)
@@ -114,7 +114,7 @@ class Habits(Perceptron):
         left, right = h[:, :4], h[:, 4:]
         left.mul_(2)
         right[:, 1] = left[:, 0]
-        return h.sin() @ self.turned if self.training else h.cos()
+        return h.sin() if self.training else h.cos()
 
 
 class Sizes(Perceptron):
@@ -288,6 +288,14 @@ class NormalisesTwice(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         return self.norm(self.second(self.norm(h)))
+
+
+class Turned(Perceptron):
+    def add_parts(self) -> None:
+        self.turned = self.second.weight.t()
+
+    def changed(self, h: Tensor) -> Tensor:
+        return h @ self.turned
 
 
 class OwnStatistics(ReplacesBuffer):
