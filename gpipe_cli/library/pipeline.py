@@ -24,7 +24,7 @@ from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
 from ..factory.kept_comparison import compare_at_start, is_traced, mean_loss, refuse_fewer
-from ..factory.module_itself import Given
+from ..factory.module_itself import Given, example_of
 from ..layers import LayerBuilder, name_used_twice, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
@@ -355,8 +355,8 @@ class Pipeline(WorkerPipeline):
 
 def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
-    example = [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in inputs]
-    return traced_layers(TracedFrom(partial(deepcopy, module), Call(mean=None), seed), example, torch.float32)
+    of = TracedFrom(partial(deepcopy, module), Call(mean=None), seed)
+    return traced_layers(of, example_of(inputs), torch.float32)
 
 
 def _agreed_or_refusal(

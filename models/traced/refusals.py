@@ -49,7 +49,7 @@ def refuse_module(module: object) -> None:
 
     Raises:
         CallError: it is no module.
-        Untraceable: it is scripted, has methods of a list's layers, or complex parameters.
+        Untraceable: it is scripted, or has methods of a list's layers.
     """
     if not isinstance(module, nn.Module):
         raise CallError(
@@ -62,9 +62,6 @@ def refuse_module(module: object) -> None:
             raise Untraceable(f"its module {name} is made by TorchScript: use the class from which that was made")
         if methods := [method for method in NEVER_CALLED if callable(getattr(part, method, None))]:
             raise Untraceable(f"its module {name} has {methods[0]}(), which only a layer of a list has called")
-    for name, tensor in nn.Module.named_parameters(module):
-        if tensor.is_complex():
-            raise Untraceable(f"its parameter {name} is complex: keep a real one, and use torch.view_as_complex")
 
 
 class Following(TorchFunctionMode):
