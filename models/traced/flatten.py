@@ -143,10 +143,9 @@ class _Flattener:
         name = getattr(node.target, "__name__", str(node.target))
         if name in INNER:
             env[node] = self._put_inner(name, node, env)
-        elif isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise Untraceable(f"here torch's {name} runs code of its own that a layer cannot repeat", place_of(node))
-        elif "functorch" in str(getattr(node.target, "__module__", "")):
-            raise Untraceable("here a function of torch.func, as vmap, runs: write the dimension out", place_of(node))
+        elif isinstance(node.target, torch._ops.HigherOrderOperator) or "functorch" in str(node.target.__module__):
+            said = "here torch.cond, map or vmap runs code, which a layer cannot repeat"
+            raise Untraceable(f"{said}: use torch.where, and write the dimension out", place_of(node))
         elif node.target is operator.getitem and isinstance(env[node.args[0]], list):  # type: ignore[index]
             env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         elif name.startswith(CHECKS):

@@ -22,16 +22,6 @@ class HidesWeight(Perceptron):
         return F.gelu(F.linear(h, self.second.weight.detach(), self.second.bias))
 
 
-class StaleWeight(Perceptron):
-    """Keeps a copy of a weight that is trained."""
-
-    def add_parts(self) -> None:
-        self.kept = self.second.weight.detach().clone()
-
-    def changed(self, h: Tensor) -> Tensor:
-        return F.gelu(F.linear(h, self.second.weight - self.second.weight.detach() + self.kept, self.second.bias))
-
-
 class Freezes(Perceptron):
     def train(self, mode: bool = True) -> Perceptron:
         super().train(mode)
@@ -99,7 +89,6 @@ def compared(
     ("traced", "own", "where"),
     [
         (Perceptron, HidesWeight, "call 1, training: gradient of second.weight"),
-        (Perceptron, StaleWeight, "call 5, training: output"),
         (Perceptron, Freezes, f"call 1, training: {TRAINED} of first.weight"),
         (Averaged, UpdatesAverage, "call 1, training: buffer of average"),
         (Perceptron, OtherInEvaluation, "call 3, evaluation: output"),

@@ -135,9 +135,9 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
         (lambda m, h: h.retain_grad() or m.second(h), "leave out retain_grad()"),
         (lambda m, h: copy.deepcopy(m.second)(h), "weights are copied"),
         (lambda m, h: h + torch.rand(8, generator=torch.Generator()), "leave out generator=…"),
-        (lambda m, h: torch.func.vmap(m.second)(h), "a function of torch.func, as vmap, runs"),
+        (lambda m, h: torch.func.vmap(m.second)(h), "write the dimension out"),
         (lambda m, h: h + torch.from_numpy(h.detach().numpy()), "becomes a numpy array: compute with torch"),
-        (lambda m, h: torch.cond(h.sum() > 0, m.second, torch.neg, (h,)), "here torch's cond runs code of its own"),
+        (lambda m, h: torch.cond(h.sum() > 0, m.second, torch.neg, (h,)), "torch.cond, map or vmap runs code"),
     ],
 )
 def test_a_refusal_names_the_line_and_what_to_write(changed: Any, said: str) -> None:
