@@ -241,10 +241,8 @@ def _losses(run_dir: Path) -> list[float]:
 def tests(site: Site) -> Iterator[Row]:
     """Runs every test marked gpu; other files, which may need what is not installed there, are not imported."""
     files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
-    words = ["-rA", "-q", "--no-header", "--tb=short", "-m", "gpu", "--slow", "--slow", *files]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    words = ["-m", "pytest", "-rA", "-q", "--no-header", "--tb=short", "-m", "gpu", "--slow", "--slow", *files]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr)
     for line in done.stdout.splitlines():
         outcome, _, test = line.partition(" ")

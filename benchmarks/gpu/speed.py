@@ -125,12 +125,11 @@ class Subject:
         self._wait()
         return time.perf_counter() - began
 
-    def peak_of(self, step: Step) -> tuple[int, float]:
-        """Runs a step, and returns its peak memory in bytes and its seconds."""
+    def peak_of(self, step: Step) -> tuple[float, int]:
+        """Runs a step, and returns its seconds and its peak memory in bytes."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        seconds = self.timed(step)
-        return peak_memory(self._device), seconds
+        return self.timed(step), peak_memory(self._device)
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -179,7 +178,7 @@ def measure(site: Site) -> Iterator[Row]:
         with suppress(torch.OutOfMemoryError):  # a layer's, too
             subject.timed(step)
             update = subject.timed(subject.update)  # the first one makes the optimizer's state
-            memory[name], taken = subject.peak_of(step)
+            taken, memory[name] = subject.peak_of(step)
             once += taken
         if name not in memory:
             yield {"run": name, "why not": "does not fit"}
