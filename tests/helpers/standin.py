@@ -200,4 +200,4 @@ def replace_nccl() -> None:
 
     own._create_nccl_process_group = _create_nccl_process_group
     own._create_nccl2_process_group = _create_nccl2_process_group
-    dist.Backend.backend_capability["nccl"] = [NAME]
+    dist.Backend.backend_capability |= {"nccl": [NAME], "gloo": ["cpu", NAME]}
