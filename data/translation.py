@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, count, groupby
+from copy import copy
+from itertools import chain, count, groupby, islice
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,7 @@ CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64  # sentences of a micro-batch
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
+LOOKED_AT = 16  # mini-batches of a prepared text, for its usual lengths
 
 
 class PairSource(PreparedSource):
@@ -90,15 +92,32 @@ class PairSource(PreparedSource):
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
-        lengths = (self._max_length,) * 2 if longest else self.typical_lengths
-        source, target = (min(length, self._max_length) for length in lengths)
-        examples = self._pairs
-        if self._batch_tokens is not None:
-            examples = max(micro_batches, round(self._batch_tokens / (TOKENS_OF_WIDTH * target)))
+        """Returns a micro-batch on the meta device, and the examples of a mini-batch; without data, or as prepared."""
+        if not longest and self._knows_lengths():
+            source, target, examples = self._looked_at(micro_batches)
+        else:
+            lengths = (self._max_length,) * 2 if longest else self.typical_lengths
+            source, target = (min(length, self._max_length) for length in lengths)
+            examples = self._pairs
+            if self._batch_tokens is not None:
+                examples = max(micro_batches, round(self._batch_tokens / (TOKENS_OF_WIDTH * target)))
         shapes = [(-(-examples // micro_batches), length) for length in (source, target, target)]
         ids, target_in, target_out = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in shapes)
         return ((ids, target_in), (target_out,)), examples
+
+    def _knows_lengths(self) -> bool:
+        """Returns whether the store is open, so that usual lengths are those of its mini-batches."""
+        return False
+
+    def _looked_at(self, micro_batches: int) -> tuple[int, int, int]:
+        """Returns the mean padded tokens of a pair's source and target, and the mean pairs of a mini-batch."""
+        same_for_all = copy(self)
+        same_for_all._seed = 0  # one profile of layers for all seeds
+        batches = list(islice(same_for_all._train(0, 0, micro_batches, 0, 1), LOOKED_AT))
+        inputs = [inputs for batch in batches for inputs, _ in batch.micro_batches]
+        source, target = (sum(pair[side].numel() for pair in inputs) for side in (0, 1))
+        pairs = sum(len(ids) for ids, _ in inputs)
+        return round(source / pairs), round(target / pairs), round(pairs / len(batches))
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"chunk": c, "batch": b}`, the next one to make."""

@@ -1,16 +1,18 @@
 """Yields mini-batches from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ...disk import cache_folder
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
-from ..source import Report
+from ..source import Report, no_report
 from ..store import FORMAT, Store
 from ..translation import PairSource
 from .folders import Files, find_pairs
@@ -95,10 +97,23 @@ class ParallelTextSource(PairSource):
     def _open(self, report: Report) -> Store:
         """Returns the store of the text; makes it first if it is not in the cache.
 
-        A store is found again by the names, sizes and modification times of its files, and by `text`.
-
         Raises:
             ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
+        """
+        name, make = self._found(report)
+        return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
+
+    def _knows_lengths(self) -> bool:
+        """Opens the store if the text has been prepared; a plan prepares none."""
+        with suppress(ConfigurationError):  # no root, or nothing there
+            if not hasattr(self, "_store") and (cache_folder(self._cache_dir) / self._found(no_report)[0]).exists():
+                super().prepare(no_report)
+        return hasattr(self, "_store")
+
+    def _found(self, report: Report) -> tuple[str, Callable[[Path], None]]:
+        """Returns the name of the store in the cache, and what fills its folder.
+
+        A store is found again by the names, sizes and modification times of its files, and by `text`.
         """
         text = self.text
         pairs = find_pairs(text.root, text.languages, text.target, self._files, self._columns, text.language_column)
@@ -116,8 +131,7 @@ class ParallelTextSource(PairSource):
             Preparation(Draft(text, draft), pairs, self._strict, workers, report).run()
 
         stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
-        name = f"parallel-{digest_of(FORMAT, made_of, stats)}"
-        return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
+        return f"parallel-{digest_of(FORMAT, made_of, stats)}", make
 
     def prepare(self, report: Report) -> None:
         """Prepares the text unless it is in the cache, opens it, and tells the defects."""

@@ -186,6 +186,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
     kinds = ", ".join(f"{kind.replace('_', '-')} {size_text(size)}" for kind, size in largest if size)
+    step, update = map(seconds_text, (plan.step_seconds, plan.update_seconds))
     held = "weights, gradients, optimizer" + (", average" if any(cell.average for cell in plan.cells) else "")
     return [
         (
@@ -197,7 +198,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
         ("bubble", f"{percent(plan.bubble)} of the simulated step"),
-        ("step", f"{seconds_text(plan.step_seconds)}, {number(plan.examples_per_second, 3)} examples/s"),
+        ("step", f"{step}, {number(plan.examples_per_second, 3)} examples/s (of these the update {update})"),
         ("bound", _bound(plan)),
     ]
 

@@ -136,6 +136,8 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
             ("bubble, planned from the layers", percent(own["bubble"]) if own else None),
             ("a step, measured", seconds_text(last["seconds"]) if last else None),
             ("a step, planned from the layers", seconds_text(own["step_seconds"]) if own else None),
+            ("its update, measured", last.get("update_seconds") and seconds_text(last["update_seconds"])),
+            ("its update, planned", own.get("update_seconds") and seconds_text(own["update_seconds"])),
             ("waited for data", percent(last["waiting_for_data_share"]) if last else None),
         ]
     )

@@ -87,6 +87,7 @@ class Plan:
         sent_bytes: bytes between workers in one step of one replica.
         bubble: bubble of the simulated schedule, waits for messages included.
         step_seconds: seconds of a step, the optimizer's update included.
+        update_seconds: those of the update, of sums over replicas and tied parameters, and of the exchange.
         bound_seconds: seconds that every schedule of this cut takes at least, the update included (`bound`); None
             where none fits.
         bound_of_any_cut_seconds: those that every schedule of any cut takes, without the update.
@@ -117,6 +118,7 @@ class Plan:
     sent_bytes: int
     bubble: float
     step_seconds: float
+    update_seconds: float
     bound_seconds: float | None
     bound_of_any_cut_seconds: float | None
     memory: float

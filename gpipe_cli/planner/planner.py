@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import starmap
-from math import isfinite
+from math import ceil, isfinite, log2
 
 import torch
 
@@ -31,9 +31,9 @@ from ..schedule.simulate import simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
 from .cells import CellFacts, build_cells, graphs_of_layers, tie_messages
 from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
-from .measure.kept_profile import profile_file, profiled
+from .measure.kept_profile import profiled
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
-from .measure.this_device import measure_device, present_device, workers_on_a_gpu
+from .measure.this_device import measure_device, present_device, update_seconds, workers_on_a_gpu
 from .memory import most_alive, wire_of
 from .memory_check import optimizer_state_bytes
 from .options import Options
@@ -88,7 +88,7 @@ class Planner:
             reached = replace(reached, **{key: getattr(reached, key) * share for key, share in shares_of.items()})
         self._times = TimeModel(reached)
         self._measured = cache(self._measure)
-        self._state_bytes = optimizer_state_bytes(settings.optimizer)
+        self._state_bytes, self._timed_update = optimizer_state_bytes(settings.optimizer), update_seconds(settings)
 
     def with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
@@ -147,13 +147,11 @@ class Planner:
         """
         here = present_device(self._section)
         inputs, targets = (tuple(torch.ones_like(tensor, device="cpu") for tensor in side) for side in micro_batch)
-        distinct = dict.fromkeys(model.with_loss)  # equal layers are timed once
+        seconds = sum(self._times.estimate(of).total for of in set(model.with_loss))  # equal layers are timed once
         try:
             with as_worker(self._section.threads):  # a profile is kept for a number of threads
-                file = profile_file(self.builders, (inputs, targets), self.settings, here)
-                if not file.exists() and sum(self._times.estimate(of).total for of in distinct) > LONGEST_PROFILE:
-                    raise CostError("that would take long")
-                found = profiled(self.builders, (inputs, targets), self.settings, here, model.notes.append)
+                short, say = seconds <= LONGEST_PROFILE, model.notes.append
+                found = profiled(self.builders, (inputs, targets), self.settings, here, say, may_measure=short)
         except (CostError, RuntimeError) as error:
             model.notes.append(f"layers are not timed here ({error}): times follow from the machine's measured rates")
             return None
@@ -220,6 +218,7 @@ class Planner:
             sent_bytes=sent + sum(size for _, _, size in ties),
             bubble=timeline.bubble,
             step_seconds=timeline.span + update,
+            update_seconds=update,
             bound_seconds=bound + update if isfinite(bound) else None,
             bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
             memory=fullest.total,
@@ -282,12 +281,17 @@ class Planner:
         seconds = [0.0] * pipeline.worker_count
         for cell, bytes_ in zip(cells, model, strict=True):
             reduced = sum(shape.bytes for _, shape in cell.trained)
-            seconds[cell.worker] += self._times.update(cell, bytes_.optimizer)
+            if self.options.device is not None:
+                seconds[cell.worker] += self._times.update(cell, bytes_.optimizer)
+            else:
+                shares_of_it = pipeline.replicas if pipeline.shard_optimizer else 1
+                seconds[cell.worker] += sum(starmap(self._timed_update, cell.trained)) / shares_of_it
             seconds[cell.worker] += passes * self._times.reduction(reduced, pipeline.replicas)
         for sender, receiver, size in ties:
             for worker in (sender, receiver):
                 seconds[worker] += self._times.transfer(size)
-        return max(seconds)
+        rounds = 2 * ceil(log2(pipeline.worker_count * pipeline.replicas))  # of the exchange, up a tree and down
+        return max(seconds) + rounds * (self.device.host + self.device.latency)
 
 
 def loads(times: Sequence[LayerTimes], graphs: Sequence[float]) -> list[CellLoad]:

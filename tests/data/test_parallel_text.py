@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
@@ -498,3 +499,16 @@ def test_a_run_names_its_files_on_the_command_line(downloads: Path, tmp_path: Pa
     assert summary["steps"] == 1 and said[0].startswith(
         "parallel text: 300 of 300 training pairs are used: found 1 no dev"
     )
+
+
+def test_prepared_text_is_planned_by_the_lengths_of_its_own_mini_batches_for_every_seed(root: Path) -> None:
+    def usual(**more: Any) -> tuple[list[int], int]:
+        made = ParallelTextSource(str(root), cache_dir=str(root.parent / "cache"), **SMALL, **more)
+        (inputs, _), examples = made.typical_micro_batch(4, False)
+        return [ids.shape[1] for ids in inputs], examples
+
+    assert usual()[0] == [*ParallelTextSource.typical_lengths]
+    batches = list(islice(source(root).train(None, 4, 0, 1), 16))
+    inputs = [inputs for batch in batches for inputs, _ in batch.micro_batches]
+    pairs, padded = sum(len(ids) for ids, _ in inputs), [sum(of[side].numel() for of in inputs) for side in (0, 1)]
+    assert usual() == usual(seed=5) == ([round(tokens / pairs) for tokens in padded], round(pairs / 16))

@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from composed import composed
+from composed import checked, composed
+from own_plan import EVEN, ZEROS, planned
 
 from gpipe_cli.config import PipelineConfig
+from gpipe_cli.partition.fake_layers import TensorShape
+from gpipe_cli.planner import planner
 from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
 
+OWN_TASK = "task._target_=own_plan.OwnTask"
 PIPELINE = PipelineConfig(**{**composed()["pipeline"], "cost": "flops", "threads": 1}, auto=[])
 
 
@@ -43,3 +47,24 @@ def test_a_gpu_is_measured_by_probes_that_fit_and_are_gone_when_a_run_begins(mon
     _, side, *after = done
     assert 16 * side**2 < 1e8
     assert after == ["empty_cache", "reset_peak_memory_stats"]
+
+
+def test_an_update_is_timed_by_the_run_s_own_optimizer_on_several_small_parameters_or_a_part_of_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepped: list[Any] = []
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda own: stepped.append([p.shape for p in own.param_groups[0]["params"]])
+    )
+    monkeypatch.setattr(this_device, "_seconds", lambda run, *_, **__: run() or 1.0)
+    seconds = this_device.update_seconds(checked("optimizer=sgd").settings)
+    sizes = [(4096, 1024), (8,), (8,)]
+    found = [seconds("layer.weight", TensorShape.of(torch.empty(size))) for size in sizes]
+    assert (found, stepped) == ([4.0, 1 / 8, 1 / 8], [[(1024, 1024)], [(8,)] * 8])
+
+
+def test_a_step_planned_for_this_machine_contains_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "update_seconds", lambda settings: lambda name, shape: float(shape.numel))
+    made = planned(EVEN, *ZEROS, OWN_TASK, "plan.device=this", "pipeline.K=1", "pipeline.workers=1")
+    assert made.update_seconds == made.parameters == 8 * (64 * 64 + 64)
+    assert made.step_seconds == made.timeline.span + made.update_seconds

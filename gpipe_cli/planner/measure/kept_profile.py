@@ -28,7 +28,7 @@ from ...json_files import DamagedJson, read_json
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
 from ...partition.cost import LayerCost, LayerTimes
-from ...partition.fake_layers import TensorShape
+from ...partition.fake_layers import CostError, TensorShape
 from ...partition.model_profile import ModelProfile, profile_layers
 
 FORMAT = 6  # of the files; profiles in another format are measured again
@@ -70,6 +70,7 @@ def profiled(
     settings: Settings,
     device: torch.device,
     say: Callable[[str], None],
+    may_measure: bool = True,
 ) -> ModelProfile:
     """Returns the seconds of each layer and of the task's loss, from the cache or measured now.
 
@@ -77,9 +78,10 @@ def profiled(
         micro_batch: its values matter only where the times are measured.
         device: where they are measured.
         say: receives one line about where the times come from.
+        may_measure: False: only a kept profile will do.
 
     Raises:
-        CostError: a layer that cannot be measured.
+        CostError: a layer that cannot be measured; or none may be, and there is no file.
         DiskError: the cache cannot be written.
     """
     file = profile_file(builders, micro_batch, settings, device)
@@ -105,6 +107,8 @@ def profiled(
 
     if file.exists():
         say(f"profile of the layers from {file}; remove the file to measure anew")
+    elif not may_measure:
+        raise CostError("that would take long")
     with writing_cache(file.parent):
         kept = made(file, write, read)
     return ModelProfile(list(starmap(LayerCost.timed, kept["layers"])), kept["loss"])

@@ -6,20 +6,27 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
-from ...config import PipelineConfig
+from ...config import PipelineConfig, Settings
 from ...cpu import as_worker, usable_memory, waited_for_core
+from ...factory.build import build_optimizer
+from ...factory.groups import GroupKey, Groups
 from ...gpus import GPU
 from ...parent import child_command
+from ...partition.fake_layers import TensorShape
+from ...pipeline.gradients import scale_gradients, squared_norms
 from ..devices import Device
 
 _SECONDS = 0.15  # of each measurement
 _QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
 _COPIED = 1 << 26  # bytes from GPU to GPU
+_UPDATED, _AT_ONCE = 1 << 20, 8  # numbers, and parameters at most, of one timed update
 _GPU_LINK: dict[str, Any] = {"link": 12e9, "latency": 1e-5, "host": 0.0}  # PCIe 3.0 ×16
 _CPU_LINK: dict[str, Any] = {"link": 0.6e9, "latency": 1e-4, "host": 1.5e-4}  # as measured on two cores
 
@@ -80,6 +87,40 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
         return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
 
 
+def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
+    """Returns a function to the seconds that a parameter, by its full name and shape, takes of an update here.
+
+    That is its gradient's norm and clipping, the step of the run's own optimizer, and the moving average. Parameters
+    of one kind are timed once, some together as in a run; of one that is very large, a part. Workers that share a GPU
+    take turns.
+    """
+    groups, device = Groups(settings.optimizer), present_device(settings.pipeline)
+
+    @cache
+    def of_key(key: GroupKey, shape: TensorShape) -> float:
+        numbers, (first, *others) = max(1, shape.numel), shape.shape or (1,)
+        sizes = [max(1, min(first, first * _UPDATED // numbers)), *others]
+        together = max(1, min(_AT_ONCE, _UPDATED // numbers))
+        weights = [nn.Parameter(torch.zeros(sizes, dtype=shape.dtype, device=device)) for _ in range(together)]
+        averages = [weight.detach().clone() for weight in weights]
+        optimizer = build_optimizer(settings.optimizer, {key: weights})
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+
+        def update() -> None:
+            squared_norms(weights)
+            scale_gradients(weights, 0.99)
+            optimizer.step()
+            if settings.trainer.average is not None:
+                torch._foreach_lerp_(averages, weights, 0.02)
+
+        with as_worker(settings.pipeline.threads), torch.no_grad():
+            seconds = _seconds(update, device.type == GPU, enough=_SECONDS / 10)
+        return workers_on_a_gpu(settings.pipeline) * seconds / together * numbers / max(1, weights[0].numel())
+
+    return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
+
+
 def _link_between_gpus() -> dict[str, Any]:
     """Times a copy from one GPU of this machine to another, in a process of its own: its context there ends with it."""
     if torch.cuda.device_count() < 2:
@@ -115,16 +156,17 @@ def _measure(device: torch.device, memory: float, link: Mapping[str, Any]) -> De
     )
 
 
-def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1) -> float:
+def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1, enough: float = _SECONDS) -> float:
     """Returns the median seconds of one call, without those in which other processes had the core.
 
     Args:
         calls: number of calls timed together. On a GPU several: waiting for it takes longer than starting a small
             operation, and a run waits rarely.
+        enough: seconds for which it is called again and again, three times at least.
     """
     run()
     times: list[float] = []
-    end = time.perf_counter() + _SECONDS
+    end = time.perf_counter() + enough
     while len(times) < 3 or time.perf_counter() < end:
         if is_gpu:
             torch.cuda.synchronize()
