@@ -112,7 +112,7 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
             scale_gradients(weights, 0.99)
             optimizer.step()
             if settings.trainer.average is not None:
-                torch._foreach_lerp_(averages, weights, 0.02)
+                torch._foreach_lerp_(averages, tuple(weights), 0.02)
 
         with as_worker(settings.pipeline.threads), torch.no_grad():
             seconds = _seconds(update, device.type == GPU, enough=_SECONDS / 10)
