@@ -42,9 +42,9 @@ def answer_lines(
     own = line.own
     with ExitStack() as stack:
         run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
+        config = configure(run)
         for text in (*run.warnings, *run.prepared.lines):
             say(text)
-        config = configure(run)
         writer = Writer(sys.stdout, own.get("scores", False), one_line=prompt is None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
         if prompt is None:

@@ -40,7 +40,7 @@ def missing_data(settings: Settings) -> Iterator[str]:
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
         return
     for key in ("root", "evaluation_root", "tokenizer"):
-        if data.get(key) and not Path(str(data[key])).expanduser().exists():
+        if data.get(key) and not os.access(Path(str(data[key])).expanduser(), os.F_OK):
             yield f"data.{key}={data[key]}: there is no {data[key]}"
 
 

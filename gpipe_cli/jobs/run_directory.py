@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import latest, read_manifest, step_directories
 from gpipe_cli.disk import DiskError, locked, open_for_writing, own_folder, prepare_directory, write_whole, writing
-from gpipe_cli.errors import NO_UTF8, ConfigurationError
+from gpipe_cli.errors import NO_UTF8, ConfigurationError, refuses
 from gpipe_cli.jobs.torchrun import is_first
 from gpipe_cli.json_files import read_rows
 from gpipe_cli.launch.join import restart_count
@@ -145,7 +145,7 @@ class RunRecord:
 
         What a refused run has logged in an earlier run's directory is removed.
         """
-        if not self.is_open and isinstance(error, ConfigurationError):
+        if not self.is_open and refuses(error):
             for path in self._log_sizes():
                 with suppress(OSError), os.fdopen(open_for_writing(path), "ab") as file:
                     file.truncate(self._sizes.get(path, 0))
@@ -153,7 +153,7 @@ class RunRecord:
                     path.unlink()
         if not self.is_open or not isinstance(error, Exception):
             return
-        if self._is_new and not (self._begun or self._keep) and isinstance(error, ConfigurationError):
+        if self._is_new and not (self._begun or self._keep) and refuses(error):
             own = [*(self._run_dir / ".hydra" / name for name in self._files), *map(self._run_dir.joinpath, self._logs)]
             there = {path for path in self._run_dir.rglob("*") if not path.is_dir() or path.is_symlink()}
             if there.issubset(own) and not Path.cwd().is_relative_to(self._run_dir):

@@ -110,7 +110,10 @@ def check_rank(environment: Mapping[str, str]) -> int:
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return 0
-    wrong = [f"{name}={environment[name]}" for name in ("RANK", "WORLD_SIZE") if not environment[name].isdecimal()]
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    wrong = [f"{name}={environment[name]}" for name in names if not re.fullmatch("[0-9]+", environment.get(name, "0"))]
+    if not wrong and int(environment.get("MASTER_PORT", 0)) >= 1 << 16:
+        wrong = ["MASTER_PORT must be below 65536"]
     if not wrong and int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
         wrong = ["RANK must be below WORLD_SIZE"]
     wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]

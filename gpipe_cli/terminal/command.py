@@ -23,7 +23,7 @@ from typing import IO, Any
 from gpipe_cli import __version__
 from gpipe_cli.cpu import require_room_for_torch
 from gpipe_cli.disk import explain
-from gpipe_cli.errors import ConfigurationError, PlainError, Problems, visible
+from gpipe_cli.errors import ConfigurationError, PlainError, Problems, refuses, visible
 from gpipe_cli.gpus import let_memory_grow
 from gpipe_cli.launch.join import adopt_step, check_rank
 from gpipe_cli.launch.report import WorkerFailed
@@ -111,10 +111,11 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
 
 def code_and_reason(name: str, error: Exception) -> tuple[int, str] | None:
     """Returns the exit code of an error and the lines that tell it; None: a fault of the program, for a traceback."""
-    if isinstance(error, ConfigurationError):
-        return REFUSED, f"{name}: {relative_paths(str(error))}"
-    if isinstance(error, (PlainError, WorkerFailed)):
+    if isinstance(error, (PlainError, WorkerFailed)) and not isinstance(error, ConfigurationError):
         return FAILED, relative_paths(str(error))
+    if refuses(error):
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return REFUSED, f"{name}: {relative_paths(text)}"
     text = explain(error)
     return None if text is None else (FAILED, f"{name}: {relative_paths(text)}")
 
