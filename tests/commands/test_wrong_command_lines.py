@@ -39,7 +39,7 @@ CASES = {  # command line to what the answer must contain
     "train optimizer=adam optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
     f"train checkpoint.resume={'a' * 300}": "a/manifest.json: File name too long",
-    f"train data=text data.root={'a' * 300}": "data.root=",
+    f"train data=parallel_text data.root={'a' * 300}": "data.root=",
     f"export {'a' * 300}": "a/manifest.json: File name too long",
     "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
     "report nowhere": "nowhere is not there",
