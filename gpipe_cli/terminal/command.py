@@ -114,8 +114,8 @@ def code_and_reason(name: str, error: Exception) -> tuple[int, str] | None:
     if isinstance(error, (PlainError, WorkerFailed)) and not isinstance(error, ConfigurationError):
         return FAILED, relative_paths(str(error))
     if refuses(error):
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        return REFUSED, f"{name}: {relative_paths(text)}"
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return REFUSED, f"{name}: {relative_paths(said)}"
     text = explain(error)
     return None if text is None else (FAILED, f"{name}: {relative_paths(text)}")
 
