@@ -42,7 +42,6 @@ FEWEST_PAIRS = 300  # to train on, or the language is left out
 FEWEST_WORDS, MOST_WORDS = 3, 60  # of a held-out message; of any
 FEWEST_LANGUAGES, LARGEST_GROUP = 5, 20  # that have a held-out message; messages that are near copies of each other
 LISTED = Path(__file__).with_suffix(".txt")
-MACHINE_TRANSLATED = ("netbox", "tendenci")  # as their projects say
 TAG = re.compile(r"</?[a-zA-Z]\w*(?:\s[^<>]*=[^<>]*)?\s?/?>")
 PLACEHOLDER = re.compile(
     r"%\(\w+\)[-#0-9.]*[a-zA-Z]|%[0-9]*\$?[-+0-9.]*[sdifgxu]\b|\{[^{}\s]*\}|\$\{\w+\}|\$\w+|%\w+%|@[A-Z]\w+@"
@@ -89,8 +88,6 @@ def read_wheel(path: Path, named: Sequence[str]) -> Wheel:
         about = next(wheel.read(file).decode() for file in files if file.endswith(".dist-info/METADATA"))
         name, version = (re.search(rf"^{key}: (.*)", about, re.MULTILINE)[1] for key in ("Name", "Version"))  # type: ignore[index]
         licence = "; ".join(re.findall(r"^(?:License(?:-Expression)?|Classifier: License): (.*)", about, re.MULTILINE))
-        if name.lower() in MACHINE_TRANSLATED:
-            sys.exit(f"{name}: machines have translated it, so it would teach and test a machine's mistakes")
         if "GPL" in licence and not any(re.fullmatch(rf"{name}(==.*)?", one, re.IGNORECASE) for one in named):
             sys.exit(f"{name} is under {licence}: name it with --also {name}=={version}, if that is what you want")
         texts = [wheel.read(file).decode(errors="replace") for file in files if re.search(r"dist-info/.*LICEN", file)]

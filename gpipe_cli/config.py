@@ -103,6 +103,21 @@ class PipelineConfig:
         """Returns `workers`; "auto" stands for one worker per cell."""
         return self.workers_in(self.K)
 
+    def why_not_on(self, workers: int) -> str:
+        """Returns why the cells cannot lie on so many workers; empty if they can."""
+        K = self.K
+        if workers > K:
+            return (
+                f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
+                f"use pipeline.workers<={K} or pipeline.K>={workers}"
+            )
+        if self.schedule == "interleaved_1f1b" and (rest := K % workers):
+            return (
+                f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is "
+                f"no multiple of pipeline.workers={workers}: use pipeline.K={K - rest} or {K - rest + workers}"
+            )
+        return ""
+
     def workers_in(self, room: int) -> int:
         """Returns `workers`; "auto" stands for one worker per cell, at most ``room``.
 
@@ -435,16 +450,8 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
             f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples in a mini-batch but "
             f"data.batch_size={size}: use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"
         )
-    if workers != "auto" and workers > K:
-        yield (
-            f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
-            f"use pipeline.workers<={K} or pipeline.K>={workers}"
-        )
-    elif pipeline.schedule == "interleaved_1f1b" and workers != "auto" and K % workers:
-        yield (
-            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
-            f"multiple of pipeline.workers={workers}: use pipeline.K={K - K % workers} or {K - K % workers + workers}"
-        )
+    if workers != "auto" and (why := pipeline.why_not_on(workers)):
+        yield why
     for key, given in (("partition", sizes), ("keep", pipeline.keep)):
         if isinstance(given, list) and len(given) != K:
             yield (

@@ -78,13 +78,12 @@ def waited_for_core() -> float:
     return int(words[1]) / 1e9 if words else 0.0
 
 
-def usable_memory() -> int | None:
-    """Returns the bytes of memory that this process may use, within its control groups' limits; None if unknown."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
-    return _within_limits(machine)
+def usable_memory() -> int:
+    """Returns the bytes of memory that this process may use, within its control groups' limits."""
+    return _within_limits(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def free_memory() -> int | None:
+def free_memory() -> int:
     """Returns the free bytes of `usable_memory` (Linux), or all of them where the system does not report it."""
     try:
         with MEMORY_FACTS.open(encoding="ascii") as lines:
@@ -93,11 +92,10 @@ def free_memory() -> int | None:
         return usable_memory()
 
 
-def _within_limits(memory: int | None) -> int | None:
+def _within_limits(memory: int) -> int:
     # Version 2; version 1, where a huge number is no limit.
     limits = [_read(group / name) for group in _control_groups("memory") for name in MEMORY_LIMITS]
-    sizes = [int(limit) for limit in limits if limit.isdigit()]
-    return min([*sizes, memory] if memory is not None else sizes, default=None)
+    return min([memory, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def require_room_for_torch() -> None:

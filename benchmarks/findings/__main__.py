@@ -24,30 +24,15 @@ LOG, SENTENCES, PAGE = HERE / "log.jsonl", HERE / "sentences", ROOT / "docs" / "
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--only", nargs="+", metavar="EXPERIMENT", help="of experiments.yaml; default: all, in its order")
-    made.add_argument("--dry-run", action="store_true", help="list the pieces with estimated minutes")
     given = made.parse_args()
     experiments = read_experiments(HERE / "experiments.yaml")
     if unknown := [name for name in given.only or () if name not in experiments]:
         made.error(f"--only: there is no experiment {', '.join(unknown)}, only {', '.join(experiments)}")
     pieces = [piece for name in given.only or experiments for piece in experiments[name].pieces()]
-    if given.dry_run:
-        print_plan(pieces, Log.read(LOG))
-        return
     try:
         work(pieces)
     finally:
         draw(PAGE, list(experiments.values()), Log.read(LOG), SENTENCES)
-
-
-def print_plan(pieces: Sequence[Piece], log: Log) -> None:
-    """Prints each piece with its estimated minutes, and those that it took."""
-    for piece in pieces:
-        record = log.record(piece)
-        state = f"took {record['minutes']:.1f}" if record else "to run"
-        print(f"{piece.experiment.name:10}  {piece.name:42} {piece.minutes:5.1f} minutes  {state}")
-    total = sum(piece.minutes for piece in pieces)
-    left = sum(piece.minutes for piece in pieces if log.record(piece) is None)
-    print(f"all: {total:.0f} minutes of one core, {total / 2:.0f} of two; to run: {left:.0f}, {left / 2:.0f} of two")
 
 
 def work(pieces: Sequence[Piece]) -> None:
@@ -63,7 +48,7 @@ def work(pieces: Sequence[Piece]) -> None:
         for piece in wanted:
             with _claimed(RUNS / piece.folder) as is_mine:
                 if is_mine and _ready(piece, Log.read(LOG)):  # no other command has just ended it
-                    print(f"{piece.experiment.name}: {piece.name}, about {piece.minutes:.1f} minutes", flush=True)
+                    print(f"{piece.experiment.name}: {piece.name}", flush=True)
                     record = run(piece, log, RUNS, SENTENCES)
                     if log.record(piece) is None:
                         with LOG.open("a", encoding="utf-8") as lines:

@@ -30,14 +30,9 @@ class Piece:
 
     @property
     def steps(self) -> int:
-        steps = self.experiment.of_variant("steps", self.variant)
-        return int(steps) if self.rate is None else max(1, round(steps * self.experiment.rate_share))
-
-    @property
-    def minutes(self) -> float:
-        """Returns the estimated minutes."""
-        minutes = float(self.experiment.of_variant("minutes", self.variant))
-        return minutes if self.rate is None else minutes * self.experiment.rate_share
+        steps = self.experiment.steps
+        steps = steps[self.variant] if isinstance(steps, Mapping) else steps
+        return steps if self.rate is None else max(1, round(steps * self.experiment.rate_share))
 
     @property
     def folder(self) -> Path:
@@ -70,7 +65,6 @@ class Experiment:
     words: Sequence[str]
     variants: Mapping[str, Sequence[str]]
     steps: int | Mapping[str, int]
-    minutes: float | Mapping[str, float]
     seeds: Sequence[int]
     rates: Sequence[float] = ()
     rate_share: float = 0.25
@@ -78,10 +72,6 @@ class Experiment:
     test: Sequence[str] | None = None
     figures: Sequence[str] = ()
     compare: Sequence[Sequence[str]] = ()
-
-    def of_variant(self, field: str, variant: str) -> Any:
-        value = getattr(self, field)
-        return value[variant] if isinstance(value, Mapping) else value
 
     def search(self, variant: str) -> list[Piece]:
         """Returns the pieces that choose the variant's rate."""

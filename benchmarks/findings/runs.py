@@ -59,7 +59,8 @@ def run(piece: Piece, log: Log, runs: Path, sentences: Path) -> Record:
         (sentences / sentences_name(piece)).write_text(json.dumps(counts, separators=(",", ":")) + "\n")
     record: Record = {"experiment": piece.experiment.name, "piece": piece.name, "seed": piece.seed}
     record |= {"steps": piece.steps, "metrics": {name: _rounded(value) for name, value in metrics.items()}}
-    minutes = max(time.monotonic() - began, _seconds_of_steps(folder)) / 60
+    steps = (json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines())
+    minutes = max(time.monotonic() - began, sum(steps)) / 60  # those before an interruption too
     return record | {"minutes": round(minutes, 2), "commit": commit(), "words": words}
 
 
@@ -80,11 +81,6 @@ def training_figures(folder: Path) -> dict[str, float | None]:
     found["loss_end"] = None if None in losses[-tenth:] else fmean(losses[-tenth:])
     found["grad_norm_max"] = None if None in norms else max(norms[tenth:], default=None)
     return found | {"parameters": summary["parameters"], "skipped_updates": summary["skipped_updates"]}
-
-
-def _seconds_of_steps(folder: Path) -> float:
-    """Returns the seconds of all steps, those before an interruption too."""
-    return sum(float(json.loads(line)["seconds"]) for line in (folder / "metrics.jsonl").read_text().splitlines())
 
 
 def _rounded(value: Any) -> Any:

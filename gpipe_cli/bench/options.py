@@ -36,8 +36,3 @@ class BenchOptions:
     def timed_steps(self) -> int:
         """Returns the number of timed steps of each contender."""
         return self.repetitions or (1 if self.quick else 3)
-
-    @property
-    def grid_K(self) -> list[int]:
-        """Returns the numbers of cells of tables 2 and 3."""
-        return self.K or [2, 4, 8]

@@ -366,7 +366,7 @@ def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
     Raises:
         CheckpointError: there is none, or none that can be used.
     """
-    if is_one(path):
+    if STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file():  # one checkpoint, not a run
         return open_checkpoint(path), []
     run_dir = _run_dir(path)
     found, warnings = latest(run_dir)
@@ -417,11 +417,6 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     if found := problems(info):
         raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {advice(directory)}")
     return info
-
-
-def is_one(path: Path) -> bool:
-    """Returns whether a path names one checkpoint, not a run."""
-    return STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file()
 
 
 def _run_dir(path: Path) -> Path:

@@ -156,7 +156,7 @@ def compare_with_module(builders: Sequence[LayerBuilder], given: Given, settings
 def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
     parameters, free = sum(count_parameters(builders)), free_memory()
     needed = parameters * 4 * COPIES
-    if free is not None and needed > free:
+    if needed > free:
         return ModuleReport(
             f"not compared: {COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, and "
             f"{free / 1e9:.1f} GB are free; verify {SMALLER}",

@@ -24,7 +24,7 @@ def too_much(settings: Settings) -> Iterator[str]:
     if pipeline.backend == "nccl" and pipeline.device == "cpu":
         yield "pipeline.backend=nccl is for GPUs, but pipeline.device=cpu: use pipeline.backend=auto"
     number = (1 if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
-    if torchrun.world_size() is None and memory is not None and number * WORKER_BYTES > memory:
+    if torchrun.world_size() is None and number * WORKER_BYTES > memory:
         yield (
             f"pipeline.workers={pipeline.workers} × pipeline.replicas={pipeline.replicas}: {number:,} processes need "
             f"at least {number * WORKER_BYTES / 1e9:,.0f} GB of memory, this machine has {memory / 1e9:,.0f} GB"

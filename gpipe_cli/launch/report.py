@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gpipe_cli import disk
@@ -95,16 +94,12 @@ def log_path(directory: Path, rank: int) -> Path:
     return directory / ("starter.log" if rank == STARTER else f"rank_{rank}.log")
 
 
-def error_path(directory: Path, rank: int) -> Path:
-    return directory / f"error_{rank}.json"
-
-
 def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failure:
     """Describes the end of a worker by an exception, in this worker."""
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
     advice = next((f"\n{advice}" for words, advice in ADVICE.items() if re.search(words, said)), "")
-    shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
+    shown = "".join(traceback.format_exception(error)).rstrip()
     return Failure(
         rank=rank,
         suspicion=echo,
@@ -120,7 +115,7 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
 
 def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns a text for the console."""
-    path = error_path(directory, failure.rank)
+    path = directory / f"error_{failure.rank}.json"
     try:
         disk.own_folder(directory)
         disk.write_whole(path, json.dumps(asdict(failure), indent=1))
@@ -129,13 +124,6 @@ def publish(directory: Path, failure: Failure) -> str:
     if failure.suspicion == 2:
         return f"{failure.cause}; the worker that failed first prints the cause (traceback of this one: {path})"
     return failure.text
-
-
-def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback from the entry point on, without the launcher's own frames."""
-    while stack and stack.tb_next and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-        stack = stack.tb_next
-    return stack
 
 
 def suspicion(error: BaseException) -> int:

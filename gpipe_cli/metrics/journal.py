@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import Settings
 from ..disk import DiskError, cannot_write, own_folder, write_whole, writing
-from ..json_files import read_rows, skipped
+from ..json_files import skipped
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
@@ -94,7 +94,6 @@ class Journal(Notices):
         self._emit({"kind": "begun"})
         self._schedule, self._table = schedule, table
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
-        self._K_before = {row["K"] for row in read_rows(self._metrics.path)[0] if "K" in row}
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
@@ -216,7 +215,7 @@ class Journal(Notices):
             DiskError: summary.json cannot be written.
         """
         path = self._run_dir / "summary.json"
-        content = json_safe({**values, "K_before": sorted(self._K_before - {values["K"]})})
+        content = json_safe(values)
         with writing(path):
             write_whole(path, json.dumps(content, indent=2) + "\n")
         if shares := content["breakdown"]:

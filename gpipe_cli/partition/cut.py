@@ -144,7 +144,7 @@ def cut_by_costs(
         sizes = cutter.sizes(None if memory_of is None else memory_of(worker_of))
     else:
         sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
-        worker_of = even_placement(config.schedule, config.K, workers)
+        worker_of = even_placement(config, workers)
     seconds = worker_totals(times, config, worker_of)
     cells = cell_layers(sizes)
     parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]

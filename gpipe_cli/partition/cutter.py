@@ -55,7 +55,7 @@ class Cutter:
         self, times: Sequence[LayerTimes], config: PipelineConfig, workers: int, inseparable: Mapping[int, str]
     ) -> None:
         self._places = checked_places([each.forward for each in times], config.K, inseparable)
-        self.placement = even_placement(config.schedule, config.K, workers)
+        self.placement = even_placement(config, workers)
         self._times, self._speeds = times, config.speeds
         self._lists = instruction_lists(config, self.placement)
         totals = [total[self._places] for total in worker_totals(times, config, self.placement)]

@@ -188,7 +188,8 @@ def measured_on_shapes(
         found = measure(module, drawn[0])
         with torch.no_grad():
             outputs = [as_tensors(module(as_argument(inputs))) for inputs in drawn]
-    return found, None if have_one_shape(outputs) else outputs
+    forms = {(grouping_of(tensors), *(tensor.shape for tensor in tensors)) for tensors in outputs}
+    return found, None if len(forms) == 1 else outputs
 
 
 def _for_a_trial(builder: LayerBuilder, module: nn.Module, shares_weights: bool = False) -> nn.Module:
@@ -220,8 +221,3 @@ def draw(shapes: Sequence[TensorShape]) -> Drawn:
         return shape.empty().copy_(drawn)
 
     return [grouped_like(map(values, shapes), shapes) for _ in range(DRAWS)]
-
-
-def have_one_shape(drawn: Drawn) -> bool:
-    """Returns whether the tensors of all draws have the same shapes and grouping."""
-    return len({(grouping_of(tensors), *(tensor.shape for tensor in tensors)) for tensors in drawn}) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..config import PipelineConfig
 from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
 
@@ -161,34 +162,16 @@ def cell_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
     return [math.fsum(costs[layer] for layer in layers) for layers in cell_layers(sizes)]
 
 
-def round_robin(K: int, workers: int) -> tuple[int, ...]:
-    """Puts cell c on worker c mod W, each worker having K/W of the K cells.
-
-    Raises:
-        PartitionError: there is no worker, or K is no multiple of W.
-    """
-    if workers < 1 or K % workers:
-        fitting = [str(number) for number in range(1, K + 1) if K % number == 0]
-        raise PartitionError(
-            f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is no "
-            f"multiple of {_count(workers, 'worker')}: use pipeline.workers={' or '.join(fitting)} or another K"
-        )
-    return tuple(cell % workers for cell in range(K))
-
-
-def even_placement(kind: str, K: int, workers: int) -> tuple[int, ...]:
-    """Returns the worker of each of K cells: as many cells on each, the later ones one more.
+def even_placement(config: PipelineConfig, workers: int) -> tuple[int, ...]:
+    """Returns the worker of each cell: as many cells on each, the later ones one more; c mod W in rounds.
 
     Raises:
         PartitionError: not every worker has a cell, or in rounds not as many as the others.
     """
-    if kind in ROUND_ROBIN:
-        return round_robin(K, workers)
-    if not 1 <= workers <= K:
-        raise PartitionError(
-            f"{_count(workers, 'worker')} for pipeline.K={K}: every worker runs at least one cell; use 1 to {K} workers"
-        )
-    return tuple(workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
+    if why := config.why_not_on(workers):
+        raise PartitionError(why)
+    K, in_rounds = config.K, config.schedule in ROUND_ROBIN
+    return tuple(cell % workers if in_rounds else workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
 
 
 def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[int, str]) -> list[int]:

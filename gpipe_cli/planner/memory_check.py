@@ -26,8 +26,8 @@ _SMALL = 2  # side of the real parameter that replaces a fake one where the opti
 FEW = 10  # times the weights that a model may take, whatever the optimizer: its state is not looked at then
 
 
-def memory_of(world: World, one_machine: bool) -> int | None:
-    """Returns the bytes of memory of all workers' devices, each like this worker's; None where it is unknown.
+def memory_of(world: World, one_machine: bool) -> int:
+    """Returns the bytes of memory of all workers' devices, each like this worker's.
 
     Args:
         one_machine: all workers run on this machine; otherwise each may have one of its own.
@@ -35,11 +35,10 @@ def memory_of(world: World, one_machine: bool) -> int | None:
     if world.device.type == GPU:
         devices = min(world.size, torch.cuda.device_count()) if one_machine else world.size
         return devices * torch.cuda.get_device_properties(world.device).total_memory
-    memory = usable_memory()
-    return None if memory is None else memory * (1 if one_machine else world.size)
+    return usable_memory() * (1 if one_machine else world.size)
 
 
-def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memory: int | None, trains: bool) -> None:
+def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memory: int, trains: bool) -> None:
     """Compares weights, and in training gradients and the optimizer's state, with the memory in bytes.
 
     Activations are not counted, so what passes may still be too large.
@@ -52,7 +51,7 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
     except CostError as error:
         raise ConfigurationError(str(error)) from error
     replicas = settings.pipeline.replicas
-    if memory is None or FEW * replicas * sum(shape.bytes for layer in layers for _, shape, _ in layer) < memory:
+    if FEW * replicas * sum(shape.bytes for layer in layers for _, shape, _ in layer) < memory:
         return
     copies = 1 if settings.pipeline.shard_optimizer else replicas  # of the optimizer's state
     state_of = optimizer_state_bytes(settings.optimizer)

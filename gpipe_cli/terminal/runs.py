@@ -40,7 +40,6 @@ class Summary(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
     K: Count
-    K_before: list[int]
     M: Count
     workers: Count
     loss: float | None
@@ -140,14 +139,15 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
     if damaged:
         broken.append(skipped(Path("metrics.jsonl"), damaged))
     error = _error(folder / ERROR_FILE)
-    status = "failed" if error else "running" if running else _status(summary, rows)
+    status = "stopped" if summary and summary.get("stopped_by") == "request" else "done"
     if summary is None:
+        status = f"not finished, {len(rows)} steps on record"
         speeds = [row["examples_per_second"] for row in rows[-MEASURED_STEPS:] if row.get("examples_per_second")]
         summary = {"loss": rows[-1].get("loss") if rows else None}
         summary["examples_per_second"] = median(speeds) if speeds else None
+    status = "failed" if error else "running" if running else status
     planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
-    before = [f"until a resume with K={', '.join(map(str, of))}" for of in [summary.get("K_before")] if of]
-    outcome = "; ".join([status if error is None else f"{status}: {error}", *before, *broken])
+    outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
     return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
 
 
@@ -159,12 +159,6 @@ def _error(path: Path) -> str | None:
     traceback = any(line.startswith("Traceback ") for line in lines)
     said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
     return said[-1] if traceback and said else lines[0]
-
-
-def _status(summary: Any, rows: Sequence[Any]) -> str:
-    if summary is None:
-        return f"not finished, {len(rows)} steps on record"
-    return "stopped" if summary.get("stopped_by") == "request" else "done"
 
 
 def _read_yaml(path: Path, kind: type, broken: list[str]) -> Any:

@@ -15,7 +15,6 @@ from run_files import losses, rows
 
 from gpipe_cli.checkpoint.files import open_checkpoint, step_directory
 from gpipe_cli.checkpoint.layer_state import export_state_dict
-from gpipe_cli.terminal.runs import read_run
 
 COMMON = [
     *("debug=tiny", "trainer.steps=20", "trainer.evaluate_every=10", "checkpoint.every=5", "model.dropout=0.1"),
@@ -79,7 +78,6 @@ def test_a_killed_run_goes_on_at_another_k_as_if_it_had_never_stopped(whole: Pat
     resumed = train(tmp_path, "pipeline.K=4", "pipeline.workers=3", "checkpoint.resume=auto")
     assert losses(resumed) == losses(whole)
     assert same_bits(resumed, whole)
-    assert read_run(resumed).outcome == "done; until a resume with K=2"
 
 
 @pytest.mark.slow(2)

@@ -29,7 +29,7 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     protocol = TABLES[number]
     if protocol.linked and "interleaved_1f1b" in options.schedules:
         raise ConfigurationError("schedules=interleaved_1f1b: table 3 has one cell a worker; leave it out")
-    grid = [(K, M) for K in options.grid_K for M in options.M or protocol.M]
+    grid = [(K, M) for K in options.K or (2, 4, 8) for M in options.M or protocol.M]
     say("counting the models' FLOPs on fake tensors")
     counted = count_models({family: protocol.sizes[family] for family in options.models})
     settings = [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]

@@ -82,9 +82,8 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
         torch.cuda.empty_cache()  # other workers may share the GPU with this one, which may go on to train
         torch.cuda.reset_peak_memory_stats()
         return rates
-    memory = usable_memory()
     with as_worker(pipeline.threads):
-        return _measure(device, math.inf if memory is None else float(memory), _CPU_LINK)
+        return _measure(device, float(usable_memory()), _CPU_LINK)
 
 
 def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
