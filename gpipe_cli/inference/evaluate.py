@@ -1,7 +1,6 @@
 """Defines the entry point of gpipe-eval's workers: one evaluation of a checkpoint through the pipeline."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from ..disk import own_folder, write_whole
 from ..launch.context import Context
+from ..metrics.metrics_file import json_safe
 from ..metrics.records import Evaluation, Sample
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 
@@ -51,7 +51,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "averaged_weights": assembly.settings.trainer.average is not None,
         **search,
         "signature": result.signature,
-        "numbers": {name: value if math.isfinite(value) else None for name, value in result.numbers.items()},
+        "numbers": json_safe(result.numbers),
         "sizes": dict(result.sizes),
         "sentences": Counter(of.language for of in result.translations),
     }

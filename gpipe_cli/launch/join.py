@@ -74,20 +74,16 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     show_crashes()
+    from torch.distributed import PrefixStore  # slow
+
     store_prefix = f"start{restart_count()}/job{next(_job_numbers)}"  # torchrun's store outlives a restart
-
-    def open_store() -> Store:
-        from torch.distributed import PrefixStore
-
-        return PrefixStore(store_prefix, _base_store())
-
     signals = StopSignals()
     context = Context(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank(),
         run_dir=run_dir.absolute(),
-        open_store=open_store,
+        open_store=lambda: PrefixStore(store_prefix, _base_store()),
         emit=lambda event: on_event({"rank": rank, **event}),
         stop_requested=lambda: bool(signals.received),
     )

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
 from gpipe_cli.disk import own_folder, writing
@@ -39,9 +39,6 @@ from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.zygote import bootstrap, hand_over
 from gpipe_cli.position import Position
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first failure: time for the other workers' reports
@@ -124,17 +121,14 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
             f"a job of {job.workers} workers cannot run inside the command's process: let one worker run all cells"
         )
 
-    def open_store() -> Store:
-        from torch.distributed import HashStore
-
-        return HashStore()
+    from torch.distributed import HashStore
 
     context = Context(
         rank=0,
         world_size=1,
         local_rank=0,
         run_dir=job.run_dir.absolute(),
-        open_store=open_store,
+        open_store=HashStore,
         emit=lambda event: on_event({"rank": 0, **event}),
         stop_requested=lambda: False,
     )
@@ -222,10 +216,8 @@ class _Processes:
             self._close(rank)
         self._selector.close()
         self._until_end.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: nothing more can be done from here
             self.zygote.wait(GONE_SECONDS)
-        except subprocess.TimeoutExpired:  # stuck in a driver: nothing more can be done from here
-            log.warning("process %d was killed but is not gone yet", self.zygote.pid)
 
 
 @dataclass

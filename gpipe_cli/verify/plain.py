@@ -10,7 +10,6 @@ their beginning: no code that divides, sums, saves or resumes takes part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,7 +119,7 @@ class PlainModel:
         announce(builders[index] for index in cell)
         used: set[int] = set()
         for index in cell:
-            with weights_drawn(seed, index):
+            with seeded(int.from_bytes(_digest((1, seed, index), 8), "little") // 2):
                 module = builders[index].made()
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
@@ -369,11 +368,6 @@ def update_seed(seed: int, update: int, parameter: str) -> int:
     """Returns the seed of the update, number ``update`` from 0, of the parameter of this full name."""
     name = int.from_bytes(blake2b(parameter.encode(), digest_size=8).digest(), "little", signed=True)
     return int.from_bytes(_digest((5, seed, update, name), 8), "little") // 2
-
-
-def weights_drawn(seed: int, layer: int) -> AbstractContextManager[None]:
-    """Seeds the generators of torch's CPU, numpy and Python for a layer's initial weights; restores them afterwards."""
-    return seeded(int.from_bytes(_digest((1, seed, layer), 8), "little") // 2)
 
 
 def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKey = ()) -> float | None:
