@@ -3,11 +3,11 @@
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from composed import composed
 from inline_run import train_inline
 from own_model import DIGITS, Flatten
 from torch import Tensor, nn
@@ -84,9 +84,8 @@ JOINED = ["choose", "change"]
 
 def cut(words: dict[str, Any]) -> tuple[list[int], list[str]]:
     said: list[str] = []
-    usual = {"schedule": "gpipe", "partition": "auto", "cost": "flops", "M": 1, "K": 1, "policy": "never"}
-    config = SimpleNamespace(**{**usual, "devices": None, "speeds": [], **words})
-    return cut_model(layers(), cast(PipelineConfig, config), 1, EXAMPLE, None, said.append).sizes, said
+    usual = {**composed()["pipeline"], "cost": "flops", "M": 1, "K": 1, "remat": "never", "threads": 1}
+    return cut_model(layers(), PipelineConfig(**{**usual, **words}, auto=[]), 1, EXAMPLE, None, said.append).sizes, said
 
 
 @pytest.fixture(scope="module")
