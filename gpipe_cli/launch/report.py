@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from gpipe_cli import disk
@@ -99,7 +100,7 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
     advice = next((f"\n{advice}" for words, advice in ADVICE.items() if re.search(words, said)), "")
-    shown = "".join(traceback.format_exception(error)).rstrip()
+    shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
     return Failure(
         rank=rank,
         suspicion=echo,
@@ -124,6 +125,13 @@ def publish(directory: Path, failure: Failure) -> str:
     if failure.suspicion == 2:
         return f"{failure.cause}; the worker that failed first prints the cause (traceback of this one: {path})"
     return failure.text
+
+
+def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback from the entry point on, without the launcher's own frames."""
+    while stack and stack.tb_next and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        stack = stack.tb_next
+    return stack
 
 
 def suspicion(error: BaseException) -> int:
