@@ -17,7 +17,7 @@ USUAL: dict[Any, str] = {  # value -> keys of configurations that get it
     "max_position_embeddings n_positions n_ctx max_seq_len",
     2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
     "num_encoder_layers num_key_value_heads num_experts_per_tok",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+    4: "rotary_dim num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
     "num_encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts",
     8: "head_dim d_kv patch_size",
     1: "bos_token_id eos_token_id decoder_start_token_id sep_token_id cls_token_id",
@@ -56,13 +56,14 @@ ARGUMENTS: dict[str, dict[str, Any]] = {"googlenet": WITHOUT_HEAD, "inception_v3
 ARGUMENTS |= {"vit_b_16": {"image_size": 32}}
 SIDES = {"inception_v3": 96, "maxvit_t": 224, "vit_b_16": 32}
 FAMILIES = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")  # the first that a module has
+HEADS = {"num_heads": [2, 2], "num_attention_heads": [2, 2]}
 NARROW = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 OWN_SIZES: dict[str, dict[str, Any]] = {  # which no other configuration has
     "deit": {"architectures": ["DeiTForImageClassification"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "regnet": {**NARROW, "groups_width": 4},
     "resnet": NARROW,
-    "swin": {"embed_dim": 16, "depths": [1, 1], "window_size": 4, "num_heads": [2, 2], "num_attention_heads": [2, 2]},
+    "swin": {"embed_dim": 16, "depths": [1, 1], "window_size": 4, "patch_size": 2, **HEADS},
 }
 
 
