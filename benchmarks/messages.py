@@ -12,12 +12,12 @@ where --also names it. Versions and digests are pinned and the wheels are read, 
 """
 
 import argparse
-import contextlib
 import hashlib
 import html
 import io
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -109,12 +109,11 @@ def _read_catalogue(file: str, content: bytes, counts: Counter[str]) -> Iterator
         counts["catalogues of no known language, or English"] += 1
         return
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # babel prints what it passes over
-            rows = list(ROWS_OF[PurePosixPath(file).suffix](io.BytesIO(content)))
-    except Exception:  # babel raises what its parts raise
+        rows = list(ROWS_OF[PurePosixPath(file).suffix](io.BytesIO(content)))
+    except (ValueError, struct.error):
         counts["catalogues that cannot be read"] += 1
         return
-    for row in rows:
+    for row in (row for row in rows if row.get("msgstr") is not None):
         default = re.search(r'Default: "(.*)"', row.get("comment", ""), re.DOTALL)  # plone's English
         english = default[1] if default and SYMBOLIC.fullmatch(row["msgid"]) else row["msgid"]
         pair = tidy(language, row["msgstr"], english)

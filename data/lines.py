@@ -1,6 +1,7 @@
 """Finds files of text, and opens them as lines: plain, compressed, or the records of a file as lines of JSON."""
 
 import bz2
+import csv
 import gzip
 import importlib
 import io
@@ -8,6 +9,7 @@ import json
 import lzma
 import os
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 from ..disk import open_regular
 from ..errors import ConfigurationError
-from .records import ROWS_OF, json_array
+from .records import ROWS_OF, UNREADABLE, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PACKED = (".gz", ".zst", ".xz", ".bz2")
@@ -23,6 +25,7 @@ OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
+NO_FORMAT = (ValueError, SyntaxError, LookupError, RecursionError, csv.Error, struct.error)  # raised by readers
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 
 
@@ -53,6 +56,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             yield file
     except ConfigurationError:
         raise
+    except NO_FORMAT as error:
+        raise ConfigurationError(f"{path} is no {ending_of(path)} that can be read ({error})") from error
     except Exception as error:  # a torn archive raises OSError, EOFError or an error of its kind
         raise ConfigurationError(f"{path}: cannot be read ({error}): no access, or a torn archive") from error
 
@@ -63,7 +68,9 @@ def _opened(path: Path) -> BinaryIO:
     if ending == PARQUET:
         return io.BufferedReader(_RecordLines(_parquet_rows(path)), 1 << 20)
     file = _unpacking(path)
-    rows = ROWS_OF.get(ending) or (json_array if ending == ".json" and file.peek(1)[:1] == b"[" else None)
+    rows = ROWS_OF.get(ending)
+    if ending == ".json" and file.peek(1 << 10).lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"["):
+        rows = json_array
     return file if rows is None else io.BufferedReader(_RecordLines(rows(file)), 1 << 20)
 
 
@@ -141,6 +148,8 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
         raise ValueError(f"is no JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError("is no JSON object")
+    if UNREADABLE in content:
+        raise ValueError(content[UNREADABLE])
     below = content.get("translation")
     content = {**(below if isinstance(below, dict) else {}), **content}
     for name in names:

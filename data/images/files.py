@@ -25,6 +25,18 @@ BITS_OF_TIFF = 258  # the tag
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
+OTHERS = {
+    b"<!DOCTYPE html": "HTML",
+    b"<html": "HTML",
+    b"ftypavi": "AVIF",
+    b"ftyphe": "HEIC",
+    b"ftypmif": "HEIC",
+    b"jP  \r": "JPEG 2000",
+    b"JXL \r": "JPEG XL",
+}
+OTHERS |= {b"<svg": "SVG", b"\0\0\1\0": "ICO", b"%!PS": "EPS", b"8BPS": "PSD", b"%PDF": "PDF", b"ftyp": "a video"}
+
+
 class BrokenImage(ConfigurationError):
     """Raised when an image cannot be decoded; the message names it."""
 
@@ -83,9 +95,10 @@ class ImageFiles(Images):
         try:
             return decode(file, self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
-            raise BrokenImage(
-                f"{path} is broken ({type(error).__name__}: {error}): replace it, or take it out of the data"
-            ) from error
+            wrong = f"is broken ({type(error).__name__}: {error})"
+            if type(error).__name__ == "UnidentifiedImageError" and (kind := _other_format(file)):
+                wrong = f"holds {kind}, which is not read ({', '.join(FORMATS)} are)"
+            raise BrokenImage(f"{path} {wrong}: replace it, or take it out of the data") from error
 
     def _file(self, index: int, name: str) -> tuple[Path, Path | BinaryIO]:
         """Returns the path of an image, for messages, and what holds it."""
@@ -104,6 +117,16 @@ class ImageArray(Images):
 
     def read(self, index: int) -> Tensor:
         return self._images[index]
+
+
+def _other_format(file: Path | BinaryIO) -> str | None:
+    """Returns the name of the format that a file which is no image for `decode` has, if it is known."""
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return _other_format(opened)
+    file.seek(0)
+    start = file.read(1 << 10)
+    return next((kind for mark, kind in OTHERS.items() if mark in (start if mark[:1] == b"<" else start[:12])), None)
 
 
 def decode(file: Path | BinaryIO, bits: int | None = None) -> Tensor:

@@ -11,10 +11,12 @@ The language is the name beside the target language. dev may be called valid or 
 compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +24,7 @@ from pydantic import Field
 
 from ...errors import ConfigurationError
 from ..lines import JSON, LANGUAGE, PACKED, PARQUET, ending_of, has_records, language_in, reading, unpacked
-from ..records import COLUMNS_OF, ROWS_OF
+from ..records import CATALOGUES, MEMORIES, READING, ROWS_OF
 from ..tree import files_below, files_matching, refuse_dead_links
 
 log = logging.getLogger(__name__)
@@ -34,12 +36,16 @@ SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
     "target), .jsonl, .parquet, .csv, .tmx, .xliff, .po or .mo; dev, valid or validation, and test likewise; "
-    "NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in .gz, .zst, .xz or .bz2. Files of other names are named "
-    "by data.train={xx: [FILE]}"
+    "NAME.xx-en.xx beside NAME.xx-en.en (OPUS); each may end in .gz, .zst, .xz or .bz2"
 )
 
 _PAIR = rf"{LANGUAGE}-{LANGUAGE}"
 _TABLES = ("tsv", *(ending.removeprefix(".") for ending in (*JSON, PARQUET, *ROWS_OF)))
+FIRST_UNITS = 100  # of a translation memory, whose languages are looked at
+_CATALOGUE = re.compile(  # its path without the ending
+    rf"(?:.*/)?(?P<folder>{LANGUAGE})/LC_MESSAGES/[^/]+$"
+    r"|(?:.*[/.])?(?P<name>[a-z]{2}(?:[-_](?:[A-Z]{2}|[A-Z][a-z]{3}))*)$"
+)
 _NAME = re.compile(
     rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
     rf"|(?!.*(?i:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
@@ -55,6 +61,7 @@ class PairFiles:
         columns: of a table of records: the names of source and target in each.
         language_column: of a table of several languages: the name of the language, by which its records are chosen.
         unfit: what else a record may say there, or None, to be counted among this corpus' defects.
+        turned: a table of two columns has the target first, as its name has.
     """
 
     language: str
@@ -64,10 +71,17 @@ class PairFiles:
     columns: tuple[str, str] | None = None
     language_column: str | None = None
     unfit: tuple[str | None, ...] = ()
+    turned: bool = False
 
     @property
     def files(self) -> list[Path]:
         return [self.source] if self.target is None else [self.source, self.target]
+
+    @property
+    def form(self) -> list[object]:
+        """Returns what decides the pairs besides the files' bytes, as JSON values."""
+        reading = [READING] if ending_of(self.source) in ROWS_OF else []
+        return [*(self.columns or ()), *reading, *["target first"] * self.turned]
 
 
 def find_pairs(
@@ -97,11 +111,13 @@ def find_pairs(
     pairs = [pair for pair in _pairs(folder, seen, target, only, language_column) if pair.split not in named]
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
+    if "train" not in {*named, *(pair.split for pair in pairs)}:
+        pairs += _of_translators(seen, target)
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
-        usual = COLUMNS_OF.get(ending_of(pair.source), (pair.language, target))
-        of_records = (columns or usual) if has_records(pair.source) and pair.target is None else None
+        is_table = has_records(pair.source) and pair.target is None
+        of_records = (columns or columns_of(pair.source, pair.language, target)) if is_table else None
         column = None if of_records is None else language_column
         text = unpacked(pair.source.resolve())
         same = corpora.setdefault(text, replace(pair, columns=of_records, language_column=column))
@@ -113,10 +129,11 @@ def find_pairs(
         log.warning("%s%s is left out: there is no training text from '%s'", lost[0].source, others, lost[0].language)
     where = "data.train" if "train" in named else f"data.root={root}"
     if not trained:
-        some = ", ".join(str(path.relative_to(folder)) for path in seen[:4])
+        names = [str(path.relative_to(folder)) for path in seen]
+        alone = next((name for name in names if ending_of(Path(name)).removeprefix(".") in _TABLES), "FILE")
         raise ConfigurationError(
-            f"{where} has no training text into '{target}' (data.target). Expected {LAYOUTS}. "
-            f"Found {len(seen)} files: {some}"
+            f"{where} has no training text into '{target}' (data.target). Expected {LAYOUTS}. Else name the files, xx "
+            f"for the language: 'data.train={{xx: [\"{alone}\"]}}'. Found {len(seen)} files: {', '.join(names[:4])}"
         )
     wanted = trained if languages is None else list(dict.fromkeys(languages))
     asked = {"data.languages": wanted, **{f"data.{split}": list(files) for split, files in named.items()}}
@@ -208,9 +225,53 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
             elif ending in _TABLES:
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
-                    yield PairFiles(language, split, path, None)
+                    turned = named == f"{target}-{language}" and not has_records(path)
+                    yield PairFiles(language, split, path, None, turned=turned)
             elif ending != target and target in files:
+                if re.fullmatch(_PAIR, named) and not re.fullmatch(rf"{ending}-.*|.*-{ending}", named):
+                    log.warning("%s is taken as language '%s', which is not in the name '%s'", path, ending, named)
                 yield PairFiles(ending, split, path, files[target])
+
+
+def _of_translators(paths: Iterable[Path], target: str) -> Iterator[PairFiles]:
+    """Yields catalogues of English messages and translation memories of any name, to train on.
+
+    A catalogue's language is in its path, as locale/de/LC_MESSAGES/x.po or x.de.po; those of a memory are in the file.
+    """
+    for path in paths:
+        if (ending := ending_of(path)) in CATALOGUES and not (ending == ".mo" and path.with_suffix(".po").exists()):
+            match = _CATALOGUE.match(str(unpacked(path).with_suffix("")))
+            code = "" if match is None else match["folder"] or match["name"]
+            source = "en" if code == target else code
+            if match is None:
+                log.warning("%s has no language in its name: data.train={xx: [%s]} names it", path, path.name)
+            elif _is_english(source) != _is_english(target):
+                yield PairFiles(source, "train", path, None)
+        elif ending in MEMORIES:
+            with reading(path) as lines:
+                names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
+            others = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}
+            yield from (PairFiles(name, "train", path, None) for name in sorted(others) if target in names)
+
+
+def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:
+    """Returns the names of source and target in records, where data.columns does not: a catalogue's msgid are English.
+
+    Raises:
+        ConfigurationError: neither side of a catalogue is English.
+    """
+    if ending_of(path) not in CATALOGUES:
+        return language, target
+    if not _is_english(target) and not _is_english(language):
+        raise ConfigurationError(
+            f"{path}: the msgid of a catalogue are English; '{language}' and data.target={target} are not: "
+            "name source and target by data.columns=[msgstr,msgid] or [msgid,msgstr]"
+        )
+    return ("msgstr", "msgid") if _is_english(target) else ("msgid", "msgstr")
+
+
+def _is_english(code: str) -> bool:
+    return re.split("[-_]", code.lower())[0] in ("en", "eng")
 
 
 def _languages_in(path: Path, column: str, target: str) -> list[str]:

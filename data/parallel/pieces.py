@@ -151,7 +151,7 @@ def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = Non
     numbers = count() if numbers is None else numbers
     rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)
     if files.target is None and files.columns is None:
-        rows = (line.rstrip(b"\r\n").split(b"\t") for (line,) in rows)
+        rows = (line.rstrip(b"\r\n").split(b"\t")[:: -1 if files.turned else 1] for (line,) in rows)
     numbered: Iterator[tuple[int, Sequence[bytes]]] = enumerate(rows, 1)
     if (column := files.language_column) is not None:
         numbered = (one for one in numbered if language_in(one[1][0], column) in (files.language, *files.unfit))

@@ -205,8 +205,6 @@ class Preparation:
             with whole_file(self.draft.folder / f"{split}.jsonl") as file:
                 lines = (json.dumps(pair[1:], ensure_ascii=False) + "\n" for pair in pairs)
                 file.write_text("".join(lines), encoding="utf-8")
-            if drawn := sum(split in self.text.lacking.get(pair[1], ()) for pair in pairs):
-                self.report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
             if split == "dev":
                 self._name_without_dev(self.text.lacking.keys() - {pair[1] for pair in pairs})
 

@@ -121,7 +121,7 @@ class ParallelTextSource(PairSource):
         lacking = [code for code, split in sorted(there) if split == "train" and (code, "dev") not in there]
         if lacking and self._share:
             splits = {code: [split for split in ("dev", "test") if (code, split) not in there] for code in lacking}
-            text = replace(text, held_out=self._share, lacking=splits)
+            self.text = text = replace(text, held_out=self._share, lacking=splits)
         unset = "language_column", "held_out", "lacking"
         made_of = {key: value for key, value in asdict(text).items() if value or key not in unset}
         each = [(pair, file) for pair in pairs for file in pair.files]
@@ -130,7 +130,7 @@ class ParallelTextSource(PairSource):
             workers = worker_count([file for _, file in each], self._workers)
             Preparation(Draft(text, draft), pairs, self._strict, workers, report).run()
 
-        stats = [[pair.language, pair.split, *stat_of(file), *(pair.columns or ())] for pair, file in each]
+        stats = [[pair.language, pair.split, *stat_of(file), *pair.form] for pair, file in each]
         return f"parallel-{digest_of(FORMAT, made_of, stats)}", make
 
     def prepare(self, report: Report) -> None:
@@ -141,5 +141,8 @@ class ParallelTextSource(PairSource):
         if not wanted.shared:
             sides = {"source_" + key: of for key, of in sides.items()}
             sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
+        for split in ("dev", "test") if self.text.lacking else ():
+            drawn = sum(split in self.text.lacking.get(pair.language, ()) for pair in store.held_out(split))
+            report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
         used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
         self._warn(self._strict, used, sides)

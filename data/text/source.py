@@ -153,10 +153,9 @@ class TextFilesSource(WindowSource, PreparedSource):
             held_out = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
 
         store = self._opened(self.form, files, held_out, report)
-        if len(store.dev) < 2 and self.form.held_out:
+        by_ends = self.form.held_out if len(store.dev) < 2 else 0.0
+        if by_ends:
             store = self._opened(replace(self.form, ends=True), files, held_out, report)
-            log = logging.getLogger(__name__)
-            log.warning("none of the documents is held out: the last %g of each file is", self.form.held_out)
         self._use(store)
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
@@ -170,6 +169,9 @@ class TextFilesSource(WindowSource, PreparedSource):
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
                 "data.document=line if each line is a document"
             )
+        if by_ends:
+            end = f"the last {by_ends:g} of each file is, of a long one of each {self.form.piece >> 20} MiB"
+            logging.getLogger(__name__).warning("none of the documents is held out: %s", end)
 
     def _opened(self, form: TextForm, files: list[Path], held_out: list[Path], report: Report) -> TextStore:
         """Returns the store of these files, and makes it first unless it is in the cache."""

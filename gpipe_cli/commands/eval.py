@@ -107,11 +107,17 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
     scores = languages_of(numbers).items()
-    if languages := [[code, sizes.get(code), sentences[code], f"{bleu:.1f}"] for code, bleu in scores]:
+    few = sorted(sentences, key=sentences.__getitem__)[: int(numbers.get("languages_with_few_sentences") or 0)]
+    marked = {code: f"{code}*" for code in few}
+    if languages := [
+        [marked.get(code, code), sizes.get(code), sentences[code], f"{bleu:.1f}"] for code, bleu in scores
+    ]:
         third = -(-len(languages) // 3)
         thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
         rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 4)]
         lines += ["", text_table(["language", "pairs", "sentences", "BLEU"] * 3, rows)]
+    if few:
+        lines.append(f"* in no mean: below task.generation.fewest_sentences={report['fewest_sentences']}")
     return lines
 
 

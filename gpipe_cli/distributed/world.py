@@ -160,6 +160,8 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     if group is None:
         context = Context(rank, size, place, Path.cwd(), open_store, warn, lambda: False)
         return join_world(context, _divided(size, replicas), replicas, device, backend)
+    if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(f"Pipeline.of(group={group!r}): torch.distributed.new_group(ranks) makes a group")
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ConfigurationError("Pipeline.of(group=...): this process is none of the group; only its members call it")

@@ -45,6 +45,7 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
     """Returns the results of the evaluation, and the scores of each sentence by which it is compared with another."""
     generation = assembly.pipeline.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
+    search |= {} if generation is None else {"fewest_sentences": generation.fewest_sentences}
     return {
         "parameters": assembly.pipeline.cut.parameters,
         "K": assembly.settings.pipeline.K,

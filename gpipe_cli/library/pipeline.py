@@ -51,7 +51,7 @@ class Pipeline(WorkerPipeline):
     all raise it.
     """
 
-    _is_lost = False
+    _is_lost = _is_closed = False
     _steps = 0  # that the program will take, for `begin_step`
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -97,6 +97,8 @@ class Pipeline(WorkerPipeline):
         """
         values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
         values |= {"cost": cost, "device": device, "backend": backend, "replicas": replicas}
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise ConfigurationError(f"autocast={autocast!r}: only None, torch.bfloat16 or torch.float16")
         checked = _checked({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()})
         micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
         builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
@@ -123,10 +125,10 @@ class Pipeline(WorkerPipeline):
 
         The default group of torch.distributed stays: other pipelines may use it.
         """
-        self._is_lost = True
-        world = self.world
+        world, again = self.world, self._is_closed
+        self._is_lost = self._is_closed = True
         groups = {world.all_ranks, world.replica_group, *(world.message_groups or ())} - {None}
-        for group in groups if world.members else ():
+        for group in groups if world.members and not again else ():
             dist.destroy_process_group(group)
 
     def zero_grad(self) -> None:

@@ -1,6 +1,7 @@
 """Tests gpipe-eval and gpipe-export: a checkpoint gives what its run found at any K; runs compared, weights written."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from small_disk import small_disk
 from torch import nn
 
 from gpipe_cli.commands import export
-from gpipe_cli.commands.eval import main
+from gpipe_cli.commands.eval import as_text, main
 from gpipe_cli.tasks.translation import TranslationTask
 
 INLINE = ("launch.inline=true", "pipeline.workers=1", "trainer.samples=0")
@@ -61,6 +62,14 @@ def test_the_report_and_the_translations_that_were_scored_stand_in_the_run(run: 
         assert {len(row) for row in rows} == {3}
         bleu = TranslationTask().score([row[2] for row in rows], [row[1] for row in rows])["bleu"]
         assert bleu == pytest.approx(found[f"bleu/{code}"])
+
+
+def test_languages_that_count_in_no_mean_are_marked_and_the_threshold_is_said() -> None:
+    numbers = {"bleu/de": 20.0, "bleu/fy": 38.0, "languages_with_few_sentences": 1.0}
+    report = {"numbers": numbers, "sizes": {"de": 900, "fy": 9}, "sentences": {"fy": 4, "de": 70}, "name": "run"}
+    lines = as_text({**report, "parameters": 9, "signature": None, "fewest_sentences": 50})
+    assert re.search(r"(?m)^de .*\bfy\* ", "\n".join(lines)), lines
+    assert lines[-1] == "* in no mean: below task.generation.fewest_sentences=50"
 
 
 def test_a_language_model_with_averaged_weights(tmp_path: Path) -> None:

@@ -247,9 +247,12 @@ def test_what_is_transparent_is_white_and_a_gif_is_its_first_frame(mode: str) ->
         (array((RAMP - 1).astype(np.float32), "TIFF"), r"floats from -1 to 254"),
         (array(np.full((4, 4), np.nan, np.float32), "TIFF"), r"floats from nan to nan"),
         (array((RAMP * 1e6).astype(np.int32), "TIFF"), r"32-bit integers, whose range is not known"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"UnidentifiedImageError"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"holds EPS, which is not read \(JPEG, "),
+        (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', r"odd.tif holds SVG, which is not read"),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", r"holds AVIF"),
+        (b"no picture", r"is broken \(UnidentifiedImageError"),
     ],
-    ids=["floats", "nan", "integers", "a program in PostScript"],
+    ids=["floats", "nan", "integers", "a program in PostScript", "SVG", "AVIF", "text"],
 )
 def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "odd.tif").write_bytes(content)

@@ -25,6 +25,8 @@ from run_files import bytes_of
 from text_sources import defects, places, prepared, refusal_of, sentences
 
 from gpipe_cli.data.lines import decoded, reading, texts_in
+from gpipe_cli.data.parallel.folders import PairFiles, columns_of
+from gpipe_cli.data.parallel.pieces import read_pieces, readable
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import no_report
 from gpipe_cli.errors import ConfigurationError
@@ -100,7 +102,9 @@ LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Pairs], list[list[str]]], dict
     "a JSON array": (("de-en/train.json",), records(CODES), {}),
     "a table with names": (("train.de-en.csv",), records(NAMES), {"columns": NAMES}),
     "a catalogue": (("locale/x.po",), records(CODES), {"train": {"de": ["locale/*.po"]}}),
+    "a catalogue of gettext's": (("locale/de/LC_MESSAGES/django.po",), records(CODES), {}),
     "a translation memory": (("Memory.de-en.tmx",), records(CODES), {}),
+    "a memory of any name": (("memory.tmx",), records(CODES), {}),
     "XLIFF": (("de-en/train.xlf",), records(CODES), {}),
 }  # fmt: skip
 
@@ -146,6 +150,42 @@ def bilingual(rows: Sequence[dict[str, str]]) -> str:
     units = "".join(f"<trans-unit><source>{one}</source><target>{other}</target></trans-unit>" for one, other in sides)
     file = f'<file source-language="en" target-language="de-DE"><body>{units}</body></file>'
     return f'<xliff xmlns="urn:oasis:names:tc:xliff:document:1.2" version="1.2">{file}</xliff>'
+
+
+TEMPLATE = 'msgid ""\nmsgstr "charset=CHARSET\\n"\n"Plural-Forms: nplurals=INTEGER; plural=EXPRESSION;\\n"\n\n'
+ENTRY = '#, fuzzy\n#~ msgid "x"\n#~ msgstr "y"\n\nmsgctxt "a"\nmsgid "Y"\n"es"\nmsgstr "Jä"\n'
+EXCEL = 'sep=;\r\n"de-DE";en-US\r\nJä;Yes\r\n'
+MEMORY = """<tmx xmlns="urn:x"><tu><tuv xml:lang="de"><seg>Jä</seg></tuv><tuv xml:lang="de-CH"><seg>Jo</seg></tuv>
+    <tuv xml:lang="EN-GB"><seg>Yes</seg></tuv></tu></tmx>"""
+YES = "<source>Yes</source><target>Jä</target>"
+XLIFF_1 = f"""<xliff><file source-language="en" target-language="de"><group translate="no">
+    <trans-unit>{YES}</trans-unit></group></file><file source-language="en"><trans-unit>{YES}</trans-unit>
+    <trans-unit>{YES.replace("<target", '<target xml:lang="de-AT"')}</trans-unit></file></xliff>"""
+XLIFF_2 = f"""<xliff srcLang="en-US" trgLang="de"><file><unit><segment>{YES}</segment></unit><unit translate="no">
+    <segment>{YES}</segment></unit><segment state="initial">{YES}</segment></file></xliff>"""
+OTHERS_WRITE: list[tuple[str, str, str, dict[str, int]]] = [  # name, content and encoding of a file; what is left out
+    ("template.po", TEMPLATE + ENTRY, "utf-8", {}),
+    ("mark.po", TEMPLATE + ENTRY, "utf-8-sig", {}),
+    ("crlf.po", (TEMPLATE + ENTRY).replace("\n", "\r\n"), "utf-16", {}),
+    ("torn.po", TEMPLATE + 'msgid "No"\nmsgstr "Nein\n' + ENTRY, "utf-8", {"malformed": 1}),
+    ("excel.csv", EXCEL, "utf-8-sig", {}),
+    ("unicode_text.csv", "DE\t EN\r\nJä\tYes\r\n", "utf-16", {}),
+    ("bars.csv", 'id | de | en\n1 | "Jä" | Yes\n', "utf-8", {}),
+    ("array.json", '\n [{"de": "Jä", "en": "Yes"}]', "utf-8-sig", {}),
+    ("regions.tmx", MEMORY, "utf-8", {}),
+    ("1.2.xlf", XLIFF_1, "utf-8", {"empty": 1, "malformed": 1}),
+    ("2.0.xliff", XLIFF_2, "utf-8", {"empty": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "encoding", "left_out"), OTHERS_WRITE)
+def test_a_file_as_other_programs_write_it_gives_its_one_pair(
+    name: str, content: str, encoding: str, left_out: dict[str, int], tmp_path: Path
+) -> None:
+    (path := tmp_path / name).write_bytes(content.encode(encoding))
+    piece = next(read_pieces(PairFiles("de", "train", path, None, columns_of(path, "de", "en")), 9))
+    usable, found = readable(piece, 96)
+    assert [(line.source, line.target) for line in usable] == [("Jä", "Yes")] and found.totals() == left_out
 
 
 def rows_of(path: Path, columns: Sequence[str] = ("msgstr", "msgid")) -> list[list[str]]:
@@ -228,6 +268,19 @@ def test_another_target_language_reverses_the_pairs(root: Path) -> None:
     assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
 
 
+def test_a_catalogue_is_turned_by_english_and_a_table_by_its_name(tmp_path: Path) -> None:
+    pairs: Pairs = [(pair.source, pair.target) for pair in parallel_folder.pairs_of("de", 300)]
+    write_lines(tmp_path / "po" / "de.po", records(CODES)(pairs)[0])
+    write_lines(tmp_path / "tsv" / "de-en" / "train.tsv", ["\t".join(pair) for pair in pairs])
+    for form in ("po", "tsv"):
+        made = source(tmp_path / form, target="de")
+        assert made.sizes == {"en": 300} and sides_read(made, 0) == sides_read(source(tmp_path / form), 1)
+    said = refusal(tmp_path / "po", target="fr", train={"de": "de.po"})
+    assert "'de' and data.target=fr are not: name source and target by data.columns=[msgstr,msgid]" in said
+    (tmp_path / "po" / "de.po").rename(tmp_path / "po" / "german.po")
+    assert """'data.train={xx: ["german.po"]}'""" in refusal(tmp_path / "po")
+
+
 @pytest.mark.parametrize("place", [None, "absent", "empty", "unknown"])
 def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -244,8 +297,15 @@ def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path:
         ("train.de", b"\n" * 300, "no pair of lines has text on both sides"),
         ("train.de", b"", "{root}/train.de is empty"),
         ("train.tsv", b"a\tb\n", "train.tsv has no language in its name"),
+        (
+            "a.de-en.tmx",
+            b"<tmx>\n<tu & />",
+            "a.de-en.tmx is no .tmx that can be read (not well-formed (invalid token): line 2",
+        ),
+        ("a.de-en.csv", b'de,en\n"' + b"a\n" * 99_999, "a.de-en.csv is no .csv that can be read (line "),
+        ("a.de-en.mo", b"\xde\x12\x04\x95" + b"\0\0\0\1" * 4, "a.de-en.mo is no .mo that can be read ("),
     ],
-    ids=["packed too", "UTF-16", "blank lines", "empty", "without language"],
+    ids=["packed too", "UTF-16", "blank lines", "empty", "without language", "no XML", "an open quote", "cut off"],
 )
 def test_text_that_cannot_be_used_is_refused_by_its_name(file: str, content: bytes, said: str, root: Path) -> None:
     (root / file).write_bytes(content)
@@ -409,6 +469,12 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
     assert len(own["fi"]) == 20 and 15 < len(own["de"]) < 50 and not places(made)  # files of one's own come first
     in_test = Counter(of.language for of in held["test"])
     assert (in_test["de"], in_test["fi"]) == (20, 20) and len(own["sw"]) and in_test["sw"]
+    told = list[tuple[Any, ...]]()
+    made.prepare(lambda *report: told.append(report))  # from the cache
+    assert told[0] == (
+        "parallel text: held out for dev, a share of training pairs",
+        *[len(own["de"]) + len(own["sw"])] * 2,
+    )
     left = {"de": len(own["de"]), "sw": len(own["sw"]) + in_test["sw"], "fi": 0}
     assert made.sizes == {code: size - left[code] for code, size in parallel_folder.SIZES.items()}
     again = source(opus, held_out=0.2, preparation_workers=2, cache_dir=str(tmp_path / "two"))
@@ -420,6 +486,7 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
 def test_dev_text_without_training_text_of_that_name_is_told(opus: Path, caplog: pytest.LogCaptureFixture) -> None:
     (opus / "sw-en" / "opus.sw-en-train.sw").rename(opus / "sw-en" / "opus.sw-en-train.swa")
     assert [*source(opus).sizes] == ["de", "fi", "swa"]
+    assert "opus.sw-en-train.swa is taken as language 'swa', which is not in the name 'sw-en'" in caplog.text
     assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
     assert "are used: found 1 no dev; such as" in caplog.text
 

@@ -234,7 +234,7 @@ def test_a_file_that_is_no_text_is_refused_by_its_name(name: str, content: bytes
     assert message in refusal(tmp_path / "text")
 
 
-def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> None:
+def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "empty").mkdir()
     write(tmp_path / "text" / "a.txt", "\n".join(documents()))
     write(tmp_path / "twice" / "a.txt", "a")
@@ -246,6 +246,7 @@ def test_a_wrong_place_or_too_little_text_says_what_to_type(tmp_path: Path) -> N
     key = write(tmp_path / "key" / "a.jsonl", as_json(documents(), "body"))
     assert f"{key}, line 1: has no text under 'text' (data.json_key), only under: body" in refusal(key)
     assert "data.document=line" in refusal(tmp_path / "text", held_out=0.0)
+    assert "data.held_out=1e-09: raise it" in refusal(tmp_path / "text", held_out=1e-9) and not caplog.text
     assert "lower data.sequence_length=100000" in refusal(tmp_path / "text", document="line", sequence_length=100_000)
 
 

@@ -60,3 +60,4 @@ if __name__ == "__main__":
     if made.world.rank == 0:
         print("losses", *found)
     made.close()
+    made.close()

@@ -167,6 +167,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"K": "2"}, 'K="2": should be a valid integer'),
     ({"schedule": "GPipe"}, "schedule=GPipe: should be 'gpipe'"),
     ({"device": "gpu"}, "device=gpu: should be 'auto', 'cpu' or 'cuda'"),
+    ({"autocast": "bf16"}, "autocast='bf16': only None, torch.bfloat16 or torch.float16"),
+    ({"group": 5}, r"group=5\): torch.distributed.new_group\(ranks\) makes a group"),
     ({"layers": [nn.Linear(2, 2)]}, r"layers are a module, which is traced, or a list of LayerBuilder\(name, build\)"),
     ({"layers": [LayerBuilder("a", nn.Linear(2, 2))]}, "build makes the module when it is called"),
     ({"example": (X.numpy(), Y)}, "the inputs, are a tensor, or a tuple of tensors, but are a ndarray"),
