@@ -121,11 +121,9 @@ class ImageArray(Images):
 
 def _other_format(file: Path | BinaryIO) -> str | None:
     """Returns the name of the format that a file which is no image for `decode` has, if it is known."""
-    if isinstance(file, Path):
-        with file.open("rb") as opened:
-            return _other_format(opened)
-    file.seek(0)
-    start = file.read(1 << 10)
+    with file.open("rb") if isinstance(file, Path) else file as opened:
+        opened.seek(0)
+        start = opened.read(1 << 10)
     return next((kind for mark, kind in OTHERS.items() if mark in (start if mark[:1] == b"<" else start[:12])), None)
 
 
