@@ -107,21 +107,19 @@ class _RecordLines(io.RawIOBase):
         self._lines = (
             json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n" for row in rows
         )
-        self._rest = b""
+        self._rest = bytearray()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Fills the buffer; returns how many bytes it got, 0 at the end."""
-        parts, size = [self._rest], len(self._rest)
-        while size < len(buffer) and (line := next(self._lines, b"")):
-            parts.append(line)
-            size += len(line)
-        content = b"".join(parts)
-        given, self._rest = content[: len(buffer)], content[len(buffer) :]
-        buffer[: len(given)] = given
-        return len(given)
+        while len(self._rest) < len(buffer) and (line := next(self._lines, b"")):
+            self._rest += line
+        given = min(len(buffer), len(self._rest))
+        buffer[:given] = self._rest[:given]
+        del self._rest[:given]
+        return given
 
 
 def decoded(line: bytes) -> tuple[str, str | None]:

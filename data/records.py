@@ -14,6 +14,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -30,6 +31,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "f": "\f", "v
 _MAGIC = 0x950412DE  # of a .mo file
 _TAGS = ("bpt", "ept", "ph", "it", "ut")  # elements that hold a document's own tags
 _UNTRANSLATED = {"new", "needs-translation", "initial"}  # states in XLIFF; the target may then hold the source
+_MISSING = ElementTree.Element("missing")
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 _CODE = re.compile("[A-Za-z]{2,3}(?:[-_](?:[A-Za-z]{4}|[A-Za-z]{2}|[0-9]{3}))*")  # a language in a table's first line
 
@@ -87,11 +89,10 @@ def _mo(file: BinaryIO) -> Iterator[Row]:
 
 def _charset(content: bytes) -> str:
     """Returns the encoding that a catalogue's header names; UTF-8 in a template, which names none."""
-    named = re.search(rb"charset=([-\w.:]+)", content)
-    try:
-        return codecs.lookup(named[1].decode()).name if named else "utf-8"
-    except LookupError:
-        return "utf-8"
+    for name in re.findall(rb"charset=([-\w.:]+)", content)[:1]:
+        with suppress(LookupError):
+            return codecs.lookup(name.decode()).name
+    return "utf-8"
 
 
 def _form_of_one(header: str) -> int:
@@ -113,7 +114,7 @@ def _forms(ids: Sequence[str], texts: Sequence[str], of_one: int, comment: str =
 def _tmx(file: BinaryIO) -> Iterator[Row]:
     for unit, _ in _elements(file, "tu"):
         texts = [one for one in unit if _name(one) == "tuv"]
-        segments = (next((part for part in one if _name(part) == "seg"), None) for one in texts)
+        segments = (next((part for part in one if _name(part) == "seg"), _MISSING) for one in texts)
         languages = (one.get(_LANGUAGE) or one.get("lang") or "" for one in texts)
         yield _by_language(zip(languages, map(_text, segments), strict=True))
 
@@ -121,15 +122,12 @@ def _tmx(file: BinaryIO) -> Iterator[Row]:
 def _xliff(file: BinaryIO) -> Iterator[Row]:
     for unit, given in _elements(file, "trans-unit", "segment"):
         sides = {_name(child): child for child in unit}
-        row, languages = {}, list[str]()
-        for side, *names in (("source", "source-language", "srcLang"), ("target", "target-language", "trgLang")):
-            part = sides.get(side)
-            states = {unit.get("state"), None if part is None else part.get("state")}
-            is_open = side == "target" and (given.get("translate") == "no" or states & _UNTRANSLATED)
-            row[side] = "" if is_open else _text(part)
-            own = None if part is None else part.get(_LANGUAGE)
-            languages.append(own or next((given[name] for name in names if name in given), ""))
-        yield {**row, **_by_language(zip(languages, row.values(), strict=True))}
+        source, target = sides.get("source", _MISSING), sides.get("target", _MISSING)
+        is_open = given.get("translate") == "no" or {unit.get("state"), target.get("state")} & _UNTRANSLATED
+        row = {"source": _text(source), "target": "" if is_open else _text(target)}
+        of_source = source.get(_LANGUAGE) or given.get("source-language") or given.get("srcLang", "")
+        of_target = target.get(_LANGUAGE) or given.get("target-language") or given.get("trgLang", "")
+        yield {**row, **_by_language(zip((of_source, of_target), row.values(), strict=True))}
 
 
 def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
@@ -143,8 +141,6 @@ def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
 
 
 def _text(element: Any) -> str:
-    if element is None:
-        return ""
     inside = ("" if _name(part) in _TAGS else _text(part) for part in element)
     return (element.text or "") + "".join(text + (part.tail or "") for text, part in zip(inside, element, strict=True))
 

@@ -95,9 +95,8 @@ class ImageFiles(Images):
         try:
             return decode(file, self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
-            wrong = f"is broken ({type(error).__name__}: {error})"
-            if type(error).__name__ == "UnidentifiedImageError" and (kind := _other_format(file)):
-                wrong = f"holds {kind}, which is not read ({', '.join(FORMATS)} are)"
+            kind, broken = _other_format(file), f"is broken ({type(error).__name__}: {error})"
+            wrong = broken if kind is None else f"holds {kind}, which is not read ({', '.join(FORMATS)} are)"
             raise BrokenImage(f"{path} {wrong}: replace it, or take it out of the data") from error
 
     def _file(self, index: int, name: str) -> tuple[Path, Path | BinaryIO]:

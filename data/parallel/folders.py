@@ -80,8 +80,7 @@ class PairFiles:
     @property
     def form(self) -> list[object]:
         """Returns what decides the pairs besides the files' bytes, as JSON values."""
-        reading = [READING] if ending_of(self.source) in ROWS_OF else []
-        return [*(self.columns or ()), *reading, *["target first"] * self.turned]
+        return [*(self.columns or ()), *[READING] * (ending_of(self.source) in ROWS_OF), *["turned"] * self.turned]
 
 
 def find_pairs(
@@ -139,10 +138,8 @@ def find_pairs(
     asked = {"data.languages": wanted, **{f"data.{split}": list(files) for split, files in named.items()}}
     for key, names in asked.items():
         if missing := [name for name in names if name not in trained]:
-            raise ConfigurationError(
-                f"{key}: {where} has no training text from '{missing[0]}' into '{target}', only from "
-                f"{', '.join(trained)}"
-            )
+            others = f"into '{target}', only from {', '.join(trained)}"
+            raise ConfigurationError(f"{key}: {where} has no training text from '{missing[0]}' {others}")
     splits = [(language, split) for language in wanted for split in ("train", "dev", "test")]
     chosen = [pair for key in splits for pair in found.get(key, {}).values()]
     firsts = {pair.source: pair for pair in reversed(chosen)}
@@ -225,8 +222,7 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
             elif ending in _TABLES:
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
-                    turned = named == f"{target}-{language}" and not has_records(path)
-                    yield PairFiles(language, split, path, None, turned=turned)
+                    yield PairFiles(language, split, path, None, turned=named == f"{target}-{language}")
             elif ending != target and target in files:
                 if re.fullmatch(_PAIR, named) and not re.fullmatch(rf"{ending}-.*|.*-{ending}", named):
                     log.warning("%s is taken as language '%s', which is not in the name '%s'", path, ending, named)
@@ -241,7 +237,7 @@ def _of_translators(paths: Iterable[Path], target: str) -> Iterator[PairFiles]:
     for path in paths:
         if (ending := ending_of(path)) in CATALOGUES and not (ending == ".mo" and path.with_suffix(".po").exists()):
             match = _CATALOGUE.match(str(unpacked(path).with_suffix("")))
-            code = "" if match is None else match["folder"] or match["name"]
+            code = (match["folder"] or match["name"]) if match else "en"
             source = "en" if code == target else code
             if match is None:
                 log.warning("%s has no language in its name: data.train={xx: [%s]} names it", path, path.name)

@@ -217,9 +217,8 @@ def defect_at(piece: Piece, place: int, kind: str, side: int, found: str | None 
 
 def too_long(piece: Piece, place: int, side: int, length: str, max_length: int) -> Defect:
     """Returns the defect of a line that is too long on one side."""
-    return defect_at(
-        piece, place, "too_long", side, f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens"
-    )
+    found = f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens"
+    return defect_at(piece, place, "too_long", side, found)
 
 
 # -- jobs --------------------------------------------------------------------------------------------------------------
@@ -331,10 +330,8 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> LanguageS
     Args:
         bounds: [pieces, 2, 2] where they begin and end in each piece, in pairs and in tokens.
     """
-    lengths, tokens = (
-        _collected(draft, language, "lengths", bounds[:, 0]),
-        _collected(draft, language, "tokens", bounds[:, 1]),
-    )
+    kinds = zip(("lengths", "tokens"), (bounds[:, 0], bounds[:, 1]), strict=True)
+    lengths, tokens = (_collected(draft, language, kind, of_kind) for kind, of_kind in kinds)
     starts, of_pairs = pair_ends(lengths), lengths.sum(1, dtype=np.int64)
     order = permutation(len(lengths), draft.text.seed, "shard", language, shard)
     shuffled = np.empty_like(tokens)

@@ -145,9 +145,8 @@ class Preparation:
         for pair, share in self._shares(lines).items():
             sample = self._samples[pair]
             count = max(1, int(share * total)) if sample else 0
-            yield from (
-                sample[i * len(sample) // count if count < len(sample) else i % len(sample)] for i in range(count)
-            )
+            places = (i * len(sample) // count if count < len(sample) else i % len(sample) for i in range(count))
+            yield from (sample[place] for place in places)
 
     def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> LanguageSummary:
         """Makes ids of a language's pieces, then shards of pieces."""
@@ -210,8 +209,6 @@ class Preparation:
 
     def _name_without_dev(self, languages: Iterable[str]) -> None:
         for language in sorted(languages):
-            found = (
-                f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated; a larger data.held_out draws one"
-            )
+            found = f"language '{language}' {KINDS['no_dev']}: trained on, not evaluated: raise data.held_out"
             self._defects.add(Defect("no_dev", language, self.text.root or "data.train", 0, found))
         self._defects.refuse(self.strict)

@@ -153,8 +153,7 @@ class TextFilesSource(WindowSource, PreparedSource):
             held_out = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
 
         store = self._opened(self.form, files, held_out, report)
-        by_ends = self.form.held_out if len(store.dev) < 2 else 0.0
-        if by_ends:
+        if by_ends := len(store.dev) < 2 and self.form.held_out > 0:
             store = self._opened(replace(self.form, ends=True), files, held_out, report)
         self._use(store)
         self._training, self._held_out = store.train, store.dev
@@ -170,8 +169,8 @@ class TextFilesSource(WindowSource, PreparedSource):
                 "data.document=line if each line is a document"
             )
         if by_ends:
-            end = f"the last {by_ends:g} of each file is, of a long one of each {self.form.piece >> 20} MiB"
-            logging.getLogger(__name__).warning("none of the documents is held out: %s", end)
+            told = "none of the documents is held out: the last %g of each file is, of a long one of each %d MiB"
+            logging.getLogger(__name__).warning(told, self.form.held_out, self.form.piece >> 20)
 
     def _opened(self, form: TextForm, files: list[Path], held_out: list[Path], report: Report) -> TextStore:
         """Returns the store of these files, and makes it first unless it is in the cache."""

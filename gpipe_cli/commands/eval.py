@@ -108,10 +108,7 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"sacreBLEU {report['signature']}")
     scores = languages_of(numbers).items()
     few = sorted(sentences, key=sentences.__getitem__)[: int(numbers.get("languages_with_few_sentences") or 0)]
-    marked = {code: f"{code}*" for code in few}
-    if languages := [
-        [marked.get(code, code), sizes.get(code), sentences[code], f"{bleu:.1f}"] for code, bleu in scores
-    ]:
+    if languages := [[code + "*" * (code in few), sizes.get(code), sentences[code], f"{b:.1f}"] for code, b in scores]:
         third = -(-len(languages) // 3)
         thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
         rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 4)]

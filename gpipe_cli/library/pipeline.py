@@ -125,11 +125,11 @@ class Pipeline(WorkerPipeline):
 
         The default group of torch.distributed stays: other pipelines may use it.
         """
-        world, again = self.world, self._is_closed
-        self._is_lost = self._is_closed = True
+        world, self._is_lost = self.world, True
         groups = {world.all_ranks, world.replica_group, *(world.message_groups or ())} - {None}
-        for group in groups if world.members and not again else ():
+        for group in groups if world.members and not self._is_closed else ():
             dist.destroy_process_group(group)
+        self._is_closed = True
 
     def zero_grad(self) -> None:
         """Takes the gradients from the parameters."""
