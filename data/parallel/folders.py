@@ -240,7 +240,7 @@ def _of_translators(paths: Iterable[Path], target: str) -> Iterator[PairFiles]:
             code = (match["folder"] or match["name"]) if match else "en"
             source = "en" if code == target else code
             if match is None:
-                log.warning("%s has no language in its name: data.train={xx: [%s]} names it", path, path.name)
+                log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
             elif _is_english(source) != _is_english(target):
                 yield PairFiles(source, "train", path, None)
         elif ending in MEMORIES:
