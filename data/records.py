@@ -12,9 +12,8 @@ import gettext
 import io
 import json
 import re
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from itertools import chain
 from typing import Any, BinaryIO
 from xml.etree import ElementTree
@@ -25,10 +24,8 @@ Rows = Callable[[BinaryIO], Iterator[Row]]
 MOST_BYTES = 256 << 20  # of a file that is read whole
 UNREADABLE = "\0"  # the name in a record of what makes it unreadable
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_PO = re.compile(r'(msgctxt|msgid(?:_plural)?|msgstr(?:\[\d+\])?)?\s*"((?:[^"\\]|\\.)*)"')
-_BEGINS = re.compile("#|msgctxt|msgid(?!_)")  # the next message in a .po file
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "a": "\a", "b": "\b", "f": "\f", "v": "\v"}
-_MAGIC = 0x950412DE  # of a .mo file
+_DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
+_TEMPLATE = {rb"charset=CHARSET": b"charset=UTF-8", rb"nplurals=INTEGER; plural=EXPRESSION": b"nplurals=2; plural=n!=1"}
 _TAGS = ("bpt", "ept", "ph", "it", "ut")  # elements that hold a document's own tags
 _UNTRANSLATED = {"new", "needs-translation", "initial"}  # states in XLIFF; the target may then hold the source
 _MISSING = ElementTree.Element("missing")
@@ -48,67 +45,39 @@ def _encoding(start: bytes, usual: str = "utf-8") -> str:
 
 
 def _po(file: BinaryIO) -> Iterator[Row]:
-    content = _whole(file)
-    lines = content.decode(_encoding(content, _charset(content)), "surrogateescape").split("\n")
-    message, notes, key, of_one = dict[str, str](), list[str](), "", 0
-    for number, line in enumerate(chain(map(str.strip, lines), "#"), 1):
-        if _BEGINS.match(line) and "msgid" in message:
-            texts = [message[name] for name in sorted(message) if name.startswith("msgstr")]
-            of_one = of_one if message["msgid"] else _form_of_one("".join(texts))
-            if any(note.startswith("#,") and "fuzzy" in note for note in notes):
-                texts = [""] * len(texts)
-            comment = " ".join(note[2:].strip() for note in notes if note.startswith("#."))
-            yield from _forms([message[n] for n in ("msgid", "msgid_plural") if n in message], texts, of_one, comment)
-            message, notes = {}, []
-        if line.startswith("#"):
-            notes = [] if line.startswith("#~") else [*notes, line]  # those of an obsolete message end with it
-        elif found := _PO.fullmatch(line):
-            key = found[1] or key
-            before = "" if found[1] else message.get(key, "")
-            message[key] = before + re.sub(r"\\(.)", lambda of: _ESCAPES.get(of[1], of[1]), found[2])
-        elif line:
-            yield {UNREADABLE: f"has no message: line {number} of the file is {line[:80]}"}
-            message, notes, key = {}, [], UNREADABLE
+    from babel.messages.pofile import read_po
+
+    content, said = _whole(file), io.StringIO()
+    if (encoding := _encoding(content)) != "utf-8":
+        content = re.sub(rb"charset=[-\w]+", b"charset=UTF-8", content.decode(encoding).encode(), count=1)
+    for pattern, mended in _TEMPLATE.items():
+        content = re.sub(pattern, mended, content, count=1)
+    with redirect_stdout(said):  # babel prints what it passes over
+        catalogue = read_po(io.BytesIO(_DATES.sub(rb"X-\1-Date:", content)), ignore_obsolete=True)
+    yield from (
+        {UNREADABLE: f"has no message: line {n} of the file"} for n in re.findall(r"on line (\d+)", said.getvalue())
+    )
+    yield from _messages(catalogue)
 
 
 def _mo(file: BinaryIO) -> Iterator[Row]:
-    content = _whole(file)
-    order = "<" if content.startswith(struct.pack("<I", _MAGIC)) else ">"
-    magic, _, count, *tables = struct.unpack_from(f"{order}5I", content)
-    places = [struct.unpack_from(f"{order}{2 * count}I", content, table) for table in tables]
-    if magic != _MAGIC or any(
-        sum(column[i : i + 2]) > len(content) for column in places for i in range(0, 2 * count, 2)
-    ):
-        raise ValueError("it is cut off, or none")
-    sides = [[content[at : at + n] for n, at in zip(of[::2], of[1::2], strict=True)] for of in places]
-    header = dict(zip(*sides, strict=True)).get(b"", b"")
-    charset, of_one = _charset(header), _form_of_one(header.decode("latin-1"))
-    for ids, texts in zip(*([text.decode(charset, "surrogateescape") for text in side] for side in sides), strict=True):
-        yield from _forms(ids.rpartition("\4")[2].split("\0"), texts.split("\0"), of_one)
+    from babel.messages.mofile import read_mo
+
+    return _messages(read_mo(io.BytesIO(_DATES.sub(rb"X-\1-Date:", _whole(file)))))  # texts keep their places
 
 
-def _charset(content: bytes) -> str:
-    """Returns the encoding that a catalogue's header names; UTF-8 in a template, which names none."""
-    for name in re.findall(rb"charset=([-\w.:]+)", content)[:1]:
-        with suppress(LookupError):
-            return codecs.lookup(name.decode()).name
-    return "utf-8"
-
-
-def _form_of_one(header: str) -> int:
-    """Returns the plural form of the number 1; the first, if the header does not tell, as in a template."""
-    told = re.search(r"\bplural=([^;\n]+)", header)
+def _messages(catalogue: Any) -> Iterator[Row]:
+    """Yields each form of each message; the form for the number 1 is the singular's, wherever it stands."""
     try:
-        return gettext.c2py(told[1])(1) if told else 0
-    except (ValueError, ZeroDivisionError):
-        return 0
-
-
-def _forms(ids: Sequence[str], texts: Sequence[str], of_one: int, comment: str = "") -> Iterator[Row]:
-    """Yields each form of a message; the form for the number 1 is the singular's, wherever it stands."""
-    for number, text in enumerate(texts or [None]) if ids[0] else ():  # without an id it is the header
-        singular = number == of_one and len(texts) > 1
-        yield {"msgid": ids[0] if singular else ids[-1], "msgstr": text, "comment": comment}
+        of_one = gettext.c2py(catalogue.plural_expr)(1)
+    except ValueError:
+        of_one = 0
+    for message in catalogue:
+        ids, texts = (one if isinstance(one, (tuple, list)) else (one,) for one in (message.id, message.string))
+        for number, text in enumerate(texts) if ids[0] else ():  # without an id it is the header
+            singular = number == of_one and len(texts) > 1
+            sides = {"msgid": ids[0] if singular else ids[-1], "msgstr": "" if message.fuzzy else text or ""}
+            yield sides | {"comment": " ".join(message.auto_comments)}
 
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:

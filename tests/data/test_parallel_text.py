@@ -169,7 +169,7 @@ OTHERS_WRITE: list[tuple[str, str, str, dict[str, int]]] = [  # name, content an
     ("template.po", TEMPLATE + ENTRY, "utf-8", {}),
     ("mark.po", TEMPLATE + ENTRY, "utf-8-sig", {}),
     ("crlf.po", (TEMPLATE + ENTRY).replace("\n", "\r\n"), "utf-16", {}),
-    ("torn.po", TEMPLATE + 'msgid "No"\nmsgstr "Nein\n' + ENTRY, "utf-8", {"malformed": 1}),
+    ("torn.po", TEMPLATE + "<<<<<<< HEAD\n" + ENTRY, "utf-8", {"malformed": 1}),
     ("excel.csv", EXCEL, "utf-8-sig", {}),
     ("unicode_text.csv", "DE\t EN\r\nJä\tYes\r\n", "utf-16", {}),
     ("bars.csv", 'id | de | en\n1 | "Jä" | Yes\n', "utf-8", {}),
