@@ -309,7 +309,7 @@ def best_step(run_dir: Path) -> int | None:
             return None
         except (OSError, DamagedJson) as error:
             raise CheckpointError(f"{error}: delete it; the next best result takes its place") from error
-    return int(step) if step_directory(run_dir, int(step)).is_dir() else None
+    return int(step) if step_directory(run_dir, int(step)) in step_directories(run_dir) else None
 
 
 # --- finding one ------------------------------------------------------------------------------------------------------
