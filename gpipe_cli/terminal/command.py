@@ -40,6 +40,7 @@ def run_command(
     work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
+    needs_torch: bool = True,
 ) -> int:
     """Runs a command and returns its exit code, or the code of the error that ended it.
 
@@ -50,6 +51,7 @@ def run_command(
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error.
+        needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
     open_closed_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -68,7 +70,8 @@ def run_command(
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
-        require_room_for_torch()
+        if needs_torch:
+            require_room_for_torch()
         return work(words)
 
     code = exit_code(name, partial(check_rank, os.environ), to_stderr) or exit_code(name, answer, say or to_stderr)
