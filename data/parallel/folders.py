@@ -115,11 +115,10 @@ def find_pairs(
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
-        is_table = has_records(pair.source) and pair.target is None
-        of_records = (columns or columns_of(pair.source, pair.language, target)) if is_table else None
-        column = None if of_records is None else language_column
-        text = unpacked(pair.source.resolve())
-        same = corpora.setdefault(text, replace(pair, columns=of_records, language_column=column))
+        if has_records(pair.source) and pair.target is None:
+            of_records = columns or columns_of(pair.source, pair.language, target)
+            pair = replace(pair, columns=of_records, language_column=language_column)
+        same = corpora.setdefault(unpacked(pair.source.resolve()), pair)
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
     trained = sorted({language for language, split in found if split == "train"})
