@@ -40,8 +40,12 @@ def _whole(file: BinaryIO) -> bytes:
     return content
 
 
-def _encoding(start: bytes, usual: str = "utf-8") -> str:
-    return next((name for mark, name in _MARKS.items() if start.startswith(mark)), usual)
+def _encoding(start: bytes) -> str:
+    return next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
+
+
+def _dateless(content: bytes) -> io.BytesIO:
+    return io.BytesIO(_DATES.sub(rb"X-\1-Date:", content))  # as long as before: a .mo file has places of texts
 
 
 def _po(file: BinaryIO) -> Iterator[Row]:
@@ -53,7 +57,7 @@ def _po(file: BinaryIO) -> Iterator[Row]:
     for pattern, mended in _TEMPLATE.items():
         content = re.sub(pattern, mended, content, count=1)
     with redirect_stdout(said):  # babel prints what it passes over
-        catalogue = read_po(io.BytesIO(_DATES.sub(rb"X-\1-Date:", content)), ignore_obsolete=True)
+        catalogue = read_po(_dateless(content), ignore_obsolete=True)
     yield from (
         {UNREADABLE: f"has no message: line {n} of the file"} for n in re.findall(r"on line (\d+)", said.getvalue())
     )
@@ -63,7 +67,7 @@ def _po(file: BinaryIO) -> Iterator[Row]:
 def _mo(file: BinaryIO) -> Iterator[Row]:
     from babel.messages.mofile import read_mo
 
-    return _messages(read_mo(io.BytesIO(_DATES.sub(rb"X-\1-Date:", _whole(file)))))  # texts keep their places
+    return _messages(read_mo(_dateless(_whole(file))))
 
 
 def _messages(catalogue: Any) -> Iterator[Row]:

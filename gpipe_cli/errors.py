@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 NO_UTF8 = "[\udc80-\udcff]"  # matches a byte of a file's name that is no UTF-8, as Python reads it
-TYPED = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)  # whoever typed the path must type another
+OF_PATHS = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)  # whoever typed the path must type another
 NOT_THE_USERS = frozenset({*sys.stdlib_module_names, "hydra", "omegaconf", "torch", "numpy", "gpipe_cli"})
 
 
@@ -25,7 +25,7 @@ class ConfigurationError(PlainError, ValueError):
 
 def refuses(error: BaseException | None) -> bool:
     """Returns whether an error is of what was typed: a ConfigurationError, or that of a path that nothing can read."""
-    named = isinstance(error, OSError) and error.filename is not None and error.errno in TYPED
+    named = isinstance(error, OSError) and error.filename is not None and error.errno in OF_PATHS
     return named or isinstance(error, ConfigurationError)
 
 

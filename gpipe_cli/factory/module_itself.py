@@ -25,12 +25,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cpu import seeded
 from ..difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
 from ..layers import LayerBuilder, announce
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import LayerMaker, traced_layers
 from ..models.traced.module import Called, TracedFrom
-from ..models.traced.recording import Generators, plainly, quiet, seeded
+from ..models.traced.recording import Generators, plainly, quiet
 from ..models.traced.trace import INSIDE, Example
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer, Cell

@@ -88,7 +88,8 @@ class Planner:
             reached = replace(reached, **{key: getattr(reached, key) * share for key, share in shares_of.items()})
         self._times = TimeModel(reached)
         self._measured = cache(self._measure)
-        self._state_bytes, self._timed_update = optimizer_state_bytes(settings.optimizer), update_seconds(settings)
+        self._state_bytes = optimizer_state_bytes(settings.optimizer)
+        self._timed_update = update_seconds(settings) if options.device is None else None
 
     def with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
         """Returns the section with a number in place of `pipeline.workers=auto`."""
@@ -281,7 +282,7 @@ class Planner:
         seconds = [0.0] * pipeline.worker_count
         for cell, bytes_ in zip(cells, model, strict=True):
             reduced = sum(shape.bytes for _, shape in cell.trained)
-            if self.options.device is not None:
+            if self._timed_update is None:
                 seconds[cell.worker] += self._times.update(cell, bytes_.optimizer)
             else:
                 shares_of_it = pipeline.replicas if pipeline.shard_optimizer else 1

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.serialization import safe_globals
 
+from ...cpu import seeded
 from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .module import Call, Constructor, TracedFrom
 from .own_backward import OwnFunction
-from .recording import ConstructorRecord, NotRecordable, recorded, seeded
+from .recording import ConstructorRecord, NotRecordable, recorded
 from .segments import Code, Segment, segments_of
 from .trace import Example, SizeCondition, SizeError, traced, without_values
 

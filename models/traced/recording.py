@@ -28,7 +28,7 @@ from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from ...cpu import seeded as seeded
+from ...cpu import seeded
 
 # They change every value and read none.
 FILLS = {"aten::uniform_", "aten::normal_", "aten::fill_", "aten::zero_", "aten::copy_"}

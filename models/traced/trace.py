@@ -22,10 +22,11 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...cpu import seeded
 from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, place_of
 from .module import Call, TracedFrom, Untraceable
-from .recording import ConstructorRecord, NotRecordable, recorded, seeded
+from .recording import ConstructorRecord, NotRecordable, recorded
 from .refusals import TraceError, explained, name_of, refuse_module
 from .traceable import Traceable, fixed_at, traceable
 
