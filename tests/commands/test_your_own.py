@@ -1,4 +1,4 @@
-"""Tests docs/your-own-model.md and docs/data.md as printed, and that a user's mistakes are told in the user's terms."""
+"""Tests docs/your-own-model.md as printed, and that a user's mistakes are told in the user's terms."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from gpipe_cli.factory.build import build_source
 from gpipe_cli.pipeline.cell import LayerFailed
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, DATA = ((DOCS / name).read_text(encoding="utf-8") for name in ("your-own-model.md", "data.md"))
+PAGE = (DOCS / "your-own-model.md").read_text(encoding="utf-8")
 
 
 def blocks(page: str, language: str, begin: str = "") -> list[str]:
@@ -170,7 +170,7 @@ def test_an_example_of_a_module_trains(name: str, tmp_path: Path) -> None:
 
 # -- data ----------------------------------------------------------------------------------------------------------
 
-OWN_SOURCE = DATA[DATA.index("## Your own source") :]
+OWN_SOURCE = PAGE[PAGE.index("## Your own source") :]
 
 
 @pytest.mark.slow
@@ -186,6 +186,6 @@ def test_the_yaml_of_data_sets_makes_a_source(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "my_data.py").write_text("def MyDataset(split):\n    return [(0.5, 1)] * 64\n")
     monkeypatch.syspath_prepend(tmp_path)
-    section = yaml.safe_load(blocks(DATA, "yaml")[0]) | {"seed": 1, "workers": 0}
+    section = yaml.safe_load(blocks(PAGE, "yaml")[0]) | {"seed": 1, "workers": 0}
     ((inputs,), (targets,)) = next(build_source(section, 0).train(None, 4, 0, 1)).micro_batches[0]
     assert torch.equal(targets, torch.ones(16, dtype=torch.int64)) and len(inputs) == 16
