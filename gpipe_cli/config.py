@@ -8,9 +8,9 @@ signatures. No torch is imported here, so that the command refuses a wrong value
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from math import frexp, log2
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
@@ -140,13 +140,8 @@ class PipelineConfig:
 
     @property
     def worker_count(self) -> int:
-        """Returns `workers` as a number.
-
-        Raises:
-            ValueError: it is still "auto".
-        """
-        if self.workers == "auto":
-            raise ValueError("pipeline.workers=auto: the command must replace it before workers start")
+        """Returns `workers` as a number, which the command has put in place of "auto" before workers start."""
+        assert self.workers != "auto"
         return self.workers
 
 
@@ -405,14 +400,7 @@ GROUP: dict[str, Any] = {  # keys of an entry of optimizer.groups beside the opt
     "muon": bool,
 }
 FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
-TYPED: dict[str, type] = {
-    "pipeline": PipelineConfig,
-    "trainer": TrainerConfig,
-    "precision": PrecisionConfig,
-    "checkpoint": CheckpointConfig,
-    "logging": LoggingConfig,
-    "launch": LaunchConfig,
-}
+TYPED = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 SECTIONS = (*TOP_LEVEL, *FREE_FORM, *TYPED)
 
 

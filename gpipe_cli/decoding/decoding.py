@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..distributed.exchange import never
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import PlanMessage
 from ..micro_batch import MicroBatch, Tensors
@@ -92,7 +91,7 @@ class Decoder:
     """
 
     def __init__(
-        self, pipeline: WorkerPipeline, form: DecodingForm, stop_requested: Callable[[], bool] = never
+        self, pipeline: WorkerPipeline, form: DecodingForm, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested

@@ -136,11 +136,6 @@ class Exchange:
         self.ended_at = time.perf_counter()
 
 
-def never() -> bool:
-    """Returns False: the default of `stop_requested`."""
-    return False
-
-
 # -- values as JSON: what comes over a process group is never unpickled ------------------------------------------------
 
 

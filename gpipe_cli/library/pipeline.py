@@ -202,13 +202,8 @@ class Pipeline(WorkerPipeline):
 
     def _all_do(self, work: Callable[[], None]) -> None:
         """Calls ``work``; every worker raises where one has failed."""
-        failure: BaseException | None = None
-        with self._together():
-            try:
-                work()
-            except BaseException as error:
-                failure = error
-            self._meet(failure)
+        with self._together(), self._meeting():
+            work()
 
     def step(self, inputs: Side | None = None, targets: Side | None = None) -> float:
         """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
@@ -224,19 +219,18 @@ class Pipeline(WorkerPipeline):
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
             micro_batches, plan = self._plan(inputs, targets, "train")
-            record, failure, replicas = StepRecord(), None, self.world.replica_group
+            record, replicas = StepRecord(), self.world.replica_group
             if replicas is not None:  # whose sum has the gradients of this step alone
                 _put_back(own, [None] * len(own))
-            try:
-                mini_batch = MiniBatch(plan, micro_batches, self.steps_done, self._steps)
-                record = self.train_step(mini_batch, timed=False)
-            except BaseException as error:
-                failure = error
-            self.unused.fill(self.parameters())
-            self.unused.owners = self.ties.add_gradients()
-            # The norm is not asked for here, nor statistics.
-            self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
-            self._meet(failure)
+            with self._meeting():
+                try:
+                    mini_batch = MiniBatch(plan, micro_batches, self.steps_done, self._steps)
+                    record = self.train_step(mini_batch, timed=False)
+                finally:
+                    self.unused.fill(self.parameters())
+                    self.unused.owners = self.ties.add_gradients()
+                    # The norm is not asked for here, nor statistics.
+                    self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
             if replicas is not None:
                 reduce_over_replicas(self.parameters(), replicas)
             self.unused.clear(self.message.read_used)
@@ -259,12 +253,8 @@ class Pipeline(WorkerPipeline):
 
         with self._together(), self.evaluating():
             micro_batches, plan = self._plan(inputs, targets, "evaluate")
-            failure: BaseException | None = None
-            try:
+            with self._meeting():
                 self.run_forward(plan.signatures, micro_batches, keep)
-            except BaseException as error:
-                failure = error
-            self._meet(failure)
         return [found[number] for number in sorted(found)]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -308,12 +298,17 @@ class Pipeline(WorkerPipeline):
             raise
         self._is_lost = False
 
-    def _meet(self, failure: BaseException | None) -> None:
-        """Runs the exchange; every worker raises where one has failed: the first failure, of the same class.
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Runs the exchange behind the context; every worker raises where one has failed there.
 
-        Args:
-            failure: of this worker.
+        It is the first failure, or on another worker one of the same class.
         """
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
         self.message.write_flag("failed", failure is not None)
         self.message.run()
         if "failed" not in self.message.flags:
@@ -329,15 +324,12 @@ class Pipeline(WorkerPipeline):
     def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> tuple[list[MicroBatch] | None, StepPlan]:
         """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
         self.ties.spread()  # the owners' values after the optimizer's step
-        micro_batches, failure = None, None
-        if self.world.reads_data:
-            try:
+        micro_batches = None
+        self.message.write_flag("newly trained", bool(self.engine.newly_trained))
+        with self._meeting():
+            if self.world.reads_data:
                 micro_batches = self._divided(inputs, targets)
                 self.write_plan(micro_batches)
-            except Exception as error:
-                failure = error
-        self.message.write_flag("newly trained", bool(self.engine.newly_trained))
-        self._meet(failure)
         if "newly trained" in self.message.flags:
             self.engine.describe_anew()
         return micro_batches, self.message.read_plan(kind)

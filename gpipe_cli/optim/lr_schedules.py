@@ -14,20 +14,12 @@ from ..typed_section import Count, CountOrZero, NotNegative, Part, PartAboveZero
 
 def inverse_sqrt(optimizer: Optimizer, warmup_steps: Count) -> LambdaLR:
     """Rises linearly over `warmup_steps` updates to `optimizer.lr`, then falls with 1/√(t+1)."""
-
-    def factor(t: int) -> float:
-        return min((t + 1) / warmup_steps, math.sqrt(warmup_steps / (t + 1)))
-
-    return LambdaLR(optimizer, factor)
+    return LambdaLR(optimizer, lambda t: min((t + 1) / warmup_steps, math.sqrt(warmup_steps / (t + 1))))
 
 
 def transformer(optimizer: Optimizer, d_model: Count, factor: NotNegative, warmup_steps: Count) -> LambdaLR:
     """Multiplies `optimizer.lr` (often 1) by `factor` · d_model^-0.5 · min((t+1)^-0.5, (t+1) · warmup_steps^-1.5)."""
-
-    def rate(t: int) -> float:
-        return float(factor * d_model**-0.5 * min((t + 1) ** -0.5, (t + 1) * warmup_steps**-1.5))
-
-    return LambdaLR(optimizer, rate)
+    return LambdaLR(optimizer, lambda t: factor * d_model**-0.5 * min((t + 1) ** -0.5, (t + 1) * warmup_steps**-1.5))
 
 
 def cosine(optimizer: Optimizer, steps: Count, warmup_steps: CountOrZero = 0, final: NotNegative = 0.0) -> LambdaLR:
@@ -61,11 +53,7 @@ def exponential(
     Args:
         decay_every: updates; need not be whole, such as 2.4 epochs.
     """
-
-    def fall(t: int) -> float:
-        return max(floor, rate ** int(t // decay_every))
-
-    return LambdaLR(optimizer, _with_warmup(warmup_steps, fall))
+    return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: max(floor, rate ** int(t // decay_every))))
 
 
 def exponential_epochs(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from itertools import starmap
 from statistics import median
 from typing import Any
 
@@ -114,8 +113,8 @@ def profile_layers(
         if loss is not None:
             trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
         trials.run()
-    rows = [(builder.name, known[key][0], trials.times[key]) for key, builder in zip(keys, builders, strict=True)]
-    layers = list(starmap(LayerCost.timed, rows))
+    both = zip(keys, builders, strict=True)
+    layers = [LayerCost.timed(builder.name, known[key][0], trials.times[key]) for key, builder in both]
     return ModelProfile(layers, trials.times.get(_LOSS))
 
 

@@ -1,7 +1,8 @@
 """Cuts L layers into K contiguous, non-empty cells: costs in, sizes out (paper, sections 2.1 and 2.2).
 
 The paper minimises the variance of the cells' costs C_k by a heuristic of its own. Both objectives here are exact:
-``min_variance``, the paper's words, and ``min_max``, because the slowest cell sets the pace of a pipeline.
+``min_variance``, the paper's words, and ``min_max``, because the slowest cell sets the pace of a pipeline
+(`pipeline.partition=auto` begins with it, over workers: `cutter.py`).
 """
 
 import math
@@ -17,7 +18,6 @@ from ..config import PipelineConfig
 from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
 
-OBJECTIVES = ("min_max", "min_variance")  # pipeline.partition=auto begins with the first, over workers (`cutter.py`)
 TIE = 1e-13  # share by which sums of the same costs differ by rounding
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]

@@ -146,6 +146,7 @@ class Engine:
             cell.where = self.where
         self.noise, self.meter = cells[0].noise, Meter(device)
         self._transport = transport
+        self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_when_sent`
         self._trained: set[str] | None = None
         self.failed_at = 0.0  # `time.time()` of the latest failure
         self.stays_in_step = False  # whether a worker that fails gives the others what they await of the step
@@ -233,11 +234,6 @@ class Engine:
             for batchnorm in cell.batchnorms:
                 batchnorm.take_gathered()
 
-    @property
-    def receives_block_device(self) -> bool:
-        """Returns whether receives must be posted by `post_when_sent`."""
-        return self._transport is not None and self._transport.blocks_device
-
     def drain(self) -> None:
         """Waits until every message of this worker has left."""
         if self._transport is not None:
@@ -252,7 +248,7 @@ class Engine:
         assert message is not None
         key, is_activation = (message.boundary, signatures[message.micro_batch]), message.direction == "activation"
         spec = (self.messages if is_activation else self.boundaries).get(key)
-        if spec is None and is_activation and self.transport.blocks_device:
+        if spec is None and is_activation and self.receives_block_device:
             spec = self.messages[key] = self.transport.receive_spec(message.boundary)
         if spec is None:
             return None

@@ -246,13 +246,9 @@ class _Storages:
         own: dict[int, int] = {}
         self._boundary = []
         for output in layer.outputs:
-            if output.of_input is not None:
-                self._boundary.append(before[output.of_input])
-                continue
-            storage = own.setdefault(output.storage, -1)
-            if storage < 0:
-                storage = own[output.storage] = self._new(output.bytes)
-            self._boundary.append(storage)
+            if output.of_input is None and output.storage not in own:
+                own[output.storage] = self._new(output.bytes)
+            self._boundary.append(own[output.storage] if output.of_input is None else before[output.of_input])
         for number in layer.saves_outputs:
             self._keep(own[number])
 

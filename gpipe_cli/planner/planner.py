@@ -77,6 +77,7 @@ class Planner:
         self.builders = groups.frozen_in(build_model(settings.model, settings.seed))
         if groups.entries:
             groups.told(self.builders)  # refuses entries that select nothing
+        self._names = [builder.name for builder in self.builders]
         self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
         self._section = self.with_workers(most_cells)  # of which this machine is measured
@@ -101,11 +102,6 @@ class Planner:
         """Returns the tied parameters; after the layers were measured, whose errors are clearer."""
         return find_ties(self.builders)
 
-    @property
-    def _names(self) -> list[str]:
-        """Returns the names of the layers."""
-        return [builder.name for builder in self.builders]
-
     @cached_property
     def has_batchnorm(self) -> bool:
         """Returns whether layers normalise over the examples of a micro-batch."""
@@ -119,8 +115,7 @@ class Planner:
         """
         pipeline = self.with_workers(pipeline or self.settings.pipeline)
         measured = self._measured(pipeline.M * pipeline.replicas)
-        cut = self._cut(measured, pipeline)
-        return self._assemble(pipeline, measured, cut, instruction_lists(pipeline, cut.placement))
+        return self._assemble(pipeline, measured, self._cut(measured, pipeline))
 
     def _measure(self, count: int) -> Measurement:
         """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
@@ -180,10 +175,8 @@ class Planner:
         plan = self.options.fit or self.options.memory
         return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), self.device.memory)
 
-    def _assemble(
-        self, pipeline: PipelineConfig, measured: Measurement, cut: Cut, lists: list[list[Instruction]]
-    ) -> Plan:
-        cells = build_cells(measured, cut, self._names)
+    def _assemble(self, pipeline: PipelineConfig, measured: Measurement, cut: Cut) -> Plan:
+        cells, lists = build_cells(measured, cut, self._names), instruction_lists(pipeline, cut.placement)
         sizes, speeds = [cell.sizes for cell in cells], pipeline.speeds or [1.0] * len(lists)
         own_times = zip(cell_times(cells, self._times), cells, strict=True)
         times = [time.slower(1 / speeds[cell.worker]) for time, cell in own_times]
@@ -203,7 +196,10 @@ class Planner:
         graphs = [cell.sizes.graph + cell.sizes.outputs for cell in cells]
         room = [worker.limit - worker.model for worker in workers]
         bound = step_bound(loads(times, graphs), cut.placement, pipeline.M, room, halves=True)
-        any_cut = self._bound_of_any_cut(measured, cells, model, [worker.limit for worker in workers], pipeline)
+        # Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better.
+        ours = [each.total - (each.optimizer if pipeline.shard_optimizer else 0) for each in model]
+        together = sum(worker.limit for worker in workers) - sum(ours) + sum(cell.tied_bytes for cell in cells)
+        any_cut = self._bound_of_any_cut(measured, pipeline, max(worker.limit for worker in workers), together)
         bound = max(bound, any_cut)
         keys = ("K", "M", "replicas", "remat", "keep", "schedule")
         return Plan(
@@ -230,25 +226,13 @@ class Planner:
         )
 
     def _bound_of_any_cut(
-        self,
-        measured: Measurement,
-        cells: Sequence[CellFacts],
-        model: Sequence[ModelBytes],
-        limits: Sequence[float],
-        pipeline: PipelineConfig,
+        self, measured: Measurement, pipeline: PipelineConfig, memory: float, together: float
     ) -> float:
-        """Returns the seconds that every schedule of any cut takes at least.
-
-        Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better:
-        neither counts.
-        """
-        together = sum(limits)
-        for cell, bytes_ in zip(cells, model, strict=True):
-            together -= bytes_.total - cell.tied_bytes - (bytes_.optimizer if pipeline.shard_optimizer else 0)
-        speeds = pipeline.speeds or [1.0] * len(limits)
+        """Returns the seconds that every schedule of any cut takes at least; arguments as of `bound_of_any_cut`."""
+        speeds = pipeline.speeds or [1.0] * pipeline.worker_count
         seconds = [each.slower(1 / max(speeds)) for each in self._times.layers(measured)]
         layers = loads(seconds, graphs_of_layers(measured))
-        return bound_of_any_cut(layers, speeds, pipeline.M, max(limits), together, halves=True)
+        return bound_of_any_cut(layers, speeds, pipeline.M, memory, together, halves=True)
 
     def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> list[ModelBytes]:
         """Returns the bytes that each cell keeps between steps; of a shared optimizer state, the largest share."""

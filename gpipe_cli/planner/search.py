@@ -1,5 +1,6 @@
 """Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -40,13 +41,11 @@ def find_plan(settings: Settings, options: Options, say: Say = lambda line: None
     planner = Planner(settings, options)
     if options.fit is not None:
         return smallest(planner, say)
-    if options.best:
-        return Search(planner, FREE, say).fastest(_devices(planner))
     pipeline = planner.settings.pipeline
-    if pipeline.auto:
-        free = [*pipeline.auto, *(["workers"] if pipeline.workers == "auto" else [])]
-        return Search(planner, free, say).fastest(_devices(planner))
-    return planner.plan()
+    if not (options.best or pipeline.auto):
+        return planner.plan()
+    free = FREE if options.best else [*pipeline.auto, *(["workers"] if pipeline.workers == "auto" else [])]
+    return Search(planner, free, say).fastest(_devices(planner))
 
 
 def _devices(planner: Planner) -> int:
@@ -246,15 +245,9 @@ def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:
     """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none."""
-    low, high = 0, 1
-    while not holds(high):
-        if high == most:
-            return None
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    doubled = (min(1 << power, most) for power in range((most - 1).bit_length() + 1))
+    enough = next(filter(holds, doubled), None)
+    return enough and bisect_left(range(enough), True, enough // 2 + 1, key=holds)
 
 
 def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:

@@ -20,7 +20,6 @@ from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.translation import Generator, SpecialTokens, TranslationForm
-from ..distributed.exchange import never
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape
 from ..distributed.world import World, join_world
@@ -286,7 +285,7 @@ def load_same_model(info: CheckpointInfo, assembly: Assembly) -> None:
         restore_layer(layer.name, layer.module, None, state)
 
 
-def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = never) -> Evaluator:
+def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = lambda: False) -> Evaluator:
     """Makes the evaluator, with generation where the task generates.
 
     Args:
@@ -302,7 +301,7 @@ def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = 
 
 
 def assemble_decoder(
-    assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = never
+    assembly: Assembly, generation: GenerationSettings, stop_requested: Callable[[], bool] = lambda: False
 ) -> Decoder:
     """Makes the beam search through the pipeline; the cells must be in evaluation mode when it runs."""
     form = TranslationForm(assembly.pipeline.task, generation, assembly.tokens)

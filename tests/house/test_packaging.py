@@ -190,9 +190,14 @@ def copy_of_clone(target: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
-    yaml = {f"gpipe_cli/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
+    files = [
+        *(ROOT / "conf").rglob("*.yaml"),
+        *(ROOT / "gpipe_cli").rglob("*.yaml"),
+        *(ROOT / "gpipe_cli").rglob("*.css"),
+    ]
+    data = {f"gpipe_cli/{path.relative_to(ROOT).as_posix().removeprefix('gpipe_cli/')}" for path in files}
     names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
-    assert {*yaml, "gpipe_cli/terminal/page.css", *(f"gpipe_cli/{name}.py" for name in names)} <= held
+    assert {*data, *(f"gpipe_cli/{name}.py" for name in names)} <= held
 
 
 @pytest.mark.slow

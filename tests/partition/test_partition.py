@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from gpipe_cli.partition.partition import OBJECTIVES, PartitionError, cell_layers, partition
+from gpipe_cli.partition.partition import PartitionError, cell_layers, partition
 
 Costs = Sequence[float]
 ROUNDED = 1 + Fraction(1, 10**12)
@@ -61,7 +61,7 @@ class TestAgainstAllCuts:
             assert squares(costs, partition(costs, K, "min_variance")) <= least * ROUNDED, (costs, K)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["min_max", "min_variance"])
 class TestBothObjectives:
     def test_equal_layers_that_do_not_divide_go_to_the_later_cells(self, objective: str) -> None:
         assert partition([0.1] * 10, 4, objective) == [2, 2, 3, 3]

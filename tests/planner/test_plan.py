@@ -17,7 +17,7 @@ from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.partition.cost import layer_costs
 from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.partition.tie_search import find_ties
-from gpipe_cli.planner.devices import PRESETS, describe, parse_bytes
+from gpipe_cli.planner.devices import describe, parse_bytes
 from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.planner import Planner
 
@@ -152,7 +152,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 def test_a_device_can_be_described_by_its_figures() -> None:
     figures = {"flops": 67e12, "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
-    assert describe(figures) == replace(PRESETS["h100"], name="described", half_flops=67e12)
+    assert describe(figures) == replace(describe("h100"), name="described", half_flops=67e12)
 
 
 def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory() -> None:

@@ -1,6 +1,7 @@
 """Makes table 1: the largest models that fit, by gpipe-plan for the paper's devices. Imports no torch."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,10 +82,8 @@ def largest(words: Sequence[str], key: str, step: int, start: int) -> tuple[int,
     low, high = 0, start // step
     while fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * step, plans[low]
+    most = bisect_left(range(high), True, low + 1, key=lambda times: not fits(times)) - 1
+    return most * step, plans[most]
 
 
 def size_text(family: str, sizes: Sequence[int]) -> str:

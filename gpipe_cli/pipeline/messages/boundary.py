@@ -33,7 +33,7 @@ def canonical(tensor: Tensor) -> Tensor:
     if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
         tensor = tensor.clone()
     if tensor.is_contiguous():
-        return tensor.view(-1).view(tensor.shape) if 1 in tensor.shape and _has_odd_strides(tensor) else tensor
+        return tensor.view(-1).view(tensor.shape) if _has_odd_strides(tensor) else tensor
     return tensor if is_channels_last(tensor) else tensor.contiguous()
 
 
@@ -53,12 +53,12 @@ def passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> T
 
 def _has_odd_strides(tensor: Tensor) -> bool:
     """Returns whether a stride is not the usual one: a dimension of size 1 may have any, and some kernels use it."""
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if stride != expected:
-            return True
-        expected *= size
-    return False
+    return 1 in tensor.shape and tensor.stride() != _strides_of(tensor.shape)
+
+
+def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
@@ -139,7 +139,7 @@ class TensorSpec:
         if self.channels_last:
             _, channels, height, width = self.shape
             return (channels * height * width, 1, width * channels, channels)
-        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return _strides_of(self.shape)
 
     @property
     def size(self) -> int:

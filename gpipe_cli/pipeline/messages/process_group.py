@@ -1,8 +1,7 @@
 """Implements `Transport` with a process group of torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -110,28 +109,21 @@ class ProcessGroupTransport:
         if spec.size:
             group = self._group(message.direction, sender, self._rank)
             works.append(dist.irecv(content, sender, group=group, tag=message_tag(message, K)))
-        return partial(self._finish, spec, content, works, number, flags)
 
-    def _finish(
-        self,
-        spec: BoundarySpec,
-        content: Tensor,
-        works: Sequence[dist.Work | None],
-        number: int | None,
-        flags: Tensor | None,
-        separate: int,
-    ) -> Tensors:
-        for work in works:
-            assert work is not None  # this rank is in the group
-            work.wait()
-        self._forget_sent()
-        tensors = list(unpack(content.to(self._device), spec))
-        if flags is not None and number is not None:
-            tensors.insert(number, flags)
-        elif spec.flags is not None:
-            tensors[spec.flags] = unpack(content, spec)[spec.flags]
-        split = len(tensors) - separate
-        return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
+        def wait(separate: int) -> Tensors:
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
+            self._forget_sent()
+            tensors = list(unpack(content.to(self._device), spec))
+            if flags is not None and number is not None:
+                tensors.insert(number, flags)
+            elif spec.flags is not None:
+                tensors[spec.flags] = unpack(content, spec)[spec.flags]
+            split = len(tensors) - separate
+            return (*tensors[:split], *(tensor.clone() for tensor in tensors[split:]))
+
+        return wait
 
     def _aside(self, spec: BoundarySpec) -> int | None:
         """Returns the index of flags that the CPU group carries, so that reading them does not wait for the device."""
