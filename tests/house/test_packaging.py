@@ -190,14 +190,12 @@ def copy_of_clone(target: Path) -> Path:
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
-    files = [
-        *(ROOT / "conf").rglob("*.yaml"),
-        *(ROOT / "gpipe_cli").rglob("*.yaml"),
-        *(ROOT / "gpipe_cli").rglob("*.css"),
-    ]
-    data = {f"gpipe_cli/{path.relative_to(ROOT).as_posix().removeprefix('gpipe_cli/')}" for path in files}
+    data = {f"gpipe_cli/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    own = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "gpipe_cli").rglob("*.*") if path.suffix in (".css", ".yaml")
+    }
     names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
-    assert {*data, *(f"gpipe_cli/{name}.py" for name in names)} <= held
+    assert {*data, *own, *(f"gpipe_cli/{name}.py" for name in names)} <= held
 
 
 @pytest.mark.slow
