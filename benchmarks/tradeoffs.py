@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.emulated import ACCELERATOR, Link, LinkTransport
+from gpipe_cli.bench.emulated import Link, LinkTransport
 from gpipe_cli.bench.steps import CPU, engine_step, make_cell, plain_step
 from gpipe_cli.bench.timing import StopWatch
 from gpipe_cli.bench.workers import run_workers
@@ -104,7 +104,6 @@ class CountingTransport(LinkTransport):
     """Counts the bytes of the engine's messages on a `Wire`, and delays them as it says."""
 
     def __init__(self, wire: Wire, placement: tuple[int, ...], size: int) -> None:
-        ACCELERATOR.speed = 1.0
         super().__init__(Link([size / wire.bandwidth] * (len(placement) + 1), wire.latency), placement)
         self._wire = wire
 

@@ -323,13 +323,8 @@ class Settings:
 
     @property
     def verify(self) -> VerifyConfig:
-        """Returns the section `verify`.
-
-        Raises:
-            ValueError: the configuration is not one of gpipe-verify.
-        """
-        if self.verification is None:
-            raise ValueError("the section verify is part of gpipe-verify's configuration alone")
+        """Returns the section `verify`, which the configuration of gpipe-verify alone has."""
+        assert self.verification is not None
         return self.verification
 
     @classmethod

@@ -149,25 +149,16 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         ValueError: what arrives is no JSON.
     """
     tree = Tree(group, VALUES)
-    return _list_of(tree.spread(tree.gather(_to_bytes(value))))
+    return list(json.loads(b"[%b]" % tree.spread(tree.gather(json.dumps(value).encode()))))
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Returns every rank's value on rank 0, as `all_gather_json` does on all; an empty list elsewhere."""
     tree = Tree(group, VALUES)
-    everyone = tree.gather(_to_bytes(value))
-    return _list_of(everyone) if tree.parent is None else []
+    everyone = tree.gather(json.dumps(value).encode())
+    return json.loads(b"[%b]" % everyone) if tree.parent is None else []
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Returns rank 0's ``value`` on all workers; arguments and errors as of `all_gather_json`."""
-    return json.loads(Tree(group, VALUES).spread(_to_bytes(value)))
-
-
-def _to_bytes(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-def _list_of(content: bytes) -> list[Any]:
-    values: list[Any] = json.loads(b"[%b]" % content)
-    return values
+    return json.loads(Tree(group, VALUES).spread(json.dumps(value).encode()))

@@ -108,11 +108,8 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
             gpipe-train has started, by gloo under torchrun.
 
     Raises:
-        ValueError: the number of ranks is not W·D.
         ConfigurationError: a GPU is requested or present but cannot be used, or NCCL without a GPU for each worker.
     """
-    if context.world_size != workers * replicas:
-        raise ValueError(f"{context.world_size} workers were started for {workers} × {replicas} replicas")
     chosen = choose_device(context, device)
     name = choose_backend(context, device_identity(chosen), backend)
     wire = chosen if name == "nccl" else torch.device("cpu")

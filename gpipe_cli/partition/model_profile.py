@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
+from itertools import starmap
 from statistics import median
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..pipeline.cell import BuiltLayer, Cell, require_values
 from ..pipeline.halves import WeightHalf, backward_of_inputs
 from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
 from ..pipeline.messages.grouping import grouped_like, grouping_of
-from ..pipeline.meter import event_now
+from ..pipeline.meter import Mark, event_now, seconds_between
 from ..pipeline.randomness import NoiseSource
 from .cost import LayerCost, LayerTimes, cell_total, number_of_parameters
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
@@ -178,8 +179,7 @@ class LayerTrial:
 
     def backward(self) -> None:
         """Runs backward of the latest graph, and frees it."""
-        leaves, roots = self._latest_graph()
-        gradients = [torch.ones_like(root) for root in roots]
+        leaves, roots, gradients = self._latest_graph()
         with self.clock.running("backward"):
             if roots:
                 torch.autograd.backward(roots, gradients)
@@ -187,8 +187,7 @@ class LayerTrial:
 
     def input_gradient(self) -> None:
         """Runs the first half of the backward of the latest graph."""
-        leaves, roots = self._latest_graph()
-        gradients = [torch.ones_like(root) for root in roots]
+        leaves, roots, gradients = self._latest_graph()
         with self.clock.running("input_gradient"):
             self._put_off.append(backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(()))
             _hand_back(leaves)
@@ -201,9 +200,11 @@ class LayerTrial:
     def drop_graphs(self) -> None:
         self._kept.clear()
 
-    def _latest_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _latest_graph(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Returns leaves, roots and gradients of the roots."""
         leaves, outputs, losses = self._kept.pop()
-        return leaves, [tensor for tensor in outputs + losses if tensor.requires_grad]
+        roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
+        return leaves, roots, [torch.ones_like(root) for root in roots]
 
 
 def _hand_back(leaves: Sequence[Tensor]) -> None:
@@ -287,31 +288,26 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._events: dict[str, list[tuple[torch.Event, torch.Event]]] = defaultdict(list)
+        self._marks: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # begin and end of each
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
         if self._device.type == GPU:
             begin = event_now(self._device)
             yield
-            self._events[phase].append((begin, event_now(self._device)))
+            self._marks[phase].append((begin, event_now(self._device)))
         else:
             waited, start = waited_for_core(), time.perf_counter()
             yield
-            seconds = time.perf_counter() - start
-            self._seconds[phase].append(max(0.0, seconds - (waited_for_core() - waited)))
+            end = time.perf_counter()
+            self._marks[phase].append((start, max(start, end - (waited_for_core() - waited))))
 
     def times(self) -> LayerTimes:
         """Returns the medians."""
-        for phase, events in self._events.items():
-            for begin, end in events:
-                end.synchronize()
-                self._seconds[phase].append(begin.elapsed_time(end) / 1000)
-        self._events.clear()
-        return LayerTimes(*(median(self._seconds[phase.name]) for phase in fields(LayerTimes)))
+        if self._device.type == GPU:
+            torch.cuda.synchronize(self._device)
+        return LayerTimes(*(median(starmap(seconds_between, self._marks[phase.name])) for phase in fields(LayerTimes)))
 
     def forget(self) -> None:
         """Discards the times so far."""
-        self._seconds.clear()
-        self._events.clear()
+        self._marks.clear()

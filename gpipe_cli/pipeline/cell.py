@@ -19,7 +19,7 @@ from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import BufferChanged, BufferGuard
 from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
-from .randomness import NoiseSource, weights_of_layer
+from .randomness import WEIGHTS, NoiseSource, seeded
 from .weight_casts import WeightCasts
 
 
@@ -77,7 +77,7 @@ def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.devi
     Raises:
         ConfigurationError: the builder returns the module that it made while costs were counted, without values.
     """
-    with weights_of_layer(seed, index):
+    with seeded(WEIGHTS, seed, index):
         module = builder.made()
     require_values(builder, module)
     return module.to(device)

@@ -33,11 +33,6 @@ def seeded(*numbers: int) -> AbstractContextManager[None]:
     return cpu.seeded(derive_seed(*numbers))
 
 
-def weights_of_layer(seed: int, layer: int) -> AbstractContextManager[None]:
-    """Returns the context in which layer number ``layer`` is built: `seeded` for its initial weights."""
-    return seeded(WEIGHTS, seed, layer)
-
-
 class NoiseSource:
     """Seeds the generators that a layer may draw from, before it runs.
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, ScheduleError
+from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op
 
 # Receives, by the position in the worker's list before which they are posted:
 Posts = Mapping[int, Sequence[Instruction]]
@@ -48,11 +48,7 @@ def post_ahead(instructions: Sequence[Instruction]) -> Posts:
 
 
 def post_when_sent(lists: InstructionLists) -> list[Posts]:
-    """Returns for each worker which receives it posts before which instruction of its list.
-
-    Raises:
-        ScheduleError: the lists wait for each other in a circle.
-    """
+    """Returns for each worker which receives it posts before which instruction of its list."""
     receivers = {
         message: (worker, instruction)
         for worker, instructions in enumerate(lists)
@@ -77,8 +73,6 @@ def post_when_sent(lists: InstructionLists) -> list[Posts]:
         for number, worker in enumerate(workers):
             if worker.in_gap and (operation := worker.leave_gap()) is not None:
                 heapq.heappush(running, (now + _UNITS.get(operation, 1), number))
-    if not all(worker.finished for worker in workers):
-        raise ScheduleError("deadlock: the instruction lists wait for each other in a circle")
     return [worker.posts for worker in workers]
 
 
@@ -98,10 +92,6 @@ class _Worker:
         self.position, self.in_gap, self.unposted = 0, False, 0
         self.posts: dict[int, list[Instruction]] = {}
         self.received: set[Message] = set()
-
-    @property
-    def finished(self) -> bool:
-        return self.position == len(self.instructions) and not self.unposted
 
     def reach_gap(self) -> list[Message]:
         """Ends the computation; returns the messages that are sent behind it."""
@@ -143,10 +133,6 @@ class Receives(Generic[Pending]):
         self._posts, self._post = posts, post
         self._due: dict[Op, deque[Instruction]] = {Op.RECEIVE_ACTIVATION: deque(), Op.RECEIVE_GRADIENT: deque()}
         self._posted: dict[Instruction, Pending] = {}
-
-    def __bool__(self) -> bool:
-        """Returns whether a posted message has not been waited for."""
-        return bool(self._posted)
 
     def post_due(self, position: int) -> None:
         """Posts the receives that are due before the instruction at this position of the list."""
