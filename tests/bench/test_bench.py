@@ -13,7 +13,6 @@ from gpipe_cli.bench.emulated import WIDTH, SleepingLayer
 from gpipe_cli.bench.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.pipeline.halves import backward_of_inputs
-from gpipe_cli.terminal.runs import ideal_throughput
 
 TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")
 
@@ -29,11 +28,6 @@ def setting(K: int, M: int, *words: str, linked: bool = False) -> Setting:
     """Returns a setting of a model of 8 equal layers, 1 FLOP and 1,000 bytes each."""
     costs = ModelCosts("transformer", (3,), (1.0,) * 8, (1000,) * 8)
     return Setting(costs, K, M, parse(["table=3", "seconds=3", *words]), linked)
-
-
-@pytest.mark.parametrize(("K", "M", "value"), [(2, 1, 1.0), (4, 1, 1.0), (2, 4, 1.6), (8, 4, 2.9091), (8, 32, 6.5641)])
-def test_the_ideal_in_units_of_K_2_M_1(K: int, M: int, value: float) -> None:
-    assert ideal_throughput(K, M) == pytest.approx(value, abs=1e-4)
 
 
 @pytest.mark.slow(2)

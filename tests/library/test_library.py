@@ -249,18 +249,13 @@ def test_a_loop_of_one_s_own_has_the_losses_of_gpipe_train(tmp_path: Path, monke
     assert len(losses_of(tmp_path)) == 8
 
 
-class Frozen(torch.nn.Linear):
-    """Begins without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.requires_grad_(False)
-
-
 def test_weights_unfrozen_between_two_steps_learn_at_every_k() -> None:
     x, y, found = torch.ones(4, 2), torch.zeros(4, 2), []
     for K in (1, 2):
-        layers = [LayerBuilder("trunk", Frozen), LayerBuilder("head", partial(torch.nn.Linear, 2, 2))]
+        layers = [
+            LayerBuilder("trunk", lambda: nn.Linear(2, 2).requires_grad_(False)),
+            LayerBuilder("head", partial(torch.nn.Linear, 2, 2)),
+        ]
         pipeline = Pipeline.of(layers, mse_loss, (x[:2], y[:2]), K=K, M=2)
         pipeline.step(x, y)
         for parameter in pipeline.parameters():

@@ -65,7 +65,8 @@ def test_decay_leaves_unused_weights_alone_at_every_k(tmp_path: Path, words: tup
     one, *others = (saved(tmp_path / K, 4) for K in "124")
     assert not any(changed(one, other) for other in others)
     names = ["middle/weight:spare.weight", *(["first/weight:weight"] if words is CUT_OFF else [])]
-    pipeline = Pipeline.of(own_model.layers("Idle"), torch.nn.functional.cross_entropy, digits(), K=1, M=2)
+    digits = torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+    pipeline = Pipeline.of(own_model.layers("Idle"), torch.nn.functional.cross_entropy, digits, K=1, M=2)
     fresh = pipeline.state_dict()
     for name in names:
         assert torch.equal(one[name], fresh[name.replace("/weight:", ".")]), name
@@ -82,10 +83,6 @@ def test_workers_and_replicas_agree_about_what_is_used(tmp_path: Path) -> None:
     succeeded(command("train", *IDLE, *words))
     train_inline(tmp_path / "alone", *IDLE, "pipeline.K=1")
     assert not changed(saved(tmp_path / "alone", 4), saved(tmp_path / "both", 4))
-
-
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(8, 3, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
 
 
 def test_a_digit_for_each_parameter_counts_its_users_to_the_last() -> None:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from checkpoint_tools import changed
 from small_models import CPU, build_all, engine_of, gradients_of, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,12 +30,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(cuts: list[int], kind: str, remat: str) -> dict[str, Tensor]:
-    """Returns losses and gradients of two steps; ``cuts``: the number of layers of each cell."""
-    engine = engine_of(build_all(small_model(batchnorm=True, dropout=0.3)), cuts, compiles=True)
+def trained(
+    layers: list[BuiltLayer], cuts: list[int], kind: str, remat: str = "except_last", steps: int = 2, **how: Any
+) -> dict[str, Tensor]:
+    """Returns losses and gradients of some steps; ``cuts``: the number of layers of each cell."""
+    engine = engine_of(layers, cuts, **how)
     found: dict[str, Tensor] = {}
-    for step in range(2):
-        record = train_step(engine, kind, remat, mini_batch(0, 8, M), step)
+    for step in range(steps):
+        record = train_step(engine, kind, remat, mini_batch(2 * step, 8, M), step)  # of one width
         found |= {f"loss {step} {key}": loss for key, loss in record.losses.items()}
     return found | gradients_of(engine)
 
@@ -45,10 +48,9 @@ CASES = [([3, 4], "gpipe", "always"), ([1, 2, 2, 2], "1f1b", "except_last"), ([3
 @pytest.mark.slow(2)
 def test_no_cut_and_no_schedule_changes_a_bit_of_real_kernels() -> None:
     for cuts, kind, remat in CASES:
-        whole = trained([7], "gpipe" if kind == "gpipe" else "1f1b", "never")
-        found = trained(cuts, kind, remat)
-        assert found.keys() == whole.keys()
-        assert [name for name in whole if not torch.equal(found[name], whole[name])] == [], (cuts, kind, remat)
+        layers = [build_all(small_model(batchnorm=True, dropout=0.3)) for _ in range(2)]
+        whole = trained(layers[0], [7], "gpipe" if kind == "gpipe" else "1f1b", "never", compiles=True)
+        assert not changed(trained(layers[1], cuts, kind, remat, compiles=True), whole), (cuts, kind, remat)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -92,22 +94,12 @@ def half() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
-def gradients(layers: list[BuiltLayer], kind: str, cuts: list[int], steps: int = 2) -> dict[str, Tensor]:
-    """Returns the gradients of some steps together; ``cuts``: the number of layers of each cell."""
-    engine = engine_of(layers, cuts, half)
-    for step in range(steps):
-        train_step(engine, kind, "except_last", mini_batch(step, 8, M), step)
-    return gradients_of(engine)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes_for_any_cut_and_schedule(kind: str) -> None:
     with patch.object(WeightCasts, "used_on", lambda *_: nullcontext()):
-        plain = gradients(build_all(small_model(dropout=0.3)), "gpipe" if kind == "gpipe" else "1f1b", [7])
+        plain = trained(build_all(small_model(dropout=0.3)), [7], "gpipe" if kind == "gpipe" else "1f1b", autocast=half)
     for cuts in ([7], [3, 4], [1, 2, 2, 2]):
-        found = gradients(build_all(small_model(dropout=0.3)), kind, cuts)
-        assert found.keys() == plain.keys()
-        assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+        assert not changed(trained(build_all(small_model(dropout=0.3)), cuts, kind, autocast=half), plain)
 
 
 class CastCounter(TorchDispatchMode):
@@ -130,9 +122,9 @@ def test_a_weight_is_cast_once_in_a_step_of_many_micro_batches(alike: bool) -> N
     for module in (layer.module for layer in layers if alike):
         vars(module)["graph_varies"] = False
     with CastCounter() as counter:
-        found = gradients(layers, "gpipe", [3, 4], steps=3)
+        found = trained(layers, [3, 4], "gpipe", steps=3, autocast=half)
     assert set(counter.counts.values()) == {3 + (1 if alike else 3)}
-    assert all(map(torch.equal, found.values(), gradients(build_all(small_model()), "gpipe", [7], steps=3).values()))
+    assert not changed(found, trained(build_all(small_model()), [7], "gpipe", steps=3, autocast=half))
 
 
 def test_a_weight_that_is_replaced_between_two_steps_stays_so() -> None:

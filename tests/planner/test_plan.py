@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composed import checked
 from own_plan import ON_CPU, OWN, planned
 
 from gpipe_cli.bench.workers import run_workers
@@ -40,13 +41,6 @@ FAMILIES = {
 PAPER_LM = ("model=transformer_lm",)
 
 
-def settings_json(*overrides: str) -> dict[str, Any]:
-    """Returns the configuration as plain values, as workers get it."""
-    from dataclasses import asdict
-
-    return {key: value for key, value in asdict(make_request(overrides).settings).items() if key != "verification"}
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +62,7 @@ RUNS = [
 @pytest.fixture(scope="module")
 def allocated() -> list[list[dict[str, Any]]]:
     """Returns what the engine's workers allocate in a real step of each of RUNS."""
-    settings = [settings_json(*FAMILIES[family], *how, "pipeline.cost=flops") for family, how in RUNS]
+    settings = [checked(*FAMILIES[family], *how, "pipeline.cost=flops").config for family, how in RUNS]
     return run_workers("plan_jobs:measure", 2, {"settings": settings})  # type: ignore[no-any-return]
 
 
@@ -102,13 +96,6 @@ def test_the_paper_s_largest_model_is_planned_exactly_and_without_memory(capsys:
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 8), (4, 4), (8, 32)])
-def test_even_cells_have_the_bubble_of_the_formula(K: int, M: int) -> None:
-    # The first layer has no gradient to make for its input: with K=8 and one layer a cell it is a third shorter.
-    made = planned(*OWN, f"pipeline.K={K}", f"pipeline.M={M}", "pipeline.remat=never", "model.layers=512")
-    assert made.bubble == pytest.approx((K - 1) / (M + K - 1), abs=0.005)
 
 
 def test_a_step_of_one_cell_takes_its_flops_at_the_device_s_rate() -> None:
