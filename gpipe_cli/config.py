@@ -395,7 +395,7 @@ GROUP: dict[str, Any] = {  # keys of an entry of optimizer.groups beside the opt
     "muon": bool,
 }
 FREE_FORM = ("model", "data", "task", "optimizer", "lr_schedule")
-TYPED = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+TYPED: dict[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
 SECTIONS = (*TOP_LEVEL, *FREE_FORM, *TYPED)
 
 
