@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def writing_cache(cache: Path) -> AbstractContextManager[None]:
-    """Returns a context in which an OSError of the cache becomes a `DiskError`: its file, the reason, what to do."""
-    return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room")
+    """Returns a context in which an OSError of the cache names its file, the reason, and what to do."""
+    return writing(cache, "set data.cache_dir or GPIPE_CACHE to a folder with room", chosen=True)
 
 
 def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], report: Report = no_report) -> T:

@@ -7,6 +7,7 @@ signatures. No torch is imported here, so that the command refuses a wrong value
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import frexp, log2
@@ -17,8 +18,10 @@ from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
 from gpipe_cli.typed_section import (
+    DEEPEST,
     Count,
     CountOrZero,
+    Examples,
     NotNegative,
     PartAboveZero,
     Positive,
@@ -26,6 +29,9 @@ from gpipe_cli.typed_section import (
     Seed,
     Share,
     ShareOrZero,
+    Size,
+    Tokens,
+    Vocabulary,
     read_section,
     read_values,
     shown,
@@ -34,7 +40,7 @@ from gpipe_cli.typed_section import (
 
 MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the exchange begin here
 TAGS_PER_CELL = 5  # of a micro-batch in a cell: activation, gradient, flags of both, a description of the boundary
-
+MOST_FORWARDS = 1 << 20  # of a step: lists of more would fill the memory
 
 # Values of keys that are `auto`, until the planner has chosen others: a cell for every device there may be.
 BEFORE_CHOICE = {"K": 1 << 20, "M": 1, "schedule": "1f1b", "remat": "always", "replicas": 1}
@@ -370,6 +376,8 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
         )
         return {}
     hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+    if section in ("model", "data", "task"):
+        _refuse_huge(section, values, target.startswith("gpipe_cli."), problems)
     if section == "optimizer":
         hints, found = {**hints, "groups": list[dict[str, Any]] | None}, values.get("groups")
         for number, group in enumerate(found if isinstance(found, list) else ()):
@@ -380,6 +388,25 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 
+def _refuse_huge(section: str, values: Mapping[str, Any], is_ours: bool, problems: Problems) -> None:
+    """Adds a line for each size that would fill the memory before what it is the size of could be counted."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _refuse_huge(f"{section}.{key}", value, is_ours and "_target_" not in value, problems)
+        elif is_ours and key in SIZES and isinstance(value, (int, float)):
+            read_values({key: SIZES[key]}, values, f"{section}.", problems)
+        elif type(value) is int and DEPTH.fullmatch(str(key)):
+            read_values({key: Annotated[int, Field(le=DEEPEST)]}, values, f"{section}.", problems)
+
+
+DEPTH = re.compile(r"L|depth|(\w+_)?layers?")  # keys that count layers, in what a user brings, too
+SIZES: dict[str, Any] = {  # of our models, data and tasks
+    **dict.fromkeys(("D", "H", "A", "d_model", "in_channels", "sequence_length", "max_length"), Size),
+    **dict.fromkeys(("source_vocabulary", "target_vocabulary", "vocabulary"), Vocabulary),
+    **dict.fromkeys(("beam", "beam_during_run"), Annotated[int, Field(ge=1, le=1024)]),
+    **dict.fromkeys(("batch_size", "group", "classes", "largest", "smallest"), Examples),
+    "batch_tokens": Tokens,
+}
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
     **dict.fromkeys(("lr", "weight_decay", "momentum", "alpha", "dampening"), NotNegative),
@@ -428,7 +455,9 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
     yield from _of_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
     pipeline, size = settings.pipeline, settings.data.get("batch_size")
     K, M, replicas, workers, sizes = pipeline.K, pipeline.M, pipeline.replicas, pipeline.workers, pipeline.partition
-    if isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
+    if M * (1 if "K" in pipeline.auto else K) > MOST_FORWARDS:
+        yield f"pipeline.K={K} × pipeline.M={M}: a step has at most {MOST_FORWARDS:,} forwards, lower one of them"
+    elif isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
         yield (
             f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples in a mini-batch but "
             f"data.batch_size={size}: use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"

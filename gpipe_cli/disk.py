@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from pathlib import Path
 
-from gpipe_cli.errors import PlainError
+from gpipe_cli.errors import OF_PATHS, ConfigurationError, PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
+NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EROFS, errno.EINVAL, *OF_PATHS)
 SCARCE = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "open files"),
     errno.EAGAIN: "processes",
@@ -45,11 +46,12 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 @contextmanager
-def writing(path: Path, advice: str = "") -> Iterator[None]:
+def writing(path: Path, advice: str = "", chosen: bool = False) -> Iterator[None]:
     """Turns an OSError about ``path``, a file or a folder, while the context lasts into a `DiskError`.
 
     Args:
         advice: what to do about it, for the end of the message.
+        chosen: the user has chosen the place: if no file can ever be made there, it is a ConfigurationError.
     """
     try:
         yield
@@ -59,7 +61,8 @@ def writing(path: Path, advice: str = "") -> Iterator[None]:
             named = wanted if named.parent == wanted.parent else named.parent
         if not (named.is_relative_to(wanted) or wanted.is_relative_to(named)):
             raise  # about a file that is read
-        raise DiskError(cannot_write(named, error) + (f": {advice}" if advice else "")) from error
+        kind = ConfigurationError if chosen and error.errno in NO_PLACE else DiskError
+        raise kind(cannot_write(named, error) + (f": {advice}" if advice else "")) from error
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:

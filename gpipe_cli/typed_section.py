@@ -32,7 +32,9 @@ Count = Annotated[int, Field(ge=1, le=10**15)]
 DEEPEST = 20_000  # layers: a list of more would fill the memory before it could be counted
 Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**15)]
-Examples = Annotated[int, Field(ge=1, le=10**8)]  # or tokens of a mini-batch: more would fill the memory of any machine
+Size = Annotated[int, Field(ge=1, le=2**20)]  # of a layer's vectors, or of a text
+Examples = Annotated[int, Field(ge=1, le=10**7)]  # of a mini-batch: more would fill the memory of any machine
+Tokens = Annotated[int, Field(ge=1, le=10**8)]  # likewise
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # hashed as a 64-bit integer
 Vocabulary = Annotated[int, Field(ge=8, le=2**31 - 1)]
 NotNegative = Annotated[float, Field(ge=0)]

@@ -19,7 +19,7 @@ from gpipe_cli.data.images.tars import read_tars
 from gpipe_cli.data.lines import reading
 from gpipe_cli.data.source import no_report
 from gpipe_cli.disk import DiskError, write_whole, writing
-from gpipe_cli.errors import PlainError
+from gpipe_cli.errors import ConfigurationError, PlainError
 from gpipe_cli.jobs.trust import OURS, SECTIONS
 
 RUN = [*WORDS, "pipeline.K=1", "trainer.steps=1", "launch.inline=true", "logging.tensorboard=false"]
@@ -88,6 +88,12 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(link: bool, tmp_path: Path, 
         os.mkfifo(tmp_path / name)
     with pytest.raises(Exception, match=r"\.lock cannot be written: (Too many levels|it is no regular file)"):
         open_store(CORPUS, str(tmp_path), print)
+
+
+@pytest.mark.parametrize("place", ["mine/x", "/proc/x", "a" * 300])
+def test_a_cache_where_nothing_can_be_made_is_refused(place: str, mine: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be written: .*: set data.cache_dir or GPIPE_CACHE to"):
+        open_store(CORPUS, str(mine.parent / place), no_report)
 
 
 @pytest.mark.parametrize("name", ["store.json", "defects.json", "files.json", "dev.jsonl", "train/de-00000.tokens.npy"])
@@ -222,6 +228,21 @@ def test_a_manifest_cannot_hide_what_it_wants_to_call(
     changed = with_configuration(run, tmp_path, changes)
     assert evaluate.main([f"checkpoint={changed}", *INLINE]) == 2
     assert message in capsys.readouterr().err
+
+
+REFUSED_VALUES = {"pipeline.K": 0, "model.L": 10**8, "model.D": 1, "pipeline.M": "abc"}
+
+
+@pytest.mark.parametrize("key", REFUSED_VALUES)
+def test_a_refused_configuration_is_told_with_its_manifest(
+    key: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = with_configuration(run, tmp_path, {key: REFUSED_VALUES[key]})
+    resume = [*RUN, "pipeline.M=auto", f"checkpoint.resume={changed}", f"hydra.run.dir={tmp_path / 'new'}"]
+    assert (train.main(resume) if key == "pipeline.M" else evaluate.main([str(changed), *INLINE])) == 2
+    assert f"step_00000001/manifest.json: {key}={REFUSED_VALUES[key]}: should be" in capsys.readouterr().err
+    assert evaluate.main([str(changed), *INLINE, "pipeline.schedule=sometimes"]) == 2
+    assert "manifest.json: pipeline.schedule" not in capsys.readouterr().err
 
 
 def test_a_run_of_ones_own_model_is_evaluated_once_it_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from ...typed_section import Count, Examples, Names, Seed, Temperature
+from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens
 from ..prepared import PreparedSource
 from ..source import Report, permutation
 from ..store import Rows, Store, places_of
@@ -42,7 +42,7 @@ class TranslationSource(PairSource):
     def __init__(
         self,
         batch_size: Examples | None = 64,
-        batch_tokens: Examples | None = None,
+        batch_tokens: Tokens | None = None,
         temperature: Temperature = 5.0,
         languages: Names | None = None,
         pair: str | None = None,

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import cache_folder, open_regular, writing
+from ...disk import cache_folder, open_regular
 from ...errors import ConfigurationError
-from ..cache import made
+from ..cache import made, writing_cache
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
@@ -105,7 +105,7 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
     def make(draft: Path) -> None:
         np.savez(draft, **_index(tars, report))
 
-    with writing(kept.parent, "set GPIPE_CACHE to a folder with room"):
+    with writing_cache(kept.parent):
         return made(kept, make, partial(_read_index, len(tars)), report)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ...disk import cache_folder
 from ...errors import ConfigurationError
-from ...typed_section import Count, Examples, Names, Seed, Temperature, Vocabulary
+from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens, Vocabulary
 from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, no_report
 from ..store import FORMAT, Store
@@ -67,7 +67,7 @@ class ParallelTextSource(PairSource):
         strict: bool = False,
         preparation_workers: Count | None = None,
         batch_size: Examples | None = None,
-        batch_tokens: Examples | None = 4_000,
+        batch_tokens: Tokens | None = 4_000,
         temperature: Temperature = 5.0,
         evaluation_per_language: Count | None = 20,
         corpus_seed: Seed = 0,

@@ -17,8 +17,8 @@ layers. `writer.py` writes this layout.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -155,6 +155,17 @@ class CheckpointInfo:
     @property
     def run_dir(self) -> Path:
         return self.path.parent.parent
+
+    @contextmanager
+    def named(self, typed: Iterable[str] = ()) -> Iterator[None]:
+        """Names the manifest in the refusal of its configuration, unless the refusal is about a key that was typed."""
+        try:
+            yield
+        except ConfigurationError as error:
+            said = str(error)
+            if str(self.path) in said or any(re.search(rf"\b{re.escape(key)}\b", said) for key in typed):
+                raise
+            raise ConfigurationError(f"{self.path}/manifest.json: {said}") from error
 
 
 def checkpoints_directory(run_dir: Path) -> Path:

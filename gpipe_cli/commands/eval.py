@@ -70,7 +70,6 @@ def evaluate(words: Sequence[str]) -> int:
         ConfigurationError: there is no such checkpoint, or a key is wrong.
         WorkerFailed: a worker failed.
     """
-    from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.jobs.reopen import open_run
     from gpipe_cli.jobs.run_directory import require_writable
     from gpipe_cli.terminal.console import Console
@@ -93,7 +92,7 @@ def evaluate(words: Sequence[str]) -> int:
         for warning in run.warnings:
             console.warn(warning)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.lines[0]}")
-        found = dict(launch_program(EntryPoint("gpipe_cli.inference.evaluate:main"), config, folder, console) or {})
+        found = dict(run.launch("gpipe_cli.inference.evaluate:main", config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0
 

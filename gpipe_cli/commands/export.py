@@ -23,6 +23,7 @@ from pathlib import Path
 from gpipe_cli.checkpoint.files import CheckpointInfo, choose
 from gpipe_cli.disk import whole_file, writing
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.terminal.command import read_words, run_command, show, to_stderr
 
 OWN = {"checkpoint": str, "output": str, "step": str, "overwrite": bool, "average": bool}
@@ -41,8 +42,10 @@ def _run(words: Sequence[str]) -> int:
     info, warnings = choose(Path(line.run("gpipe-export")).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
         output = info.run_dir / output
-    if output.exists() and not line.own.get("overwrite"):
-        raise ConfigurationError(f"output={output} exists: add overwrite=true to replace it")
+    if output.exists() and not (line.own.get("overwrite") and output.is_file()):
+        what = "add overwrite=true to replace it" if output.is_file() else "it is no file, so name another"
+        raise ConfigurationError(f"output={output} exists: {what}")
+    require_writable("output", output, is_file=True)
     for warning in warnings:
         to_stderr(f"gpipe-export: warning: {warning}")
     with writing(output):
@@ -58,7 +61,6 @@ def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
     """
     from gpipe_cli.checkpoint.layer_state import export_state_dict, save_tensors
 
-    output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as draft:
         weights = export_state_dict(info, average)
         save_tensors(weights, draft, {"format": "pt", "step": str(info.step)})

@@ -36,7 +36,6 @@ def answer_lines(
     Raises:
         ConfigurationError: there is no such run or key.
     """
-    from gpipe_cli.jobs.job import EntryPoint, launch_program
     from gpipe_cli.jobs.reopen import open_run
 
     own = line.own
@@ -56,7 +55,7 @@ def answer_lines(
         else:
             config["prompt"] = prompt  # it may be empty, and may look like a number
         began = time.monotonic()
-        result = launch_program(EntryPoint(entry), config, folder, writer)
+        result = run.launch(entry, config, folder, writer)
         took = duration(time.monotonic() - began)
         say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
         if count := result["left_out"]:

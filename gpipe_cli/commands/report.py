@@ -21,6 +21,7 @@ from pathlib import Path
 from gpipe_cli.cpu import require_room_for_torch
 from gpipe_cli.disk import write_whole, writing
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.terminal.command import REFUSED, read_words, run_command, show, to_stderr
 from gpipe_cli.terminal.runs import compare, find_runs
 
@@ -40,12 +41,12 @@ def _run(words: Sequence[str]) -> int:
     if not runs:
         return REFUSED
     folder = Path(line.own.get("output", "bench"))
+    require_writable("output", folder)
     found = compare(runs)
     document, drawing = found.document(folder), found.drawing()
     show(document.text())
     paths = [folder / f"report.{end}" for end in ("html", "json", "svg")]
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
         document.save(paths[0])
         write_whole(paths[1], json.dumps({"rows": found.facts}, indent=1) + "\n")
         if drawing is not None:

@@ -30,7 +30,6 @@ from .groups import GroupKey, Groups
 from .wrappers import ChangedSource, CheckedTask, with_targets
 
 LINES_SHOWN = 2  # of an exception's message
-DEPTH = re.compile(r"L|depth|(\w+_)?layers?")  # keys that count layers, in what a user brings, too
 NOT_LOCATED = re.compile(r"Error locating target '(?P<target>[^']*)'(?:.*\nfull_key: (?P<inner>\S+))?", re.DOTALL)
 
 
@@ -43,7 +42,6 @@ def build_model(section: Mapping[str, Any], seed: int = 0, world: World | None =
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    _refuse_deep(section, "model")
     with traced_once(world.broadcast) if world is not None and world.is_closed else nullcontext():
         model = _instantiate("model", _with_seed(section, seed), seed)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
@@ -55,15 +53,6 @@ def build_model(section: Mapping[str, Any], seed: int = 0, world: World | None =
     if (twice := name_used_twice(model)) is not None:
         raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
     return list(model)
-
-
-def _refuse_deep(section: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigurationError for a number of layers that would fill the memory before they could be counted."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            _refuse_deep(value, f"{place}.{key}")
-        elif DEPTH.fullmatch(key) and type(value) is int and value > DEEPEST:
-            raise ConfigurationError(f"{place}.{key}={value}: should be less than or equal to {DEEPEST}")
 
 
 def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] | None = None) -> Source:

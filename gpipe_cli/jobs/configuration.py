@@ -72,8 +72,10 @@ def refuse_swollen_files(folder: str) -> None:
     """Refuses YAML files whose aliases refer to themselves, or stand for more values than memory holds.
 
     Raises:
-        ConfigurationError: it names the file and the line.
+        ConfigurationError: it names the file and the line, or the folder that is not there.
     """
+    if not Path(folder).is_dir():
+        raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
     for path in sorted(Path(folder).rglob("*.yaml")):
         try:
             _count_values(yaml.compose(read_bytes(path).decode()), path, {})

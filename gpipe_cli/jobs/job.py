@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
 from gpipe_cli.terminal.command import FAILED, REFUSED, code_and_reason, show
 from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.terminal.text import command_name, relative_paths
-from gpipe_cli.typed_section import typed
+from gpipe_cli.typed_section import flat, typed
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
@@ -144,10 +144,13 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
     """Returns the configuration with those keys that the planner chose when the run began and that change results."""
-    pipeline, begun = config["pipeline"], cast(Mapping[str, Any], checkpoint.state.configuration["pipeline"])
-    taken = {key: begun[key] for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"}
+    pipeline, begun = config["pipeline"], flat(checkpoint.state.configuration)
+    keys = [key for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"]
+    taken = {key: begun.get(f"pipeline.{key}", "auto") for key in keys}
+    with checkpoint.named():
+        replicas = Settings.from_config({**config, "pipeline": {**pipeline, **taken}}).pipeline.replicas
     if "replicas" in taken:  # of as many workers as devices
-        taken["workers"] = max(1, pipeline["workers"] // taken["replicas"])
+        taken["workers"] = max(1, pipeline["workers"] // replicas)
     return {**config, "pipeline": {**pipeline, **taken}}
 
 

@@ -2,7 +2,7 @@
 
     run = open_run("runs/NAME", ["pipeline.K=4"])
     config = {"settings": run.prepared.config, "checkpoint": str(run.info.path), …}  # for assemble_from_checkpoint
-    launch_program(EntryPoint("gpipe_cli.trainer.…:main"), config, folder, on_event)
+    run.launch("gpipe_cli.inference.…:main", config, folder, on_event)
 
 The configuration comes from the checkpoint, so a run directory can be moved. Overrides are typed as for gpipe-train.
 What depends on the machine is chosen anew unless it is typed: as many workers as there are devices, one replica, and
@@ -24,7 +24,9 @@ from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
 from gpipe_cli.jobs.configuration import CONF, Prepared, composed, in_one_line, plain, prepare
+from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.join import joined
+from gpipe_cli.launch.supervisor import OnEvent
 
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
@@ -54,6 +56,11 @@ class Reopened:
     warnings: list[str]
     named: Sequence[str]
 
+    def launch(self, entry: str, config: dict[str, Any], folder: Path, on_event: OnEvent) -> Any:
+        """Runs an entry point in workers, see `launch_program`; a refused configuration is told with its manifest."""
+        with self.info.named(self.named):
+            return launch_program(EntryPoint(entry), config, folder, on_event)
+
     def require_named_paths(self) -> None:
         """Refuses to read files that only the checkpoint names (`trust.refuse_unnamed_paths`)."""
         trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, self.info.path)
@@ -76,11 +83,12 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
         raise ConfigurationError("it starts its own workers: call it without torchrun")
     info, warnings = choose(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
-    config = _with_overrides(info.state.configuration, words)
-    names = [*trusted, *trust.typed_names(words)]
-    trust.refuse_foreign(plain(config), names, info.path)
-    keys = [word.partition("=")[0].lstrip("+") for word in words]
-    return Reopened(info, prepare(config, trusted=names), warnings, [*trusted, *keys])
+    keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # the first never is recorded
+    with info.named(keys):
+        config = _with_overrides(info.state.configuration, words)
+        names = [*trusted, *trust.typed_names(words)]
+        trust.refuse_foreign(plain(config), names, info.path)
+        return Reopened(info, prepare(config, trusted=names), warnings, [*trusted, *keys])
 
 
 def _with_overrides(recorded: Mapping[str, Any], words: Sequence[str]) -> DictConfig:

@@ -62,20 +62,21 @@ def sole_writer(run_dir: Path) -> Iterator[None]:
 made_for_run: list[Path] = []  # folders above a run's directory that were made for it, the innermost first
 
 
-def require_writable(key: str, folder: str | Path) -> None:
+def require_writable(key: str, place: str | Path, is_file: bool = False) -> None:
     """Makes a folder in which files can be written.
 
     Args:
-        key: that names the folder.
+        key: that names the folder, or a file in it.
 
     Raises:
         ConfigurationError: it has no name, it cannot be made, or nothing may be written there.
     """
-    if not str(folder):
+    if not str(place):
         raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
-    if re.search(NO_UTF8, str(Path(str(folder)).absolute())):
-        raise ConfigurationError(f"{key}={folder}: its path is not UTF-8, and checkpoints cannot be read there")
-    path = Path(str(folder)).expanduser()
+    if re.search(NO_UTF8, str(Path(str(place)).absolute())):
+        raise ConfigurationError(f"{key}={place}: its path is not UTF-8, and checkpoints cannot be read there")
+    path = Path(str(place)).expanduser()
+    path = path.parent if is_file else path
     made_for_run[:] = [above for above in path.absolute().parents if not os.path.lexists(above)]
     try:
         prepare_directory(path)
@@ -83,7 +84,7 @@ def require_writable(key: str, folder: str | Path) -> None:
         for above in made_for_run:
             with suppress(OSError):
                 above.rmdir()
-        raise ConfigurationError(f"{key}={folder}: {error}: name a folder that can be made and written") from error
+        raise ConfigurationError(f"{key}={place}: {error}: name a place that can be made and written") from error
 
 
 def where_it_is(folder: Path) -> str:

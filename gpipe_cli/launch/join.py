@@ -121,6 +121,22 @@ def check_rank(environment: Mapping[str, str]) -> int:
     return 0
 
 
+def refuse_half_a_rank(environment: Mapping[str, str]) -> None:
+    """Refuses a process that a launcher has started beside others without its number: each would train alone.
+
+    Raises:
+        ConfigurationError: it names the variable that is set and the one that is not.
+    """
+    several = [name for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE") if environment.get(name, "1") not in ("", "1")]
+    found = ("RANK", "WORLD_SIZE") if "RANK" in environment else (*several, "RANK")
+    there, missing = found[0], found[-1]
+    if missing not in environment and there != missing:
+        raise ConfigurationError(
+            f"{there}={environment[there]} makes this process one of a job, but {missing} is not set: start it by "
+            f"torchrun or srun, or unset {there} to run alone"
+        )
+
+
 def local_rank() -> int:
     """Returns the number of this process on its machine; 0 if no launcher sets it.
 

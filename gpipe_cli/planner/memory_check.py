@@ -18,6 +18,7 @@ from ..gpus import GPU
 from ..layers import LayerBuilder, own_name
 from ..partition.fake_layers import CostError, TensorShape, fake_mode
 from ..partition.tie_search import find_ties
+from ..typed_section import flat
 
 MARGIN = 1.1  # of the memory: a little more may still run, with swapped pages
 MakeOptimizer = Callable[[nn.Parameter], Optimizer]
@@ -67,10 +68,12 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
         kept = "weights, gradients and optimizer state" if trains else "weights"
         each = f" in {replicas} replicas" if replicas > 1 else ""
         parameters = sum(shape.numel for layer in layers for _, shape, _ in layer)
+        counts = {key: value for key, value in flat(settings.model, "model.").items() if type(value) is int}
         raise ConfigurationError(
             f"the model has {parameters:,} parameters, whose {kept}{each} take {_size(sum(sizes))}; there are "
             f"{_size(memory)}. The largest layer is {builders[largest].name!r}, with {_size(sizes[largest])}: "
-            "make the model smaller, or use more machines or GPUs (gpipe-plan shows what fits)"
+            f"make the model smaller ({', '.join(f'{key}={value}' for key, value in counts.items())}), or use more "
+            "machines or GPUs (gpipe-plan shows what fits)"
         )
 
 

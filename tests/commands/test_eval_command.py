@@ -14,6 +14,7 @@ from small_disk import small_disk
 from torch import nn
 
 from gpipe_cli.commands import export
+from gpipe_cli.commands import report as gather
 from gpipe_cli.commands.eval import as_text, main
 from gpipe_cli.tasks.translation import TranslationTask
 
@@ -182,13 +183,28 @@ def test_an_existing_output_is_replaced_only_on_request(tmp_path: Path, capsys: 
     assert export.main([*words, "overwrite=true"]) == 0
 
 
+@pytest.mark.parametrize("place", ["file/x", "/proc/x", "above/" + "a" * 300])
+def test_an_output_where_nothing_can_be_written_is_refused(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    save(tmp_path / "run", 1, make_layers())
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    for name, call in (("export", export.main), ("report", gather.main)):
+        assert call(["run", f"output={place}/x.safetensors" if name == "export" else f"output={place}"]) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith(f"gpipe-{name}: output={place}") and (said.err.count("\n"), said.out) == (1, "")
+    assert not Path("above").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"), [("size=8k", "No space left on device"), ("ro", "Read-only file system")]
 )
 def test_a_refusing_disk_is_told(options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run", 1, {"wide": nn.Linear(100, 100)})
     with small_disk(tmp_path / "disk", options) as disk:
-        assert export.main([str(tmp_path / "run"), f"output={disk / 'model.safetensors'}"]) == 1
+        assert export.main([str(tmp_path / "run"), f"output={disk / 'model.safetensors'}"]) == 2
         assert not list(disk.iterdir())
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"model.safetensors cannot be written: {reason} (room left: " in line
+    assert f"model.safetensors: {disk}" in line and f"cannot be written: {reason} (room left: " in line
