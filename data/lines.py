@@ -2,7 +2,6 @@
 
 import bz2
 import csv
-import gzip
 import importlib
 import io
 import json
@@ -10,23 +9,32 @@ import lzma
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
+
+import zstandard
 
 from ..disk import open_regular
 from ..errors import ConfigurationError
 from .records import ROWS_OF, UNREADABLE, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PACKED = (".gz", ".zst", ".xz", ".bz2")
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+UNPACKERS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj(),
+    ".xz": lzma.LZMADecompressor,
+    ".bz2": bz2.BZ2Decompressor,
+}
+PACKED = tuple(UNPACKERS)
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
 NO_FORMAT = (ValueError, SyntaxError, LookupError, RecursionError, csv.Error, struct.error)  # raised by readers
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
+PACKED_BLOCK = 1 << 16  # bytes that are unpacked at once
 
 
 def unpacked(path: Path) -> Path:
@@ -66,22 +74,29 @@ def _opened(path: Path) -> BinaryIO:
     ending = ending_of(path)
     os.close(open_regular(path))  # none of the readers below may wait for a pipe
     if ending == PARQUET:
-        return io.BufferedReader(_RecordLines(_parquet_rows(path)), 1 << 20)
-    file = _unpacking(path)
+        return _buffered(_as_lines(_parquet_rows(path)))
+    file = _buffered(_unpacked_blocks(path)) if path.suffix in PACKED else path.open("rb")
     rows = ROWS_OF.get(ending)
     if ending == ".json" and file.peek(1 << 10).lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"["):
         rows = json_array
-    return file if rows is None else io.BufferedReader(_RecordLines(rows(file)), 1 << 20)
+    return file if rows is None else _buffered(_as_lines(rows(file)))
 
 
-def _unpacking(path: Path) -> io.BufferedReader:
-    if path.suffix == ".zst":
-        import zstandard
+def _unpacked_blocks(path: Path) -> Iterator[bytes]:
+    """Yields what an archive of one or more streams holds. The libraries' readers overlook that a stream is torn.
 
-        unpacker = zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW)
-        reader = unpacker.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-        return io.BufferedReader(cast(Any, reader), 1 << 20)
-    return cast(io.BufferedReader, OPENERS.get(path.suffix, open)(path, "rb"))
+    Raises:
+        EOFError: it is cut off.
+    """
+    unpacker: Any = None
+    with path.open("rb") as file:
+        while packed := file.read(PACKED_BLOCK):
+            while packed := packed if unpacker else packed.lstrip(b"\0"):  # zeros fill a stream up
+                unpacker = unpacker or UNPACKERS[path.suffix]()
+                yield unpacker.decompress(packed)
+                packed, unpacker = (unpacker.unused_data, None) if unpacker.eof else (b"", unpacker)
+    if unpacker:
+        raise EOFError("it is cut off")
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -100,13 +115,21 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     return (row for batch in batches for row in batch.to_pylist())
 
 
-class _RecordLines(io.RawIOBase):
-    """Gives each record as a line of JSON, so that a record's number is a line's."""
+def _buffered(blocks: Iterator[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_Blocks(blocks), 1 << 20)
 
-    def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
-        self._lines = (
-            json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n" for row in rows
-        )
+
+def _as_lines(rows: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+    """Yields each record as a line of JSON, so that a record's number is a line's."""
+    for row in rows:
+        yield json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+
+
+class _Blocks(io.RawIOBase):
+    """Gives blocks of bytes, one after the other, as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
         self._rest = bytearray()
 
     def readable(self) -> bool:
@@ -114,8 +137,8 @@ class _RecordLines(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fills the buffer; returns how many bytes it got, 0 at the end."""
-        while len(self._rest) < len(buffer) and (line := next(self._lines, b"")):
-            self._rest += line
+        while not self._rest and (block := next(self._blocks, None)) is not None:
+            self._rest += block
         given = min(len(buffer), len(self._rest))
         buffer[:given] = self._rest[:given]
         del self._rest[:given]

@@ -119,6 +119,7 @@ class StoreDescription(TypedDict):
 
     block: Annotated[int, Field(ge=1)]
     languages: dict[str, LanguageSummary]
+    made_of: dict[str, Any]
 
 
 class Store:
@@ -128,6 +129,7 @@ class Store:
         languages: the summary of each language, in the order of store.json.
         source_vocabulary, target_vocabulary: the same object if the sides share one.
         block: pairs of a block.
+        drawn: by split, the number of pairs of training files that are held out; earlier releases wrote none.
     """
 
     JSON = StoreDescription
@@ -136,6 +138,7 @@ class Store:
         self.folder = folder
         description = read_json(folder / "store.json", StoreDescription)
         self.block, self.languages = description["block"], description["languages"]
+        self.drawn: dict[str, int] = description["made_of"].get("drawn", {})
         self.source_vocabulary, self.target_vocabulary = read_both(folder)
         self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
         self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()

@@ -6,6 +6,7 @@ shuffled. All of this happens in a folder of the cache that becomes the store at
 
 import glob
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, count
@@ -70,7 +71,9 @@ class Preparation:
         self._write_held_out()
         self._defects.write(self.draft.folder, total)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
-        write_description(self.draft.folder, summaries, self.text.sizes.block, {"parallel_text": text})
+        drawn = Counter(split for split, language, *_ in self._held_out if split in text["lacking"].get(language, ()))
+        made_of = {"parallel_text": text, "drawn": {split: drawn[split] for split in sorted(drawn)}}
+        write_description(self.draft.folder, summaries, self.text.sizes.block, made_of)
         self.report("parallel text: languages", len(summaries), len(summaries))
 
     def _scan(self, run_all: RunAll) -> Corpora:

@@ -141,8 +141,7 @@ class ParallelTextSource(PairSource):
         if not wanted.shared:
             sides = {"source_" + key: of for key, of in sides.items()}
             sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
-        for split in ("dev", "test") if self.text.lacking else ():
-            if drawn := sum(split in self.text.lacking.get(pair.language, ()) for pair in store.held_out(split)):
-                report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
+        for split, drawn in store.drawn.items():
+            report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
         used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
         self._warn(self._strict, used, sides)

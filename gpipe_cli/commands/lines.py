@@ -53,7 +53,8 @@ def answer_lines(
             threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
             config["input"] = str(pipe)
         else:
-            config["prompt"] = prompt  # it may be empty, and may look like a number
+            # As the lines: UTF-8 in any locale. It may be empty, and may look like a number.
+            config["prompt"] = prompt.encode(errors="surrogateescape").decode(errors="replace")
         began = time.monotonic()
         result = run.launch(entry, config, folder, writer)
         took = duration(time.monotonic() - began)

@@ -6,6 +6,7 @@ A value is checked with all others, so those are told together. No torch is impo
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,7 +28,7 @@ from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
 from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.stop import stop_noted
-from gpipe_cli.typed_section import nearest, unknown_key
+from gpipe_cli.typed_section import nearest, typed, unknown_key
 
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.
 OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_schedule"), "own")}
@@ -182,7 +183,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
         values = dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
     except OmegaConfBaseException as error:
         raise ConfigurationError(in_one_line(error)) from error
-    return {key: _with_nan_as_name(value) if key == "data" else value for key, value in values.items()}
+    return {key: _with_nan_as_name(value) if key in ("data", "task") else value for key, value in values.items()}
 
 
 def _with_nan_as_name(value: Any) -> Any:
@@ -203,7 +204,8 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_option(error)
     if isinstance(error, OverrideParseException):
-        return f"could not read {error.override!r}: write key=value, a value with spaces or = as name='\"a=b\"'"
+        key, _, value = str(error.override).partition("=")
+        return f"could not read {error.override!r}: write key=value, a text as {shlex.join([f'{key}={typed(value)}'])}"
     key = getattr(cause, "full_key", None)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         match = re.match(r"Could not override '(.+)'", str(error))

@@ -36,7 +36,7 @@ def missing_data(settings: Settings) -> Iterator[str]:
     data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
     if not data["_target_"].startswith(kinds):
         return
-    if data.get("root") is None and not data.get("train"):
+    if data.get("root") in (None, "") and not data.get("train"):  # an unset variable of the shell is ""
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
         return
     for key in ("root", "evaluation_root", "tokenizer"):

@@ -14,10 +14,11 @@ from .language_model import LanguageModelTask
 
 # sacreBLEU's own choice, and languages that are written without spaces, whose sentences 13a takes for one word.
 TOKENIZERS = {
-    **dict.fromkeys(("zh", "zho", "cmn", "yue", "wuu", "lzh", "hak", "gan"), "zh"),
-    **dict.fromkeys(("ja", "jpn"), "ja-mecab"),
+    **dict.fromkeys(("zh", "zho", "chi", "cn", "cmn", "yue", "wuu", "lzh", "hak", "gan", "nan", "hsn", "cdo"), "zh"),
+    **dict.fromkeys(("ja", "jpn", "jp"), "ja-mecab"),
     **dict.fromkeys(("ko", "kor"), "ko-mecab"),
-    **dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "shn", "bo", "bod", "dz", "dzo"), "char"),
+    **dict.fromkeys(("th", "tha", "nod", "tts", "lo", "lao", "km", "khm", "my", "mya", "bur", "shn", "mnw"), "char"),
+    **dict.fromkeys(("bo", "bod", "tib", "dz", "dzo", "ii", "iii"), "char"),
 }
 LIBRARIES = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}
 

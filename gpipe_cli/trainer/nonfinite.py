@@ -57,23 +57,25 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBat
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
     added up: the caller throws them away.
     """
-    found: list[tuple[int, int, int, str]] = []
+    found: list[tuple[int, int, int, str, int]] = []
     engine, world = pipeline.engine, pipeline.world
 
     def look(layer: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not all(map(_is_finite, as_tensors(outputs))):
-            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer))
+        if harm := max(map(_harm, as_tensors(outputs)), default=0):
+            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer, harm))
 
     with ExitStack() as hooks:
         for layer in pipeline.layers:
             hooks.callback(layer.module.register_forward_hook(partial(look, layer.name)).remove)
         pipeline.train_step(mini_batch, timed=False)
-    everyone = [tuple(place) for places in world.all_gather(found) for place in places]
+    everyone = sorted((place for places in world.all_gather(found) for place in places), key=lambda place: place[:3])
     symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
     if everyone:
-        micro_batch, replica, cell, layer = min(everyone, key=lambda place: place[:3])
+        first = max(everyone, key=lambda place: place[4])  # the first of the worst
+        micro_batch, replica, cell, layer, _ = first
         of_replica = f" of replica {replica}" if world.replicas > 1 else ""
-        return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}"
+        mask = f"; -inf before it, in layer {everyone[0][3]!r}, may be a mask" if everyone[0] is not first else ""
+        return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}{mask}"
     losses = [(number, loss) for row in result.losses for number, loss in enumerate(row)]
     bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
     if bad is not None:
@@ -81,6 +83,8 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBat
     return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward"
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Returns whether all values are finite; minus infinity in what needs no gradient is a mask."""
-    return bool((tensor.isfinite() if tensor.requires_grad else tensor < math.inf).all())
+def _harm(tensor: Tensor) -> int:
+    """Returns 2 if a value is infinite or no number, 1 if some are minus infinity, as in a mask, 0 if none is."""
+    if not bool((tensor < math.inf).all()):
+        return 2
+    return int(tensor.requires_grad and not bool(tensor.isfinite().all()))  # what needs no gradient is a mask

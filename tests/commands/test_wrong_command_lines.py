@@ -40,6 +40,8 @@ CASES = {  # command line to what the answer must contain
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
     f"train checkpoint.resume={'a' * 300}": "a/manifest.json: File name too long",
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",
+    "train data=parallel_text data.root=": "data.root is not set: type data.root=FOLDER",  # $UNSET
+    "train data.root=~/a#b": """write key=value, a text as 'data.root="~/a#b"'""",
     f"export {'a' * 300}": "a/manifest.json: File name too long",
     "train model=amoebanet model.D=1000000000000": "model.D=1000000000000: should be less than or equal to 1048576",
     "train model.L=1.5 model.H=1e12": "model.H=1000000000000.0: should be less than or equal to 1048576",

@@ -25,7 +25,7 @@ from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.data.torch_datasets import DatasetSource
-from gpipe_cli.data.tree import files_below
+from gpipe_cli.data.tree import files_below, files_matching
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
@@ -270,6 +270,9 @@ def test_links_are_followed_into_other_folders_and_never_in_a_circle(tmp_path: P
     root = tmp_path / "root"
     found = [Path(file).relative_to(root).as_posix() for file in files_below(root, lambda name: name.endswith(".txt"))]
     assert found == ["a/1.txt", "a/disk/2.txt", "b/1.txt", "b/disk/2.txt", "b.txt"]
+    (root / "again").symlink_to(root)  # two circles: a pattern that walks them all does not end
+    matched = files_matching(root / "**" / "*.txt")
+    assert {file.relative_to(root).as_posix() for file in matched} == {"b.txt", "b/1.txt", "b/disk/2.txt"}
 
 
 DEAD = {  # what becomes a link that leads nowhere
@@ -298,4 +301,10 @@ def test_a_link_that_leads_nowhere_is_refused_by_its_name_and_target(what: str, 
     link.symlink_to("/not/mounted")
     root, kinds = tmp_path / Path(DEAD[what]).parts[0], {"text": TextFilesSource, "parallel": ParallelTextSource}
     said = refusal_of(kinds[root.name], root, {}) if root.name in kinds else tiny_images.refusal(root)
-    assert f"{link} links to /not/mounted, which is not there: mount it, or remove the link" in said
+    assert f"{link} links to /not/mounted, which is not there or unreadable: mount it, or remove the link" in said
+
+
+def test_a_link_that_cannot_be_followed_is_told_as_one_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").symlink_to("a" * 300)  # stat raises, as it does for a folder of another user
+    with pytest.raises(ConfigurationError, match=r"a\.txt links to a{300}, which is not there or unreadable"):
+        list(files_below(tmp_path, bool))

@@ -93,6 +93,16 @@ def test_text_packed_with_the_longest_window_is_read(tmp_path: Path) -> None:
     assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
 
 
+@pytest.mark.parametrize("packed", parallel_folder.PACKERS)
+def test_an_archive_of_several_streams_is_read_whole_and_a_torn_one_is_refused(packed: str, tmp_path: Path) -> None:
+    first, second = (PACK[packed]("\n\n".join(part).encode() + b"\n\n") for part in np.split(np.array(documents()), 2))
+    padding = bytes(8 if packed in (".gz", ".xz") else 0)
+    made = source(write(tmp_path / f"a.txt{packed}", first + padding + second + padding))
+    assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
+    for torn in (first[:-9], first + second[:-1], first + b"no archive"):
+        assert "a torn archive" in refusal(write(tmp_path / f"torn.txt{packed}", torn))
+
+
 def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     wanted = documents()

@@ -56,3 +56,4 @@ def test_the_language_nan_is_no_number() -> None:
     data = checked("data=parallel_text", *words).config["data"]
     named = [data[key] for key in ("pair", "languages", "train")]
     assert named == ["nan", ["nan", "pt_BR"], {"nan": ["nan-en/train.nan"]}]
+    assert checked("data=parallel_text", "data.target=nan").config["task"]["generation"]["language"] == "nan"

@@ -128,7 +128,7 @@ def test_bleu_is_sacrebleus_with_its_signature() -> None:
 
 @pytest.mark.parametrize(
     ("language", "name"),
-    [("zh", "zh"), ("zh-TW", "zh"), ("yue_Hant", "zh"), ("th", "char"), ("ja", "char"), ("pt_BR", "13a")],
+    [("zh", "zh"), ("zh-TW", "zh"), ("yue_Hant", "zh"), ("cn", "zh"), ("th", "char"), ("jp", "char"), ("pt_BR", "13a")],
 )
 def test_the_tokenizer_follows_the_language_and_equal_sentences_score_100(language: str, name: str) -> None:
     generation = {"per_language": 1, "per_language_at_end": 1, "group": 1, "max_length": 9, "language": language}
