@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..distributed.pipeline import MiniBatch, WorkerPipeline
 from ..errors import PlainError
@@ -57,12 +57,13 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBat
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
     added up: the caller throws them away.
     """
-    found: list[tuple[int, int, int, str, int]] = []
+    found: list[tuple[int, int, int, str, bool]] = []
     engine, world = pipeline.engine, pipeline.world
 
     def look(layer: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if harm := max(map(_harm, as_tensors(outputs)), default=0):
-            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer, harm))
+        if wrong := [tensor for tensor in as_tensors(outputs) if not bool(tensor.isfinite().all())]:
+            may_be_mask = all(bool((tensor < math.inf).all()) for tensor in wrong)
+            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer, may_be_mask))
 
     with ExitStack() as hooks:
         for layer in pipeline.layers:
@@ -70,21 +71,13 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBat
         pipeline.train_step(mini_batch, timed=False)
     everyone = sorted((place for places in world.all_gather(found) for place in places), key=lambda place: place[:3])
     symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
-    if everyone:
-        first = max(everyone, key=lambda place: place[4])  # the first of the worst
+    mask = f"; -inf in layer {everyone[0][3]!r} may be a mask" if everyone and everyone[0][4] else ""
+    if (first := next((place for place in everyone if not place[4]), None)) is not None:
         micro_batch, replica, cell, layer, _ = first
         of_replica = f" of replica {replica}" if world.replicas > 1 else ""
-        mask = f"; -inf before it, in layer {everyone[0][3]!r}, may be a mask" if everyone[0] is not first else ""
         return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}{mask}"
     losses = [(number, loss) for row in result.losses for number, loss in enumerate(row)]
     bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
     if bad is not None:
-        return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}"
-    return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward"
-
-
-def _harm(tensor: Tensor) -> int:
-    """Returns 2 if a value is infinite or no number, 1 if some are minus infinity, as in a mask, 0 if none is."""
-    if not bool((tensor < math.inf).all()):
-        return 2
-    return int(tensor.requires_grad and not bool(tensor.isfinite().all()))  # what needs no gradient is a mask
+        return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}{mask}"
+    return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward{mask}"
