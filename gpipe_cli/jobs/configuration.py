@@ -204,8 +204,8 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_option(error)
     if isinstance(error, OverrideParseException):
-        key, _, value = str(error.override).partition("=")
-        return f"could not read {error.override!r}: write key=value, a text as {shlex.join([f'{key}={typed(value)}'])}"
+        name, _, value = str(error.override).partition("=")
+        return f"could not read {error.override!r}: write key=value, a text as {shlex.join([f'{name}={typed(value)}'])}"
     key = getattr(cause, "full_key", None)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         match = re.match(r"Could not override '(.+)'", str(error))
