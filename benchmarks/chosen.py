@@ -73,9 +73,8 @@ def answers(cases: int, free: bool = False) -> Iterator[Plan]:
         tried = list(candidates(planner.settings.pipeline, FREE, devices, len(planner.builders), ()))
         whole = [planner.plan(section).memory for section in tried]
         least = min(*whole, *(planner.plan(replace(section, remat="always")).memory for section in tried))
-        planner.options = replace(
-            planner.options, memory=1 + round(draw.uniform((1 + MARGIN) * least, draw.choice(whole)))
-        )
+        memory = 1 + round(draw.uniform((1 + MARGIN) * least, draw.choice(whole)))
+        planner.options = replace(planner.options, memory=memory)
         yield Search(planner, FREE).fastest(devices)
 
 

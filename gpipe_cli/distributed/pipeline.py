@@ -193,7 +193,7 @@ def build_cells(
 
     def build(index: int) -> BuiltLayer:
         where.layer = builders[index].name
-        module = _own(build_layer(builders[index], index, seed, world.device), held)
+        module = _unshared(build_layer(builders[index], index, seed, world.device), held)
         passed = boundary_type if index < len(builders) - 1 else None
         tied, may_vary = _with_all_names(cut.ties[index], module), index in (*cut.varying, len(builders) - 1)
         return BuiltLayer(index, builders[index].name, module, passed, tied, may_vary)
@@ -210,7 +210,7 @@ def build_cells(
     return cells
 
 
-def _own(module: nn.Module, held: set[int]) -> nn.Module:
+def _unshared(module: nn.Module, held: set[int]) -> nn.Module:
     """Returns the module, or a copy where an earlier layer holds something of it: every use has gradients of its own.
 
     So a BatchNorm in a module that several layers share has statistics for each of them.

@@ -39,8 +39,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> BatchShape:
-        inputs, targets = micro_batch
-        return cls(tuple(t.dim() for t in inputs), tuple(t.dim() for t in targets))
+        return cls(*(tuple(tensor.dim() for tensor in side) for side in micro_batch))
 
     @property
     def sizes(self) -> int:

@@ -72,10 +72,9 @@ def _bytes(shapes: Sequence[TensorShape]) -> int:
     return sum(shape.bytes for shape in shapes)
 
 
-def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> list[CellFacts]:
-    """Returns the facts of every cell; ``names``: of the layers."""
-    facts, cells = [], cut.layers
-    copied = copied_parameters(cut.uses(names))
+def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> Iterator[CellFacts]:
+    """Yields the facts of every cell; ``names``: of the layers."""
+    cells, copied = cut.layers, copied_parameters(cut.uses(names))
     for members, worker in zip(cells, cut.placement, strict=True):
         layers = model.layers[members.start : members.stop]
         if is_last := members is cells[-1]:
@@ -86,25 +85,22 @@ def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> list[CellF
             for index, layer in zip(members, layers, strict=False)
             for name, shape in layer.parameters
         ]
-        facts.append(
-            CellFacts(
-                worker=worker,
-                first=members.start,
-                last=members.stop - 1,
-                layers=tuple(layers),
-                weights=tuple(shape for _, _, shape, _, tied in parameters if not tied),
-                trained=tuple(
-                    (own_name(layer, name), shape)
-                    for layer, name, shape, frozen, tied in parameters
-                    if not tied and not frozen
-                ),
-                copies=tuple(shape for layer, name, shape, _, _ in parameters if f"{layer}.{name}" in copied),
-                uses=tuple(shape for _, _, shape, frozen, tied in parameters if tied and not frozen),
-                sizes=cell_sizes(layers, boundary, model.target_bytes, is_last),
-                inputs_bytes=sum(tensor.bytes for tensor in boundary),
-            )
+        yield CellFacts(
+            worker=worker,
+            first=members.start,
+            last=members.stop - 1,
+            layers=tuple(layers),
+            weights=tuple(shape for _, _, shape, _, tied in parameters if not tied),
+            trained=tuple(
+                (own_name(layer, name), shape)
+                for layer, name, shape, frozen, tied in parameters
+                if not tied and not frozen
+            ),
+            copies=tuple(shape for layer, name, shape, _, _ in parameters if f"{layer}.{name}" in copied),
+            uses=tuple(shape for _, _, shape, frozen, tied in parameters if tied and not frozen),
+            sizes=cell_sizes(layers, boundary, model.target_bytes, is_last),
+            inputs_bytes=sum(tensor.bytes for tensor in boundary),
         )
-    return facts
 
 
 def copied_parameters(ties: Sequence[Sequence[Use]]) -> set[str]:

@@ -1,6 +1,6 @@
 """Defines the plan of a run as plain data: its cut, the bytes of every cell and worker, the time of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -177,8 +177,8 @@ def cell_plans(
     times: Sequence[LayerTimes],
     model: Sequence[ModelBytes],
     lists: Sequence[Sequence[Instruction]],
-) -> list[CellPlan]:
-    """Returns the plan of every cell.
+) -> Iterator[CellPlan]:
+    """Yields the plan of every cell.
 
     Args:
         builders: the model.
@@ -187,40 +187,34 @@ def cell_plans(
     """
     kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
     whole = sum(time.total for time in times) or 1.0
-    plans = []
     for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
         worker, size = cell.worker, cell.sizes
         waiting, graphs = (of_cell[number] for of_cell in kept[worker])
         inputs = waiting * (cell.inputs_bytes if number else size.message)
         working = size.working(graphs, halves)
-        plans.append(
-            CellPlan(
-                cell=number,
-                worker=worker,
-                first=builders[cell.first].name,
-                last=builders[cell.last].name,
-                layers=cell.last - cell.first + 1,
-                parameters=cell.parameters,
-                share=time.total / whole,
-                seconds=time,
-                **asdict(bytes_),
-                graph=size.graph + size.outputs,
-                inputs_in_flight=waiting,
-                inputs=inputs,
-                working=working,
-                total=bytes_.total + inputs + working,
-            )
+        yield CellPlan(
+            cell=number,
+            worker=worker,
+            first=builders[cell.first].name,
+            last=builders[cell.last].name,
+            layers=cell.last - cell.first + 1,
+            parameters=cell.parameters,
+            share=time.total / whole,
+            seconds=time,
+            **asdict(bytes_),
+            graph=size.graph + size.outputs,
+            inputs_in_flight=waiting,
+            inputs=inputs,
+            working=working,
+            total=bytes_.total + inputs + working,
         )
-    return plans
 
 
 def worker_plans(
     cells: Sequence[CellFacts], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]], limits: Sequence[float]
-) -> list[WorkerPlan]:
-    """Returns the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
-    plans = []
+) -> Iterator[WorkerPlan]:
+    """Yields the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [number for number, cell in enumerate(cells) if cell.worker == worker]
         held, activations = sum(model[number].total for number in own), sum(by_kind.values())
-        plans.append(WorkerPlan(worker, own, held, activations, by_kind, held + activations, limit))
-    return plans
+        yield WorkerPlan(worker, own, held, activations, by_kind, held + activations, limit)

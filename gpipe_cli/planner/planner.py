@@ -5,7 +5,7 @@ instruction lists that would run (`memory`), times from a described device (`tim
 and loss are run and timed on the machine as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import starmap
@@ -176,7 +176,7 @@ class Planner:
         return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), self.device.memory)
 
     def _assemble(self, pipeline: PipelineConfig, measured: Measurement, cut: Cut) -> Plan:
-        cells, lists = build_cells(measured, cut, self._names), instruction_lists(pipeline, cut.placement)
+        cells, lists = list(build_cells(measured, cut, self._names)), instruction_lists(pipeline, cut.placement)
         sizes, speeds = [cell.sizes for cell in cells], pipeline.speeds or [1.0] * len(lists)
         own_times = zip(cell_times(cells, self._times), cells, strict=True)
         times = [time.slower(1 / speeds[cell.worker]) for time, cell in own_times]
@@ -185,10 +185,10 @@ class Planner:
             return self._times.transfer(sizes[sent.cell].by_message[sent.op])
 
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host)
-        model = self._model_bytes(cells, pipeline)
+        model = list(self._model_bytes(cells, pipeline))
         wire = wire_of(pipeline, self.device.kernels == "cpu")
         alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
-        workers = worker_plans(cells, model, alive, self.limits(pipeline))
+        workers = list(worker_plans(cells, model, alive, self.limits(pipeline)))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(self._names), self._names, measured.layers))
         sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
@@ -209,7 +209,7 @@ class Planner:
             examples=measured.examples,
             micro_batch=[*map(str, measured.inputs)],
             parameters=sum(cell.parameters for cell in cells),
-            cells=cell_plans(self.builders, cells, times, model, lists),
+            cells=list(cell_plans(self.builders, cells, times, model, lists)),
             workers_plan=workers,
             busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
             sent_bytes=sent + sum(size for _, _, size in ties),
@@ -234,18 +234,17 @@ class Planner:
         layers = loads(seconds, graphs_of_layers(measured))
         return bound_of_any_cut(layers, speeds, pipeline.M, memory, together, halves=True)
 
-    def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> list[ModelBytes]:
-        """Returns the bytes that each cell keeps between steps; of a shared optimizer state, the largest share."""
-        if (each := self.options.bytes_per_parameter) is not None:
-            return [ModelBytes(cell.parameters * each, 0, 0, 0) for cell in cells]
+    def _model_bytes(self, cells: Sequence[CellFacts], pipeline: PipelineConfig) -> Iterator[ModelBytes]:
+        """Yields the bytes that each cell keeps between steps; of a shared optimizer state, the largest share."""
         share = cache(partial(self._largest_share, cells, pipeline.replicas))
-        model = []
         for cell in cells:
+            if (each := self.options.bytes_per_parameter) is not None:
+                yield ModelBytes(cell.parameters * each, 0, 0, 0)
+                continue
             state = sum(starmap(self._state_bytes, cell.trained))
             kept = state * share(cell.worker) if pipeline.shard_optimizer else state
             average = cell.average_bytes if self.settings.trainer.average is not None else 0
-            model.append(ModelBytes(cell.weight_bytes, cell.gradient_bytes, kept, average))
-        return model
+            yield ModelBytes(cell.weight_bytes, cell.gradient_bytes, kept, average)
 
     def _largest_share(self, cells: Sequence[CellFacts], replicas: int, worker: int) -> float:
         trained = [each for cell in cells if cell.worker == worker for each in cell.trained]

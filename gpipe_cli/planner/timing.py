@@ -4,7 +4,7 @@ An operation takes the longer of two times: its FLOPs at the device's rate, or i
 run reaches a share of both rates (`plan.efficiency`), and every operation costs its start.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..partition.cost import LayerTimes, cell_total
@@ -77,14 +77,12 @@ class TimeModel:
         return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
 
 
-def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> list[LayerTimes]:
-    """Returns the times of every cell."""
-    result = []
+def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> Iterator[LayerTimes]:
+    """Yields the times of every cell."""
     for cell in cells:
         times = [model.layer(layer) for layer in cell.layers]
         layers = cell.last - cell.first + 1
         total = cell_total(times[:layers], times[layers:])
         if not cell.sizes.put_off:  # no worker waits for its first half, which then does all of the backward
             total = replace(total, input_gradient=total.backward, weight_gradient=0.0)
-        result.append(total)
-    return result
+        yield total

@@ -30,7 +30,7 @@ class State(NamedTuple):
     free: tuple[float, ...]  # when each worker has done what it has begun
 
 
-class Search:
+class ShortestStep:
     """Looks at states in the order of the time that a step takes by them at least; arguments as of `step_bound`."""
 
     def __init__(

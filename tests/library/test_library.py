@@ -16,7 +16,6 @@ from inline_run import train_inline
 from processes import TORCHRUN, run, succeeded
 from run_files import losses as losses_of
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from gpipe_cli import LayerBuilder, Pipeline
 from gpipe_cli.distributed.step_message import BatchShape, PlanMessage
@@ -256,7 +255,7 @@ def test_weights_unfrozen_between_two_steps_learn_at_every_k() -> None:
             LayerBuilder("trunk", lambda: nn.Linear(2, 2).requires_grad_(False)),
             LayerBuilder("head", partial(torch.nn.Linear, 2, 2)),
         ]
-        pipeline = Pipeline.of(layers, mse_loss, (x[:2], y[:2]), K=K, M=2)
+        pipeline = Pipeline.of(layers, nn.functional.mse_loss, (x[:2], y[:2]), K=K, M=2)
         pipeline.step(x, y)
         for parameter in pipeline.parameters():
             parameter.requires_grad_()

@@ -3,7 +3,6 @@
 import math
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,24 +56,18 @@ def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, p
 # -- disks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "size=40k") as folder:
-        yield folder
-
-
-def test_a_row_that_finds_no_room_leaves_no_part_of_it(disk: Path) -> None:
-    path = disk / "m.jsonl"
-    file = MetricsFile(path, 0)
-    file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
-    filler = fill(disk)
-    said = r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
-    with pytest.raises(DiskError, match=said):
-        file.write({"step": 2, "text": "y" * 4000})
-    filler.unlink()
-    file.write({"step": 3})
-    file.close()
-    assert [row["step"] for row in rows(path)] == [1, 3]
+def test_a_row_that_finds_no_room_leaves_no_part_of_it(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=40k") as disk:
+        file = MetricsFile(disk / "m.jsonl", 0)
+        file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
+        filler = fill(disk)
+        said = r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
+        with pytest.raises(DiskError, match=said):
+            file.write({"step": 2, "text": "y" * 4000})
+        filler.unlink()
+        file.write({"step": 3})
+        file.close()
+        assert [row["step"] for row in rows(disk / "m.jsonl")] == [1, 3]
 
 
 def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ class Run:
 
     directory: Path
     summary: dict[str, Any]
-    kind: str
 
     @property
     def placement(self) -> list[int]:
@@ -46,25 +45,22 @@ class Run:
 
     @property
     def lists(self) -> list[list[Instruction]]:
-        return scheduled(self.kind, self.placement, 3, "except_last")
+        return scheduled("1f1b", self.placement, 3, "except_last")
 
     def events(self, step: int) -> list[Event]:
         text = (self.directory / "trace" / f"step_{step:06d}.trace.json").read_text(encoding="utf-8")
         return cast("list[Event]", json.loads(text)["traceEvents"])
 
 
-def recorded(kind: str, directory: Path) -> Run:
-    words = ["debug=tiny", "pipeline.K=4", "pipeline.M=3", "pipeline.workers=2", f"pipeline.schedule={kind}"]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    directory = tmp_path_factory.mktemp("run")
+    words = ["debug=tiny", "pipeline.K=4", "pipeline.M=3", "pipeline.workers=2", "pipeline.schedule=1f1b"]
     words += ["trainer.steps=3", "trainer.trace_steps=[2,3]", "trainer.evaluate_first=false", "logging.every=3"]
     words += ["trainer.evaluate_every=null", "task.generation=null", "logging.tensorboard=false"]
     content = {"settings": checked(*words).config, "started_at": time.time()}
     job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
-    return Run(directory, launch(job, lambda event: None), kind)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return recorded("1f1b", tmp_path_factory.mktemp("run"))
+    return Run(directory, launch(job, lambda event: None))
 
 
 def is_instruction(event: Event) -> bool:

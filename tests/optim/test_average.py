@@ -17,19 +17,10 @@ from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 
-def one_cell(module: nn.Module) -> Cell:
-    return Cell(0, [BuiltLayer(0, "layer", module)], NoiseSource(1, 0, CPU))
-
-
-def scalar(value: float) -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.tensor([value], dtype=torch.float64))
-    return module
-
-
 def test_average_follows_the_weights_by_tensorflows_ramp() -> None:
-    module = scalar(1.0)
-    average = WeightAverage([one_cell(module)], 0.25)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    average = WeightAverage([Cell(0, [BuiltLayer(0, "layer", module)], NoiseSource(1, 0, CPU))], 0.25)
     found = []
     for t, weight in enumerate((2.0, 3.0, 11.0)):
         module.weight.data.fill_(weight)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from small_models import build_all, engine_of, train_step
 from torch import nn
-from torch.nn import functional as F
 
+from gpipe_cli.bench.steps import squared_loss
 from gpipe_cli.bench.workers import run_workers
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
@@ -20,16 +20,12 @@ NORM = LayerBuilder("norm", partial(nn.BatchNorm1d, 6, momentum=0.3))
 LAYERS = [NORM, LayerBuilder("linear", partial(nn.Linear, 6, 4))]
 
 
-def squares(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.mse_loss(outputs[0], targets[0], reduction="sum"), torch.zeros(0)
-
-
 @pytest.mark.parametrize("M", [1, 2, 5])
 @pytest.mark.parametrize("remat", ["always", "except_last", "never"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_moving_averages_take_the_pooled_statistics_once_per_mini_batch(M: int, remat: str, K: int) -> None:
     engine = engine_of(build_all(LAYERS), [2] if K == 1 else [1, 1])
-    engine.loss = squares
+    engine.loss = squared_loss
     for cell in engine.cells.values():
         cell.train(True)
     batch: list[MicroBatch] = [((x,), (torch.zeros(len(x), 4),)) for x in EXAMPLES.tensor_split(M)]

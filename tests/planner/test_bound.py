@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from own_plan import OWN, planned
-from shortest_step import Search
+from shortest_step import ShortestStep
 
 from gpipe_cli.commands.plan import make_request, report
 from gpipe_cli.planner.bound import CellLoad, bound_of_any_cut, step_bound
@@ -45,7 +45,7 @@ def test_no_schedule_is_shorter_than_the_bounds(seed: int) -> None:
     placement = random.choice(PLACEMENTS)
     K, W, M = len(placement), max(placement) + 1, random.randint(1, 4 if len(placement) < 3 else 2)
     cells, memory, halves = [drawn(random) for _ in range(K)], [random.randint(1, 6) for _ in range(W)], seed % 2 == 1
-    shortest = Search(cells, placement, M, memory, halves).shortest()
+    shortest = ShortestStep(cells, placement, M, memory, halves).shortest()
     bound = step_bound(cells, placement, M, memory, halves)
     if shortest is None:
         assert bound == inf
@@ -63,7 +63,7 @@ def test_most_bounds_of_even_cells_are_reached(cases: list[tuple[int, int, int]]
     for (W, M, memory), halves in product(cases, (False, True)):
         cells, limits = [even(1)] * W, [memory] * W
         bound = step_bound(cells, range(W), M, limits, halves)
-        shortest = Search(cells, range(W), M, limits, halves).shortest()
+        shortest = ShortestStep(cells, range(W), M, limits, halves).shortest()
         assert shortest is not None
         assert bound <= shortest + SLACK
         reached[halves] += ceil(bound - SLACK) == shortest
@@ -85,7 +85,7 @@ def test_the_best_kind_is_the_shortest_schedule_where_each_worker_has_room_for_w
     lists = schedule(kind, range(W := len(keep)), M, keep)
     assert max(sum(most_kept(each)[1].values()) for each in lists) <= graphs
     assert simulate(lists, range(W), cost_durations([1.0] * W)).span == ours
-    assert Search([even(1)] * W, range(W), M, [graphs] * W, True).shortest() == shortest
+    assert ShortestStep([even(1)] * W, range(W), M, [graphs] * W, True).shortest() == shortest
 
 
 # -- our schedules -----------------------------------------------------------------------------------------------------

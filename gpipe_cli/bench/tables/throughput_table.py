@@ -4,7 +4,7 @@ Everything is in units of the engine's own run at the smallest K and M, as the p
 fixed, so a micro-batch takes 1/M of it. Imports no torch: worker processes measure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
@@ -33,13 +33,13 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
     say("counting the models' FLOPs on fake tensors")
     counted = count_models({family: protocol.sizes[family] for family in options.models})
     settings = [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
-    rows = make_rows(settings, measured(settings, options, say), protocol)
+    rows = list(make_rows(settings, measured(settings, options, say), protocol))
     others = [*options.schedules[1:], *PEERS]
     columns = {"model": "", "K": "", "M": "", "paper": ".2f", "ours": ".2f", IDEAL: ".2f", "simulated": ".2f"}
     columns |= {"of limit": ".2f"}
     columns |= {name: ".2f" for name in others if any(row.get(name) is not None for row in rows)}
     title = f"Table {number}: {protocol.title}, emulated accelerators"
-    drawing = plot(curves(rows, options.schedules[0]), ("cells K", "normalised throughput"), title)
+    drawing = plot(list(curves(rows, options.schedules[0])), ("cells K", "normalised throughput"), title)
     return Table(f"table{number}", title, columns, rows, notes(settings[0], rows), drawing)
 
 
@@ -54,12 +54,11 @@ def measured(settings: Sequence[Setting], options: BenchOptions, say: Say) -> li
     return [found[number] for number in range(len(settings))]
 
 
-def make_rows(settings: Sequence[Setting], found: Sequence[Seconds], protocol: GridTable) -> list[Row]:
-    """Returns one row per setting, with throughput in units of the reference of each model.
+def make_rows(settings: Sequence[Setting], found: Sequence[Seconds], protocol: GridTable) -> Iterator[Row]:
+    """Yields one row per setting, with throughput in units of the reference of each model.
 
     The reference is the setting with the smallest K, then M.
     """
-    rows = []
     for setting, steps in zip(settings, found, strict=True):
         kind, place = setting.options.schedules[0], (setting.K, setting.M)
         same = [pair for pair in zip(settings, found, strict=True) if pair[0].costs is setting.costs]
@@ -70,13 +69,11 @@ def make_rows(settings: Sequence[Setting], found: Sequence[Seconds], protocol: G
         row |= {"paper": protocol.paper[setting.costs.family].get(place), "ours": row[kind]}
         row |= {IDEAL: ideal_throughput(*place, reference), "of limit": limit / steps[kind]}
         row |= {"simulated": unit.limit(kind) / limit * serial, "seconds": steps}
-        rows.append(row | {"limit_seconds": limit, "serial_seconds": setting.serial_seconds})
-    return rows
+        yield row | {"limit_seconds": limit, "serial_seconds": setting.serial_seconds}
 
 
-def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
-    """Returns the throughput by K, one panel per model and M."""
-    found = []
+def curves(rows: Sequence[Row], kind: str) -> Iterator[Curve]:
+    """Yields the throughput by K, one panel per model and M."""
     for model, M in dict.fromkeys((row["model"], row["M"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["M"]) == (model, M)]
         lines = [(IDEAL, "ideal", IDEAL), ("simulated limit", "limit", "simulated"), ("paper", "paper", "paper")]
@@ -84,8 +81,7 @@ def curves(rows: Sequence[Row], kind: str) -> list[Curve]:
         for label, role, key in lines:
             points = [(float(row["K"]), row[key]) for row in mine if row.get(key) is not None]
             if points:
-                found.append(Curve(f"{model}, M={M}", label, role, points))
-    return found
+                yield Curve(f"{model}, M={M}", label, role, points)
 
 
 def notes(setting: Setting, rows: Sequence[Row]) -> list[str]:

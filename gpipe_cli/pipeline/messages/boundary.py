@@ -33,7 +33,9 @@ def canonical(tensor: Tensor) -> Tensor:
     if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
         tensor = tensor.clone()
     if tensor.is_contiguous():
-        return tensor.view(-1).view(tensor.shape) if _has_odd_strides(tensor) else tensor
+        # A dimension of size 1 may have any stride, and some kernels use it.
+        is_odd = 1 in tensor.shape and tensor.stride() != _strides_of(tensor.shape)
+        return tensor.view(-1).view(tensor.shape) if is_odd else tensor
     return tensor if is_channels_last(tensor) else tensor.contiguous()
 
 
@@ -49,11 +51,6 @@ def passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> T
         for tensor in outputs
     )
     return grouped_like(cast, outputs)
-
-
-def _has_odd_strides(tensor: Tensor) -> bool:
-    """Returns whether a stride is not the usual one: a dimension of size 1 may have any, and some kernels use it."""
-    return 1 in tensor.shape and tensor.stride() != _strides_of(tensor.shape)
 
 
 def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -300,6 +300,7 @@ def _measure_module(
 def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:
     """Measures a forward without a graph, one with a graph and its backward, and a backward in halves."""
     parameters, buffers = list(module.named_parameters()), list(module.buffers())
+    averaged = {*averaged_tensors(module).values()}  # each once, under whatever names
     for _, parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     grads = [p.grad for _, p in parameters if p.grad is not None]
@@ -331,7 +332,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
         frozen=frozenset(name for name, p in parameters if not p.requires_grad),
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
-        averaged_buffer_bytes=_averaged_buffer_bytes(module),
+        averaged_buffer_bytes=sum(each.nbytes for each in averaged if not isinstance(each, nn.Parameter)),
         inference=inference,
         forward=forward,
         backward=backward,
@@ -356,11 +357,6 @@ def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocas
                 run(*inputs)
             _take_gathered(module)
     return casts
-
-
-def _averaged_buffer_bytes(module: nn.Module) -> int:
-    averaged = {id(tensor): tensor for tensor in averaged_tensors(module).values()}
-    return sum(tensor.nbytes for tensor in averaged.values() if not isinstance(tensor, nn.Parameter))
 
 
 def _take_gathered(module: nn.Module) -> int:
