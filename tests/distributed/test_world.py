@@ -58,11 +58,6 @@ class Ranks:
             return list(threads.map(lambda rank: act(self.context(rank, size, store, rank)), range(size)))
 
 
-@pytest.fixture
-def ranks() -> Ranks:
-    return Ranks()
-
-
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [
@@ -72,21 +67,21 @@ def ranks() -> Ranks:
         pytest.param([CPU, CPU], "gloo", id="CPUs"),
     ],
 )
-def test_all_ranks_decide_alike(ranks: Ranks, devices: list[str], backend: str) -> None:
-    assert ranks.backends(devices) == [backend] * len(devices)
+def test_all_ranks_decide_alike(devices: list[str], backend: str) -> None:
+    assert Ranks().backends(devices) == [backend] * len(devices)
 
 
 @pytest.mark.parametrize(
     ("devices", "reason"), [(UNEQUAL_MACHINES, "8 workers have 6 GPUs"), (ONE_ON_A_CPU, "3 workers have 2 GPUs")]
 )
-def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(ranks: Ranks, devices: list[str], reason: str) -> None:
-    answers = ranks.backends(devices, backend="nccl")
+def test_nccl_without_a_gpu_for_each_is_refused_on_every_rank(devices: list[str], reason: str) -> None:
+    answers = Ranks().backends(devices, backend="nccl")
     expected = f"pipeline.backend=nccl needs a GPU of its own for every worker, but {reason}"
     assert all(isinstance(answer, ConfigurationError) and expected in str(answer) for answer in answers), answers
 
 
-def test_gpus_that_cannot_send_to_each_other_are_one_warning(ranks: Ranks) -> None:
-    ranks.backends(["a 0"] * 4)
+def test_gpus_that_cannot_send_to_each_other_are_one_warning() -> None:
+    (ranks := Ranks()).backends(["a 0"] * 4)
     [event] = ranks.events
     assert event["kind"] == "warning"
     assert event["text"].endswith("4 workers have 1 GPUs")
@@ -100,9 +95,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch, installed: int, usable: int) -> None:
     monkeypatch.setattr(world, "compute_on", lambda device: None)
 
 
-def test_ranks_of_a_machine_take_its_gpus_in_turn(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, installed=2, usable=2)
-    contexts = [ranks.context(rank, 3, HashStore(), local_rank=rank) for rank in range(3)]
+    contexts = [Ranks().context(rank, 3, HashStore(), local_rank=rank) for rank in range(3)]
     assert [choose_device(context, "auto").index for context in contexts] == [0, 1, 0]
 
 
@@ -117,9 +112,9 @@ def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("installed", [0, 8])
-def test_gpus_that_torch_cannot_use_are_told(installed: int, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_are_told(installed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, installed=installed, usable=0)
-    context = ranks.context(0, 1, HashStore())
+    context = Ranks().context(0, 1, HashStore())
     for device in ("cpu",) if installed else ("cpu", "auto"):
         assert choose_device(context, device) == torch.device("cpu")
     for device in ("auto", "cuda") if installed else ("cuda",):
@@ -128,7 +123,7 @@ def test_gpus_that_torch_cannot_use_are_told(installed: int, ranks: Ranks, monke
             choose_device(context, device)
 
 
-def test_a_gpu_without_kernels_in_this_torch_is_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore")
 
@@ -137,11 +132,11 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(ranks: Ranks, monkeypatc
     monkeypatch.setattr(world, "compute_on", fail)
     said = r"cannot compute on the Tesla K80 .*: .* no kernel image .*the device; "
     with pytest.raises(ConfigurationError, match=said):
-        choose_device(ranks.context(0, 1, HashStore()), "auto")
+        choose_device(Ranks().context(0, 1, HashStore()), "auto")
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_nccl_is_told_its_gpu_where_it_would_guess(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
+def test_nccl_is_told_its_gpu_where_it_would_guess(monkeypatch: pytest.MonkeyPatch, newer: bool) -> None:
     """torch's newer class guesses; the older one, in torch 2.14 beside it, would use one queue if it was told."""
     gpus(monkeypatch, installed=2, usable=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device)))
@@ -165,7 +160,7 @@ def test_nccl_is_told_its_gpu_where_it_would_guess(ranks: Ranks, monkeypatch: py
 
     bound = newer and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
     told_gpus = [torch.device("cuda", rank) if bound else None for rank in range(2)]
-    assert ranks.together(2, told) == [["nccl", gpu] for gpu in told_gpus]
+    assert Ranks().together(2, told) == [["nccl", gpu] for gpu in told_gpus]
 
 
 def test_all_groups_wait_as_long_as_the_first_those_of_the_cpu_beside_bound_ones(

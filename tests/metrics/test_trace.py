@@ -26,7 +26,6 @@ from gpipe_cli.schedule.simulate import Span
 from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 CPU = torch.device("cpu")
-PRELOAD = ("torch", "torch.distributed")
 Event = dict[str, Any]
 
 # -- a real run ----------------------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     words += ["trainer.steps=3", "trainer.trace_steps=[2,3]", "trainer.evaluate_first=false", "logging.every=3"]
     words += ["trainer.evaluate_every=null", "task.generation=null", "logging.tensorboard=false"]
     content = {"settings": checked(*words).config, "started_at": time.time()}
-    job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=PRELOAD)
+    job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=("torch", "torch.distributed"))
     return Run(directory, launch(job, lambda event: None))
 
 

@@ -24,10 +24,6 @@ FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "tra
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
 
 
-def weights(run_dir: Path, layer: str) -> dict[str, torch.Tensor]:
-    return load_layer(read_manifest(step_directory(run_dir, 3)), layer).weights
-
-
 def test_the_optimizer_keeps_nothing_of_frozen_weights(tmp_path: Path) -> None:
     train_inline(tmp_path / "run", *FROZEN, DECAY, "pipeline.K=1")
     saved = read_manifest(step_directory(tmp_path / "run", 3))

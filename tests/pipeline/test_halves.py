@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_cli.pipeline.halves import backward_of_inputs
 from gpipe_cli.pipeline.messages.grouping import as_tensors
 
-Outputs = tuple[Tensor, ...]
-
 
 def gradients(module: nn.Module, inputs: Sequence[Tensor], in_halves: bool) -> tuple[list[Tensor | None], list[int]]:
     """Returns the gradients of inputs and parameters after two micro-batches, and how many parameters waited."""
