@@ -169,21 +169,16 @@ class Pipeline(WorkerPipeline):
         """
         model = names_of_parameters(self.layers, self.world.gather_from_workers)
         writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
-
-        def write() -> None:
+        with self._together(), self._meeting():
             Path(folder).mkdir(parents=True, exist_ok=True)
             if self.world.replica == 0:
                 layers = {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers}
                 writer.begin(self.steps_done, layers)
                 writer.wait()
-
-        def complete() -> None:
+        with self._together(), self._meeting():
             if self.world.rank == 0:
                 writer.commit(self.steps_done, RunState(), self.world.workers)
                 writer.wait()
-
-        self._all_do(write)
-        self._all_do(complete)
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Continues where the newest checkpoint of a folder was written, at any K: weights, `steps_done`, optimizer.
@@ -191,19 +186,11 @@ class Pipeline(WorkerPipeline):
         Raises:
             CheckpointError: there is none, or it is of another model.
         """
-
-        def read() -> None:
+        with self._together(), self._meeting():
             info, _ = choose(Path(folder))
             for layer in self.layers:
                 restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
             self.steps_done, self.forwards = info.step, 0
-
-        self._all_do(read)
-
-    def _all_do(self, work: Callable[[], None]) -> None:
-        """Calls ``work``; every worker raises where one has failed."""
-        with self._together(), self._meeting():
-            work()
 
     def step(self, inputs: Side | None = None, targets: Side | None = None) -> float:
         """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.

@@ -147,7 +147,7 @@ def cut_by_costs(
         worker_of = even_placement(config, workers)
     seconds = worker_totals(times, config, worker_of)
     cells = cell_layers(sizes)
-    parameters = [cost.parameters - repeated for cost, repeated in zip(costs, ties.repeated, strict=True)]
+    parameters = [sum(form.numel for _, form, _ in own) for own in ties.own]
     busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
     totals, whole = cell_costs([layer.cost for layer in costs], sizes), sum(busy) or 1.0
     table = [

@@ -25,12 +25,10 @@ class Ties:
     Attributes:
         owners: for every layer, the owner of each such parameter, by its own name; the first one, where the layer has
             the parameter under several.
-        repeated: for every layer, the number of elements of these parameters.
         own: for every layer, its other parameters: name, form, and whether each is trained.
     """
 
     owners: list[dict[str, Owner]]
-    repeated: list[int]
     own: list[list[tuple[str, TensorShape, bool]]]
 
 
@@ -59,7 +57,7 @@ def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
         CostError: a layer cannot be built.
         ConfigurationError: a declared tie cannot be, or two parameters have one name; it names both layers.
     """
-    ties = Ties([], [], [])
+    ties = Ties([], [])
     holders: Holders = {}
     of_equal: dict[Hashable, list[list[_Parameter]]] = {}
     known: dict[str, tuple[_Parameter, Owner]] = {}  # by full name, of the layers so far
@@ -80,7 +78,6 @@ def find_ties(builders: Sequence[LayerBuilder]) -> Ties:
                         raise ConfigurationError(f"layers {other!r} and {builder.name!r} both have {full}: rename one")
                     known[full] = one, owner
             ties.owners.append(tied)
-            ties.repeated.append(sum(one.form.numel for one in parameters if one.names[0] in tied))
             ties.own.append([(one.names[0], one.form, one.trained) for one in parameters if one.names[0] not in tied])
     return ties
 

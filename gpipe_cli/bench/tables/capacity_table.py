@@ -7,6 +7,7 @@ from typing import Any
 
 from ..options import BenchOptions
 from ..paper import TABLE_1, Capacity
+from ..throughput import BATCH
 from ..workers import run_command
 from .table import Say, Table
 
@@ -22,7 +23,6 @@ WORDS = {
     ),
 }
 BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
-MICRO_BATCHES = {"amoebanet": 128, "transformer": 32}  # not stated: a micro-batch of one example, as in torchgpipe's
 GROWN = {"amoebanet": ("D", 16), "transformer": ("L", 1)}  # the size that grows, by such steps
 COLUMNS = dict.fromkeys(("model", "devices", "how", "paper: size", "paper: parameters"), "")
 COLUMNS |= {"its GB a device": ".3f", "of": ".3f", "fits": "", "ours: size": "", "ours: parameters": ""}
@@ -52,7 +52,8 @@ def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     """Plans one column of the paper's table: the paper's own size, and unless ``quick`` the largest that fits."""
     name, step = GROWN[family]
     key = f"model.{name}"
-    M, remat = (1, "never") if column.naive else (MICRO_BATCHES[family], "always")
+    # The paper does not state M: micro-batches of one example, as in torchgpipe's table.
+    M, remat = (1, "never") if column.naive else (BATCH[family], "always")
     words = [
         *(*WORDS[family], *([f"model.L={column.sizes[0]}"] if family == "amoebanet" else [])),
         *(f"plan.bytes_per_parameter={BYTES_PER_PARAMETER}", f"{key}={column.sizes[-1]}", "plan.format=json"),
