@@ -238,7 +238,7 @@ class Engine:
     def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> Wait | None:
         """Posts the receive of an instruction; None when its shapes are not known yet.
 
-        Where receives are posted when they are sent, an unknown shape is waited for: its description was sent too.
+        With NCCL the send has begun, and the description of an unknown shape too: this waits for it.
         """
         message = instruction.awaited_message
         assert message is not None

@@ -28,7 +28,7 @@ class CellPlan:
         inputs_in_flight: most micro-batches whose input is kept at once.
         inputs: all boundary inputs in flight.
         working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
-        total: sum of all of the above; cells that share a worker do not reach it at the same time.
+        total: sum of all of the above; peaks of cells that share a worker do not add up.
     """
 
     cell: int

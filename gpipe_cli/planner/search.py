@@ -123,9 +123,9 @@ class Search:
     def fastest(self, devices: int) -> Plan:
         """Returns the plan with the shortest step that fits ``devices``; of those as fast the one with fewest cells.
 
-        Every candidate is first planned without recompute, which takes the least time that it can; its memory may say
-        that it must take more (`plan.bound_seconds`). Then those that may be fastest come first, until none is left
-        that could be among the best.
+        Every candidate is first planned without recompute, which takes the least time that it can. A plan that does not
+        fit takes at least its bound in the memory that there is (`plan.bound_seconds`). Then those that may be fastest
+        come first, until none is left that could be among the best.
 
         Raises:
             ConfigurationError: nothing fits; the message describes the nearest plan.
