@@ -38,6 +38,7 @@ from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.engine import Engine, StepInput
 from ..pipeline.randomness import NoiseSource
 from ..schedule.schedule import forward_only, schedule
+from .counts import Counts
 from .wrappers import widened
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
@@ -47,6 +48,7 @@ NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for 
 COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
 EXAMPLES = 2  # of most calls; BatchNorm needs two
 CALLS = "TTETuLTETuSTETuTTETuTTETE"  # Trains or Evaluates on EXAMPLES, trains on a run's Largest, Smallest; update
+AHEAD = 10**6  # calls by which what the module counts is put ahead
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
@@ -127,7 +129,7 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
             found, float32 = (found, "") if wide.beyond else (wide, str(found.worst))
         except Exception:
             found = _together(small)
-    return Compared(found, float32, 1 if found.beyond else calls.fewest())
+    return Compared(found, float32, 1 if found.beyond else calls.fewest)
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -198,8 +200,10 @@ class Itself:
     def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype = torch.float32) -> None:
         with quiet(), seeded(traced_from.seed):
             self._called = Called(traced_from.constructor(), traced_from.call)
+        with torch.no_grad():
+            self._called.train()
         _widened(self._called, float_type)
-        module = self._called.module
+        module = self.module = self._called.module
         names = {id(parameter): name for name, parameter in nn.Module.named_parameters(module)}
         named = [(names.get(id(parameter), ""), parameter) for parameter in module.parameters()]
         self._loss, self.optimizer = given.loss, given.optimizer(named)
@@ -207,7 +211,9 @@ class Itself:
     def call(self, trains: bool, *micro_batches: MicroBatch) -> list[Tensor]:
         """Returns the outputs; in training, adds gradients of the mean loss to the parameters'."""
         returned = []
-        with plainly(), averaged_over_a_mini_batch(self._called.train(trains)), torch.set_grad_enabled(trains):
+        with plainly(), averaged_over_a_mini_batch(self._called), torch.set_grad_enabled(trains):
+            if self._called.training is not trains:  # as loops do: what forward changes stays until then
+                self._called.train(trains)
             for inputs, targets in micro_batches:
                 output: Tensor = self._called(*(tensor.clone() for tensor in inputs))
                 returned.append(output.detach().clone())
@@ -244,9 +250,10 @@ class _Calls:
     """Calls both sides alike, and measures after each call how far they are apart."""
 
     def __init__(self, layers: _Layers, itself: Itself, given: Given) -> None:
-        self._sides, self._given = (layers, itself), given
+        self._sides, self._itself, self._given = (layers, itself), itself, given
         self._gaps: Gaps = {}
         self._number = 0  # of the last call
+        self.fewest = 1  # examples that a micro-batch must have
         self._trained: set[str] = set()  # parameters that have had a gradient
         self._generators = Generators()
 
@@ -258,23 +265,51 @@ class _Calls:
                     self._update()
                 else:
                     self._call(which)
+            gaps, self.fewest = self._gaps, self._with_one()
+            self._gaps = gaps
+            self._go_on()
         return self._gaps
 
-    def fewest(self) -> int:
-        """Returns 2 where both sides differ with one example, else 1; nothing may be called after it."""
+    def _go_on(self) -> None:
+        """Compares the module itself with itself after many more calls: with what it counts put ahead."""
+        counts = Counts(self._itself.module)
+        before, evaluated, trained = counts.values(), self._seen("E"), self._seen("T")
+        after = counts.values()
+        moved = {place: now for place, now in after.items() if place in before and bool(now != before[place])}
+        try:
+            counts.put({place: now + (now - before[place]) * AHEAD for place, now in moved.items()})
+            later = (self._seen("T"), self._seen("E")) if moved else ()
+        except Exception:  # then a run stops, too
+            later = ()
+        finally:
+            counts.put(moved)
+        for now, then in zip((trained, evaluated), later, strict=False):
+            for kind in now:
+                self._measure(f"{AHEAD:,} calls later, by {counts.named(moved)}: {kind}", then[kind], now[kind])
+
+    def _seen(self, which: str) -> dict[str, Mapping[str, Tensor]]:
+        """Returns what a call of the module itself gives, by kind and name; the same examples and noise for each."""
+        for tensor in self._itself.tensors().values():
+            tensor.grad = None
+        with SameNoise(0):
+            (output,) = self._itself.call(which == "T", self._given.call("T", 0))
+        held = by_kind(self._itself.tensors())
+        return {OUTPUT: {"": output}, TRAINED: held[TRAINED], GRADIENT: held[GRADIENT]}
+
+    def _with_one(self) -> int:
+        """Returns 2 where both sides differ with one example, else 1; they cannot be compared after it."""
         if any(len(inputs[0]) == 1 for inputs, _ in self._given.micro_batches):
             return 1
-        with quiet(), seeded(0):
-            for which in "te":
-                self._gaps = {}
-                try:
-                    self._call(which)
-                except ModuleFailed:
-                    return 2
-                except Exception:  # then a run stops, too
-                    continue
-                if _together(judge(self._gaps, CEILING, SMALL)).beyond:
-                    return 2
+        for which in "te":
+            self._gaps = {}
+            try:
+                self._call(which)
+            except ModuleFailed:
+                return 2
+            except Exception:  # then a run stops, too
+                continue
+            if _together(judge(self._gaps, CEILING, SMALL)).beyond:
+                return 2
         return 1
 
     def _call(self, which: str) -> None:

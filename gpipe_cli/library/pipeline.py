@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..factory.module_itself import Given, example_of
 from ..layers import LayerBuilder, name_used_twice, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
-from ..models.traced.module import Call, TracedFrom
+from ..models.traced.module import Call, TracedFrom, copied
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.engine import SenderFailed, StepRecord
@@ -336,7 +335,7 @@ class Pipeline(WorkerPipeline):
 
 def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
-    of = TracedFrom(partial(deepcopy, module), Call(mean=None), seed)
+    of = TracedFrom(partial(copied, module), Call(mean=None), seed)
     return traced_layers(of, example_of(inputs), torch.float32)
 
 

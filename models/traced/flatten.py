@@ -92,6 +92,12 @@ def flatten(
         shared = parameters.get(_form(constant)) if constant is not None else None
         if shared is not None:  # such as a weight in a list
             name, copy.meta["val"] = shared
+        elif isinstance(constant, nn.Parameter) and constant.requires_grad:
+            said = (
+                "here forward uses a parameter that the module has not registered, so that no optimizer gets it: use "
+                "nn.ModuleList and methods, no lists and lambdas; requires_grad_(False) where it must not learn"
+            )
+            raise Untraceable(said, place_of((*node.users, node)[0]))
         elif spec.kind == InputKind.CONSTANT_TENSOR and constant is not None:
             name = _kept(name, constant, constants)
         flat.held[copy] = name

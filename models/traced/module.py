@@ -1,12 +1,15 @@
 """Calls a module with a micro-batch's tensors: which argument each becomes, which part of its answer is the output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 Constructor = Callable[[], nn.Module]
 IGNORED = -100  # the target that torch's losses leave out
@@ -140,3 +143,24 @@ def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         answer = vars(answer)
     for key, part in answer.items() if isinstance(answer, Mapping) else ():
         yield from _named_tensors(part, f"{name}.{key}" if name else str(key))
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module, with the parameters' marks and hooks, and memory that tensors share."""
+    usual = Tensor.__deepcopy__
+
+    def of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:  # results, such as weight_norm's, are made anew
+        return usual(tensor, memo) if tensor.is_leaf else deepcopy(tensor.detach(), memo)
+
+    def of_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        data = parameter.detach()
+        data = data.clone() if isinstance(data, FakeTensor) else deepcopy(data, memo)
+        made = type(parameter)(data, parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if (found := getattr(parameter, hooks)) is not None:
+                setattr(made, hooks, found)
+        return made
+
+    with patch.object(Tensor, "__deepcopy__", of_tensor), patch.object(nn.Parameter, "__deepcopy__", of_parameter):
+        return deepcopy(module)

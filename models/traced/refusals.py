@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import suppress
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigurationError, place_in_users_code
-from .module import CallError, Constructor, Untraceable
+from .module import CallError, Constructor, Untraceable, copied
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
@@ -113,11 +112,11 @@ def _defined(constructor: Constructor) -> str | None:
 def name_of(constructor: Constructor) -> str:
     """Returns the words by which a user has named the constructor; the class of a module that a program has made."""
     made_by = _maker(constructor)
-    typed = "the module " if getattr(constructor, "func", None) is deepcopy else "model.module._target_="
+    typed = "the module " if getattr(constructor, "func", None) is copied else "model.module._target_="
     return f"{typed}{made_by.__module__}.{made_by.__qualname__}"
 
 
 def _maker(constructor: Constructor) -> Any:
     """Returns the function or class that makes the module."""
     made_by: Any = getattr(constructor, "func", constructor)
-    return type(constructor.args[0]) if isinstance(constructor, partial) and made_by is deepcopy else made_by
+    return type(constructor.args[0]) if isinstance(constructor, partial) and made_by is copied else made_by

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from unusual_modules import WIDTH, Perceptron
 
 
@@ -28,6 +29,31 @@ class Warm(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         return super().changed(h) if self.count() > 6 else h
+
+
+class WarmsLong(Warm):
+    """Begins after more calls than any comparison makes."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        return Perceptron.changed(self, h) if self.count() > 10**4 else h
+
+
+class FreezesLate(WarmsLong):
+    calls = 0
+
+    def changed(self, h: Tensor) -> Tensor:
+        type(self).calls += self.training
+        self.second.requires_grad_(self.calls < 10**4)
+        return Perceptron.changed(self, h)
+
+
+class TogglesMode(Perceptron):
+    """Leaves what its forward has set until the mode changes."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        h = F.dropout(super().changed(h), training=self.second.training)
+        self.second.eval()
+        return h
 
 
 class Alternates(Warm):

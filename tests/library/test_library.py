@@ -4,6 +4,7 @@ import pickle
 import random
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,31 @@ class Remembers(nn.Linear):
 def test_a_module_that_remembers_its_calls_is_refused_by_its_class() -> None:
     with pytest.raises(ConfigurationError, match=r"^the module \S+\.Remembers: its layers, traced, do not compute"):
         Pipeline.of(Remembers(2, 2), nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=4)
+
+
+def captured(module: nn.Sequential) -> None:
+    module.forward = lambda x: module[1](module[0](x))  # type: ignore[method-assign]
+
+
+def marked(module: nn.Sequential) -> None:
+    module[1].weight.scale = 3.0  # type: ignore[assignment]
+    module.register_forward_hook(lambda m, _, output: output * getattr(m[1].weight, "scale", 1.0))
+
+
+def hooked(module: nn.Sequential) -> None:
+    module[1].weight.register_hook(lambda gradient: gradient / 2)
+
+
+def shared(module: nn.Sequential) -> None:
+    module.register_buffer("twin", module[0].weight.detach())
+    module.register_forward_hook(lambda m, _, output: output @ m.twin)
+
+
+@pytest.mark.parametrize("change", [captured, marked, hooked, shared])
+def test_what_a_copy_of_a_module_may_lose_is_refused(change: Callable[[nn.Sequential], None]) -> None:
+    change(module := nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ConfigurationError, match=r"has not registered|DIFFERENT"):
+        Pipeline.of(module, nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=1)
 
 
 def test_the_norm_of_all_gradients_is_torch_s_and_clips_them() -> None:
