@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -268,21 +268,17 @@ class _Calls:
             gaps, self.fewest = self._gaps, self._with_one()
             self._gaps = gaps
             self._go_on()
-        return self._gaps
+        return gaps
 
     def _go_on(self) -> None:
         """Compares the module itself with itself after many more calls: with what it counts put ahead."""
-        counts = Counts(self._itself.module)
+        counts, later = Counts(self._itself.module), []
         before, evaluated, trained = counts.values(), self._seen("E"), self._seen("T")
-        after = counts.values()
-        moved = {place: now for place, now in after.items() if place in before and bool(now != before[place])}
-        try:
+        moved = {place: now for place, now in counts.values().items() if bool(now != before.get(place, now))}
+        with suppress(Exception):  # then a run stops, too
             counts.put({place: now + (now - before[place]) * AHEAD for place, now in moved.items()})
-            later = (self._seen("T"), self._seen("E")) if moved else ()
-        except Exception:  # then a run stops, too
-            later = ()
-        finally:
-            counts.put(moved)
+            later = [self._seen("T"), self._seen("E")] if moved else []
+        counts.put(moved)
         for now, then in zip((trained, evaluated), later, strict=False):
             for kind in now:
                 self._measure(f"{AHEAD:,} calls later, by {counts.named(moved)}: {kind}", then[kind], now[kind])

@@ -159,7 +159,7 @@ def _traced(
     graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
         with torch.device("meta"):
-            held[name] = without_values(constant := constants.pop(name))
+            held[name] = without_values(constant := constants.pop(name).detach())  # a parameter is frozen
         if recording is None or not recording.name(name, constant):
             users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
             place = place_of(users[0]) if users else None
