@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -96,17 +94,8 @@ def explained(error: Exception, constructor: Constructor) -> str:
     if not said:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = f"here tracing ends with {type(error).__name__}: {' '.join(lines[:2])}"
-    place = place or place_in_users_code(error) or _defined(constructor)
+    place = place or place_in_users_code(error)
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
-
-
-def _defined(constructor: Constructor) -> str | None:
-    """Returns file and line of the module's maker; None where it is a library's."""
-    made_by = _maker(constructor)
-    with suppress(TypeError, OSError):
-        file, line = inspect.getsourcefile(made_by), inspect.getsourcelines(made_by)[1]
-        return None if file is None or "site-packages" in file else f"{file}, line {line}"
-    return None
 
 
 def name_of(constructor: Constructor) -> str:
