@@ -29,7 +29,7 @@ class Counts:
         found = {}
         for place, holder in self._holders.items():
             for name in {*getattr(holder, "__dict__", ()), *getattr(type(holder), "__slots__", ()), "cell_contents"}:
-                value = getattr(holder, name, None)
+                value: Any = getattr(holder, name, None)
                 if _is_number(value):
                     found[place, name] = value + 0
         return found

@@ -147,7 +147,7 @@ def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def copied(module: nn.Module) -> nn.Module:
     """Returns a copy of a module, with the parameters' marks and hooks, and memory that tensors share."""
-    usual = Tensor.__deepcopy__
+    usual: Any = Tensor.__deepcopy__
 
     def of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:  # results, such as weight_norm's, are made anew
         return usual(tensor, memo) if tensor.is_leaf else deepcopy(tensor.detach(), memo)
