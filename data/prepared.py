@@ -18,7 +18,7 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
-from ..disk import DRAFT, NotRegular, cache_folder, whole_file, write_whole
+from ..disk import DRAFT, NotRegular, cache_folder, own_folder, whole_file, write_whole
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
 from .cache import remove, sole_maker, writing_cache
@@ -56,7 +56,8 @@ def prepared_folder(
                     for left in (path, draft):  # by a process that was killed
                         remove(left)
                     try:
-                        (draft / WORK).mkdir(parents=True)
+                        draft.mkdir()
+                        (draft / WORK).mkdir()
                         make(draft)
                         remove(draft / WORK)
                         files = (file for file in draft.rglob("*") if file.is_file())
@@ -129,7 +130,7 @@ class PreparedSource(VocabularySource):
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""
-        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder)
         for name in (SOURCE, TARGET, TOKENIZER):
             if (self._store.folder / name).exists():
                 with whole_file(folder / name) as draft:

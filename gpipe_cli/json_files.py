@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -107,12 +107,20 @@ def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[by
             yield line, None
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file, up to the first that is too long."""
+    while line := file.readline(LONGEST):
+        yield line
+        if len(line) == LONGEST:
+            return
+
+
 def read_rows(path: Path, kind: Any = StepRow) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
     if not path.is_file():
         return [], []
     with path.open("rb") as file:
-        found = [row for _, row in json_lines(iter(lambda: file.readline(LONGEST), b""), kind)]
+        found = [row for _, row in json_lines(_lines(file), kind)]
     return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
 
 
@@ -123,7 +131,7 @@ def json_rows(path: Path, kind: type[T]) -> Iterator[T]:
         DamagedJson: one holds something else.
     """
     with os.fdopen(open_regular(path), "rb") as file:
-        for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
+        for number, line in enumerate(_lines(file), 1):
             try:
                 yield parse_json(line, kind)
             except ValueError as error:

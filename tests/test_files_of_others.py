@@ -15,6 +15,7 @@ from own_model import WORDS
 from gpipe_cli.commands import eval as evaluate
 from gpipe_cli.commands import plan, train, translate
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
+from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.images.tars import read_tars
 from gpipe_cli.data.lines import reading
 from gpipe_cli.data.source import no_report
@@ -57,6 +58,22 @@ def test_links_in_a_run_are_not_written_through(tmp_path: Path, mine: Path, caps
         assert f"{name} cannot be written: Too many levels of symbolic links" in capsys.readouterr().err
 
 
+def test_a_sweep_is_not_written_through_links(tmp_path: Path, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "multirun.yaml").symlink_to(mine)
+    assert train.main(["-m", *RUN, "pipeline.K=1000", f"hydra.sweep.dir={tmp_path}"]) == 1
+    assert "pipeline.K=1000" in (tmp_path / "multirun.yaml").read_text()
+
+
+def test_vocabularies_of_another_folder_are_not_replaced(tmp_path: Path, mine: Path) -> None:
+    source = TranslationSource(languages=["yrl"], largest=300, vocabulary=400, cache_dir=str(tmp_path / "cache"))
+    source.prepare(no_report)
+    (tmp_path / "target.model").hardlink_to(mine)
+    (tmp_path / "vocabulary").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        source.keep_vocabularies(tmp_path / "vocabulary")
+    assert (tmp_path / "target.model").exists()
+
+
 def test_links_in_a_shared_cache_are_not_written_through(tmp_path: Path, mine: Path) -> None:
     open_store(CORPUS, str(tmp_path / "first"), print)
     (store,) = (path for path in (tmp_path / "first").iterdir() if path.is_dir())
@@ -94,6 +111,15 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_refused(link: bool, tmp_path: Path, 
 def test_a_cache_where_nothing_can_be_made_is_refused(place: str, mine: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be written: .*: set data.cache_dir or GPIPE_CACHE to"):
         open_store(CORPUS, str(mine.parent / place), no_report)
+
+
+def test_the_words_of_a_run_bring_in_no_files_of_its_own(tmp_path: Path) -> None:
+    for folder in (".hydra", "model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "theirs.yaml").write_text("_target_: os.abort\n")
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(f"['hydra.searchpath=[file://{tmp_path}]', model=theirs]")
+    with pytest.raises(ConfigurationError, match="there is no model=theirs"):
+        plan.advise(str(tmp_path), [])
 
 
 @pytest.mark.parametrize("name", ["store.json", "defects.json", "files.json", "dev.jsonl", "train/de-00000.tokens.npy"])

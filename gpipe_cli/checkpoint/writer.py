@@ -248,7 +248,10 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
         sync_directory(folder)
     _delete(run_dir, PARTIAL)
     _delete(run_dir, DISCARDED)
-    for draft in chain(home.rglob("*.tmp"), home.rglob(f"{DRAFT}*"), home.parent.glob(f"{DRAFT}*")):
+    # In .hydra the command may be writing now.
+    folders = [folder for folder in run_dir.glob("[a-z]*") if folder.is_dir() and not folder.is_symlink()]
+    own = chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders))
+    for draft in chain(home.rglob("*.tmp"), home.rglob(f"{DRAFT}*"), own):
         with suppress(OSError):
             draft.unlink()
     for directory in existing:

@@ -129,7 +129,8 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
 
     run, plan_file = read_run(Path(folder)), Path(folder) / PLAN
     workers = run.summary.get("workers") or 1
-    words = [word for word in run.words if not word.startswith("checkpoint.")]
+    # No run notes words about Hydra, which could bring in any file.
+    words = [word for word in run.words if not word.lstrip("+~").startswith(("checkpoint.", "hydra"))]
     if trusted is not None:
         refuse_foreign(plain(composed("plan", words)), trusted, Path(folder))
     request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])

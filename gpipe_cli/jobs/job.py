@@ -29,7 +29,7 @@ from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
-from gpipe_cli.disk import write_whole
+from gpipe_cli.disk import DiskError, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.configuration import Prepared, prepare
@@ -293,7 +293,9 @@ class CommandCallback(Callback):
         global sweep  # Hydra makes this object and lends no other place
         try:
             require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
-        except REFUSALS as error:
+            with writing(multirun := Path(config.hydra.sweep.dir) / "multirun.yaml"):
+                multirun.unlink(missing_ok=True)  # Hydra would write through a link
+        except (*REFUSALS, DiskError) as error:
             raise SystemExit(REFUSED) from error
         words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         swept = [word for word in words if word.is_sweep_override()]

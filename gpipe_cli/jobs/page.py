@@ -224,11 +224,11 @@ def _rows(path: Path) -> list[Row]:
     lines, size = list[bytes](), path.stat().st_size
     with path.open("rb") as file:
         if size > WHOLE:
-            lines.append(file.readline())
+            lines.append(file.readline(TAIL))
             for place in range(0, size - TAIL, -(-size // MOST_POINTS)):
                 file.seek(place)
-                file.readline()  # the rest of a line
-                lines.append(file.readline())
+                file.readline(TAIL)  # the rest of a line
+                lines.append(file.readline(TAIL))
             file.seek(size - TAIL)
         lines += file.readlines()
     return [row for _, row in json_lines(lines) if row is not None]

@@ -49,7 +49,7 @@ class Notices:
         """Reports the table of the K cells."""
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
-    def open(self, resumed_step: int, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
+    def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
@@ -81,11 +81,12 @@ class Journal(Notices):
         self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
 
-    def open(self, resumed_step: int, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
+    def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
         """Opens the files; called when nothing can refuse the run any more.
 
         Args:
-            resumed_step: lines of later steps, from a run that was killed after its last checkpoint, are removed.
+            progress: lines of later steps, from a run that was killed after its last checkpoint, are removed, and
+                those of an evaluation that is made again.
             table: of the cells.
 
         Raises:
@@ -93,12 +94,13 @@ class Journal(Notices):
         """
         self._emit({"kind": "begun"})
         self._schedule, self._table = schedule, table
-        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", resumed_step)
-        self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", resumed_step)
+        again = progress.evaluation_due or progress.step == self._steps
+        self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", progress.step)
+        self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", progress.step - again)
         for file in (self._metrics, self._evaluations_file):
             if file.damaged:
                 self.warn(skipped(file.path, file.damaged))
-        board = [TensorBoard(resumed_step)] if self._logging.tensorboard else []
+        board = [TensorBoard(progress.step)] if self._logging.tensorboard else []
         self._tracking = [Tracking(tracker, self.warn) for tracker in (*board, *self._trackers)]
         self._track("start", json_safe(asdict(self._settings)), self._run_dir)
 

@@ -199,9 +199,10 @@ class Trainer:
 
         Args:
             final: with the effort of the last evaluation.
-            counts: for `trainer.patience`.
+            counts: for `trainer.patience`, if it is time for an evaluation; one because of a time limit never does.
         """
         progress = self.progress
+        counts = counts and _is_time(self.settings.trainer.evaluate_every, progress.step)
         self.saver.finish()
         try:
             with self.updater.averaged_weights(), self.where.doing("evaluating"):

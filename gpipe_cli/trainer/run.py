@@ -67,7 +67,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
             assembly.source.keep_vocabularies(folder)  # so that the run translates without its data
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(assembly.pipeline)
-    journal.open(trainer.progress.step, assembly.pipeline.schedule, assembly.pipeline.cut.table)
+    journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut.table)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     trainer.draw()

@@ -19,6 +19,7 @@ from gpipe_cli.factory.build import build_task
 from gpipe_cli.json_files import read_rows
 from gpipe_cli.metrics.journal import Journal
 from gpipe_cli.metrics.metrics_file import MetricsFile
+from gpipe_cli.metrics.records import Progress
 from gpipe_cli.schedule.schedule import StepSchedule
 
 
@@ -46,7 +47,7 @@ def test_a_damaged_row_is_named_and_the_rows_after_it_are_kept(damaged: bytes, p
     events: list[dict[str, Any]] = []
     settings = checked("logging.tensorboard=false").settings
     journal = Journal(tmp_path, events.append, settings, build_task(settings.task))
-    journal.open(2, StepSchedule("gpipe", [0], "never"), [])
+    journal.open(Progress(2), StepSchedule("gpipe", [0], "never"), [])
     warnings = [event["text"] for event in events if event["kind"] == "warning"]
     assert warnings == [f"{tmp_path}/metrics.jsonl: damaged and skipped: line {place + 1}"]
     kept, _ = read_rows(tmp_path / "metrics.jsonl")

@@ -1,5 +1,6 @@
 """Tests going on with a run: what may be changed, its learning rates, and what is still to be evaluated."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from gpipe_cli.checkpoint.compatibility import require_compatible
-from gpipe_cli.checkpoint.files import read_manifest, step_directory
+from gpipe_cli.checkpoint.files import find, read_manifest, step_directory
+from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
 from gpipe_cli.launch.context import Context
@@ -102,6 +104,23 @@ def test_an_evaluation_due_at_the_end_is_made_on_resume(tmp_path: Path, monkeypa
     monkeypatch.setattr(Ending, "asked", False)
     train_inline(tmp_path, *words, *EVERY_STEP, going_on(tmp_path))
     assert evaluated(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_a_run_killed_after_its_last_evaluation_ends_as_one_never_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (*WORDS, "trainer.evaluate_every=2", "optimizer.lr=0", "trainer.steps=5")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train_inline(whole, *words)
+    with monkeypatch.context() as killing, pytest.raises(SystemExit):
+        killing.setattr(CheckpointWriter, "amend", lambda *_: sys.exit())
+        train_inline(run, *words)
+    assert evaluated(run) == [2, 4, 5]
+    (run / "pictures" / ".partial-1.svg").touch()
+    train_inline(run, *words, going_on(run))
+    assert not (run / "pictures" / ".partial-1.svg").exists()
+    assert evaluated(run) == evaluated(whole)
+    assert find(run)[0].state.scalars == find(whole)[0].state.scalars
 
 
 # -- learning rates, momenta and betas, with every schedule that torch has -------------------------------------------

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import Drawing
 from gpipe_cli.terminal.document import Document, Grid, Lines, Picture
 
@@ -50,7 +51,7 @@ class Table:
         page, figures, picture = (folder / f"{self.name}.{end}" for end in ("html", "json", "svg"))
         self.document(where).save(page)
         content = {"title": self.title, **(about or {}), "notes": list(self.notes), "rows": self.rows}
-        figures.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_whole(figures, json.dumps(content, indent=1) + "\n")
         if self.drawing is not None:
             self.drawing.save(picture)
         return [page, figures, *([picture] if self.drawing is not None else [])]
