@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.checkpoint.files import CheckpointInfo, choose
+from gpipe_cli.checkpoint.files import choose
 from gpipe_cli.disk import whole_file, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
@@ -48,27 +48,17 @@ def _run(words: Sequence[str]) -> int:
     require_writable("output", output, is_file=True)
     for warning in warnings:
         to_stderr(f"gpipe-export: warning: {warning}")
-    with writing(output):
-        show(export(info, output, line.own.get("average", False)))
-    return 0
+    with writing(output), whole_file(output) as draft:
+        from gpipe_cli.checkpoint.layer_state import export_state_dict, save_tensors  # torch is slow
 
-
-def export(info: CheckpointInfo, output: Path, average: bool = False) -> str:
-    """Writes the state_dict, replacing ``output`` only when all of it is written; returns a line about it.
-
-    Raises:
-        OSError: it cannot be written; as a rule before the weights are read.
-    """
-    from gpipe_cli.checkpoint.layer_state import export_state_dict, save_tensors
-
-    with whole_file(output) as draft:
-        weights = export_state_dict(info, average)
+        weights = export_state_dict(info, line.own.get("average", False))
         save_tensors(weights, draft, {"format": "pt", "step": str(info.step)})
     numbers = sum(tensor.numel() for tensor in weights.values())
-    return (
+    show(
         f"{output}: {len(weights)} tensors of {len(info.layers)} layers, {numbers:,} numbers, "
         f"{output.stat().st_size / 1e6:.1f} MB, from step {info.step} of {info.path}"
     )
+    return 0
 
 
 if __name__ == "__main__":

@@ -60,7 +60,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.launch.join import refuse_half_a_rank
 from gpipe_cli.terminal.command import FAILED, OF_HYDRA, Words, read_words, run_command, to_stderr
 from gpipe_cli.terminal.text import command_name
 
@@ -99,7 +98,6 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     from gpipe_cli.jobs import job
     from gpipe_cli.launch.stop import stop_noted
 
-    refuse_half_a_rank(os.environ)
     started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
     job.sweep = None

@@ -63,7 +63,7 @@ class Reopened:
 
     def require_named_paths(self) -> None:
         """Refuses to read files that only the checkpoint names (`trust.refuse_unnamed_paths`)."""
-        trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, self.info.path)
+        trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, self.info.path / "manifest.json")
 
 
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:
@@ -87,7 +87,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     with info.named(keys):
         config = _with_overrides(info.state.configuration, words)
         names = [*trusted, *trust.typed_names(words)]
-        trust.refuse_foreign(plain(config), names, info.path)
+        trust.refuse_foreign(plain(config), names, info.path / "manifest.json")
         return Reopened(info, prepare(config, trusted=names), warnings, [*trusted, *keys])
 
 

@@ -75,8 +75,9 @@ def require_writable(key: str, place: str | Path, is_file: bool = False) -> None
         raise ConfigurationError(f"{key}= is empty: name a folder, or leave it out")
     if re.search(NO_UTF8, str(Path(str(place)).absolute())):
         raise ConfigurationError(f"{key}={place}: its path is not UTF-8, and checkpoints cannot be read there")
-    path = Path(str(place)).expanduser()
-    path = path.parent if is_file else path
+    if str(place).startswith("~"):
+        raise ConfigurationError(f"{key}={place}: here ~ is no home folder, so type the whole path")
+    path = Path(place).parent if is_file else Path(place)
     made_for_run[:] = [above for above in path.absolute().parents if not os.path.lexists(above)]
     try:
         prepare_directory(path)

@@ -136,7 +136,7 @@ def refuse_unnamed_paths(data: Mapping[str, Any], named: Sequence[str], checkpoi
     if unnamed := [of[0] for of in found.items() if not {of[0], "data"} & {*named} and not _is_own(_note(of))]:
         words = " ".join(f"{key}={typed(found[key])}" for key in unnamed)
         raise ConfigurationError(
-            f"{checkpoint} was trained on files that it names: {words}. They are read only when you name them: type "
+            f"{checkpoint} names files: {words}. They are read only when you name them, too: type "
             f"these words, or trust=[{','.join(unnamed)}]"
         )
 

@@ -98,43 +98,33 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     return value
 
 
-def check_rank(environment: Mapping[str, str]) -> int:
+def check_rank(environment: Mapping[str, str], trains: bool) -> int:
     """Refuses a launcher's variables of which some are missing or wrong; returns 0.
+
+    Args:
+        trains: without RANK or WORLD_SIZE, too, each of several processes would train alone.
 
     Raises:
         ConfigurationError: it names the variables.
     """
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    sizes = {environment.get(name) or "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")}
+    if not {"RANK", "WORLD_SIZE"} <= environment.keys() and not (trains and ("RANK" in environment or sizes != {"1"})):
         return 0
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     wrong = [f"{name}={environment[name]}" for name in names if not re.fullmatch("[0-9]+", environment.get(name, "0"))]
     if not wrong and int(environment.get("MASTER_PORT", 0)) >= 1 << 16:
         wrong = ["MASTER_PORT must be below 65536"]
-    if not wrong and int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+    if not wrong and int(environment.get("RANK", 0)) >= int(environment.get("WORLD_SIZE", 1 << 32)):
         wrong = ["RANK must be below WORLD_SIZE"]
-    wrong += [f"{name} is not set" for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    wrong += [f"{name} is not set" for name in needed if not environment.get(name)]
     if wrong:
+        there = " and ".join(name for name in (*needed[:2], "OMPI_COMM_WORLD_SIZE") if name in environment)
         raise ConfigurationError(
-            f"RANK and WORLD_SIZE make this process one of a job, but {', '.join(wrong)}: start it by torchrun or "
-            "srun, or unset both to run alone"
+            f"by {there} this process is one of a job, but {', '.join(wrong)}: start it by torchrun or srun, or unset "
+            f"{there} to run alone"
         )
     return 0
-
-
-def refuse_half_a_rank(environment: Mapping[str, str]) -> None:
-    """Refuses a process that a launcher has started beside others without its number: each would train alone.
-
-    Raises:
-        ConfigurationError: it names the variable that is set and the one that is not.
-    """
-    several = [name for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE") if environment.get(name, "1") not in ("", "1")]
-    found = ("RANK", "WORLD_SIZE") if "RANK" in environment else (*several, "RANK")
-    there, missing = found[0], found[-1]
-    if missing not in environment and there != missing:
-        raise ConfigurationError(
-            f"{there}={environment[there]} makes this process one of a job, but {missing} is not set: start it by "
-            f"torchrun or srun, or unset {there} to run alone"
-        )
 
 
 def local_rank() -> int:

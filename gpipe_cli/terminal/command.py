@@ -50,7 +50,7 @@ def run_command(
         page: of --help.
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
-        say: prints the reason of a refusal or a failure; None: on standard error.
+        say: of a command that trains: prints the reason of a refusal or a failure; None: on standard error.
         needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
     open_closed_streams()
@@ -74,7 +74,8 @@ def run_command(
             require_room_for_torch()
         return work(words)
 
-    code = exit_code(name, partial(check_rank, os.environ), to_stderr) or exit_code(name, answer, say or to_stderr)
+    check = partial(check_rank, os.environ, trains=say is not None)
+    code = exit_code(name, check, to_stderr) or exit_code(name, answer, say or to_stderr)
     try:
         sys.stdout.flush()
     except OSError:  # what failed before is still in its buffer

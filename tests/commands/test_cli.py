@@ -147,8 +147,11 @@ def test_a_command_whose_standard_streams_are_closed_ends_as_with_them(words: st
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK must be below WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "a"}, "MASTER_PORT=a"),
         ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "a"}, "LOCAL_RANK=a"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 makes this process one of a job, but RANK is not set: start it by"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "but RANK is not set"),
+        (
+            {"WORLD_SIZE": "2"},
+            "by WORLD_SIZE this process is one of a job, but RANK is not set, MASTER_ADDR is not set",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "by OMPI_COMM_WORLD_SIZE this process is one of a job, but RANK is not set"),
         ({"RANK": "0"}, "but WORLD_SIZE is not set"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set, MASTER_PORT is not set"),
     ],
