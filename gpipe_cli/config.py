@@ -376,9 +376,13 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
         )
         return {}
     hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
+    if target == "torch.optim.Adafactor":
+        hints = {**hints, "eps": Annotated[list[NotNegative | None], Field(min_length=2, max_length=2)]}
     if section in ("model", "data", "task"):
         _refuse_huge(section, values, target.startswith("gpipe_cli."), problems)
     if section == "optimizer":
+        if isinstance(values.get("rest"), Mapping):
+            read_values(hints, values["rest"], "optimizer.rest.", problems)
         hints, found = {**hints, "groups": list[dict[str, Any]] | None}, values.get("groups")
         for number, group in enumerate(found if isinstance(found, list) else ()):
             if isinstance(group, Mapping):
@@ -409,9 +413,8 @@ SIZES: dict[str, Any] = {  # of our models, data and tasks
 }
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
-    **dict.fromkeys(("lr", "weight_decay", "momentum", "alpha", "dampening"), NotNegative),
+    **dict.fromkeys(("lr", "weight_decay", "momentum", "alpha", "dampening", "eps"), NotNegative),
     **dict.fromkeys(("fused", "foreach", "amsgrad", "nesterov", "maximize", "capturable", "centered"), bool | None),
-    "eps": NotNegative | list[NotNegative | None],
     "betas": Annotated[list[ShareOrZero], Field(min_length=2, max_length=2)],
 }
 GROUP: dict[str, Any] = {  # keys of an entry of optimizer.groups beside the optimizer's own

@@ -114,9 +114,9 @@ def locked(descriptor: int, wait: bool = False) -> bool:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yields a new empty file, which takes the place of `path` when the block has ended: no reader sees half a file.
 
-    A device or a pipe keeps its place: that is an OSError.
+    A device, a pipe or a folder keeps its place: that is an OSError.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if path.exists() and not path.is_file():
         raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}{path.suffix}")  # numpy wants its ending
     os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from typing_extensions import Required, TypedDict
 
-from gpipe_cli.disk import open_regular
+from gpipe_cli.disk import NotRegular, open_regular
 from gpipe_cli.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -63,6 +63,8 @@ def read_json(path: Path, kind: type[T]) -> T:
             if os.fstat(file.fileno()).st_size > LARGEST:
                 raise ValueError(f"it has more than {LARGEST >> 20} MB")
             return parse_json(file.read(), kind)
+    except NotRegular as error:
+        raise DamagedJson(f"{path} is damaged: {error.strerror}") from error
     except ValueError as error:
         raise DamagedJson(f"{path} is damaged: {error}") from error
 

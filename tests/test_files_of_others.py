@@ -90,7 +90,8 @@ def test_links_in_a_shared_cache_are_not_written_through(tmp_path: Path, mine: P
 def test_devices_and_pipes_keep_their_place(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/null")
-    for page in (tmp_path / "pipe", tmp_path / "link"):
+    (tmp_path / "folder").mkdir()
+    for page in (tmp_path / "pipe", tmp_path / "link", tmp_path / "folder"):
         with pytest.raises(DiskError, match="cannot be written: it is no regular file"), writing(page):
             write_whole(page, "a page")
         assert page.exists() and not page.is_file()

@@ -141,6 +141,21 @@ def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimiz
     return cast(LRScheduler, lr_schedule)
 
 
+def try_lr_schedule(settings: Settings) -> None:
+    """Makes an optimizer without parameters and its learning-rate schedule, and takes a step of each.
+
+    Raises:
+        ConfigurationError: one cannot be made, or a value shows its fault only when the rate is computed.
+    """
+    optimizer = build_optimizer(settings.optimizer, {})
+    schedule = build_lr_schedule(settings.lr_schedule, optimizer)
+    try:
+        optimizer.step()
+        schedule.step()
+    except Exception as error:
+        raise ConfigurationError(explain("lr_schedule", settings.lr_schedule, error)) from error
+
+
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Chooses a GPU's kernels, and returns a function that makes the context in which forward runs: autocast, or none.
 
@@ -188,6 +203,8 @@ def build_trackers(entries: Sequence[str | Mapping[str, Any]]) -> list[Any]:
             made.append(instantiate(section, _convert_="all"))
         except Exception as error:
             raise ConfigurationError(explain("logging.trackers", section, error)) from error
+        if missing := [name for name in ("start", "log", "picture", "finish") if not hasattr(made[-1], name)]:
+            raise ConfigurationError(f"logging.trackers: {section['_target_']} makes no tracker: no {missing[0]}")
     return made
 
 

@@ -16,7 +16,7 @@ from ..config import BEFORE_CHOICE, Settings
 from ..data.source import Source
 from ..disk import writing
 from ..errors import ConfigurationError
-from ..factory.build import build_lr_schedule, build_optimizer, build_task, build_trackers
+from ..factory.build import build_task, build_trackers, try_lr_schedule
 from ..factory.kept_comparison import compare_at_start, given_by, is_traced, refuse_fewer
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
@@ -52,7 +52,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     if settings.checkpoint.resume is not None:  # one look at all files is enough; each worker checks those it loads
         resumed = (open_checkpoint if world.rank == 0 else read_manifest)(Path(settings.checkpoint.resume))
     task = build_task(settings.task, settings.seed)
-    build_lr_schedule(settings.lr_schedule, build_optimizer(settings.optimizer, {}))  # refused before data is prepared
+    try_lr_schedule(settings)  # refused before data is prepared
     emit, writes = context.emit, world.rank == 0
     trackers = build_trackers(settings.logging.trackers)
     journal = Journal(context.run_dir, emit, settings, task, trackers) if writes else Notices(emit, False)

@@ -1,6 +1,7 @@
 """Tests gpipe-eval and gpipe-export: a checkpoint gives what its run found at any K; runs compared, weights written."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,10 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
     assert "the evaluations differ in beam" in capsys.readouterr().err
     assert main([f"compare=[{report(tmp_path, 'torn', 1, scores, sizes=[])}]"]) == 2
     assert "evaluation.json is damaged: sizes: Input should be an object" in capsys.readouterr().err
+    (page := next((tmp_path / "torn").rglob("*.json"))).unlink()
+    os.mkfifo(page)
+    assert main([f"compare=[{tmp_path / 'torn'}]"]) == 2
+    assert "evaluation.json is damaged: it is no regular file" in capsys.readouterr().err
 
 
 # -- gpipe-export ----------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ CASES = {  # command line to what the answer must contain
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
     "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
     "train optimizer=adam optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
+    "train optimizer=adamw optimizer.eps=[1,2]": "optimizer.eps=[1,2]: should be a valid number",
+    "train optimizer.rest.eps=abc": "optimizer.rest.eps=abc: should be a valid number",
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
     f"train checkpoint.resume={'a' * 300}": "a/manifest.json: File name too long",
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",

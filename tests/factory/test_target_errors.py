@@ -1,11 +1,13 @@
 """Tests that a wrong `_target_` is refused with the true cause and its place in the user's own code."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from composed import checked
 
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.build import build_model
+from gpipe_cli.factory.build import build_model, build_trackers, try_lr_schedule
 
 ABSENT = "could not be imported: ModuleNotFoundError: "
 MADE = "could not be made from the keys of `model`"
@@ -38,6 +40,14 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
     with pytest.raises(ConfigurationError) as error:
         build_model({"_target_": target, "depth": 3})
     assert str(error.value) == f"model._target_={target} {said.format(n=number, path=path)}"
+
+
+def test_what_computes_no_rate_or_tracks_nothing_is_refused() -> None:
+    section = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 0}
+    with pytest.raises(ConfigurationError, match=r"lr_schedule.*StepLR .*modulo by zero"):
+        try_lr_schedule(replace(checked("optimizer=sgd").settings, lr_schedule=section))
+    with pytest.raises(ConfigurationError, match=r"logging\.trackers: os\.getcwd makes no tracker: no start"):
+        build_trackers([{"_target_": "os.getcwd"}])
 
 
 def test_a_wrong_target_inside_a_section_is_named_with_its_key() -> None:
