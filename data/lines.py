@@ -22,13 +22,10 @@ from ..errors import ConfigurationError
 from .records import ROWS_OF, UNREADABLE, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-UNPACKERS: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),
-    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj(),
-    ".xz": lzma.LZMADecompressor,
-    ".bz2": bz2.BZ2Decompressor,
-}
-PACKED = tuple(UNPACKERS)
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+UNPACKERS: dict[str, Callable[[], Any]] = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
+UNPACKERS[".gz"] = lambda: zlib.decompressobj(wbits=31)
+UNPACKERS[".zst"] = lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once

@@ -107,9 +107,7 @@ class Vocabulary:
         except RuntimeError:
             special = None
         if special != (PAD, UNKNOWN, BOS, EOS):
-            raise ConfigurationError(
-                f"{name} is damaged, or has not pad_id=0 unk_id=1 bos_id=2 eos_id=3, as a run's has"
-            )
+            raise ConfigurationError(f"{name} is damaged, or not made with pad_id=0 unk_id=1 bos_id=2 eos_id=3")
 
     def __len__(self) -> int:
         return int(self._pieces.get_piece_size())

@@ -25,16 +25,9 @@ BITS_OF_TIFF = 258  # the tag
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
-OTHERS = {
-    b"<!DOCTYPE html": "HTML",
-    b"<html": "HTML",
-    b"ftypavi": "AVIF",
-    b"ftyphe": "HEIC",
-    b"ftypmif": "HEIC",
-    b"jP  \r": "JPEG 2000",
-    b"JXL \r": "JPEG XL",
-}
-OTHERS |= {b"<svg": "SVG", b"\0\0\1\0": "ICO", b"%!PS": "EPS", b"8BPS": "PSD", b"%PDF": "PDF", b"ftyp": "a video"}
+OTHERS = {b"<!DOCTYPE html": "HTML", b"<html": "HTML", b"<svg": "SVG", b"%!PS": "EPS", b"8BPS": "PSD", b"%PDF": "PDF"}
+OTHERS |= {b"jP  \r": "JPEG 2000", b"JXL \r": "JPEG XL", b"\0\0\1\0": "ICO"}
+OTHERS |= {b"ftypavi": "AVIF", b"ftyphe": "HEIC", b"ftypmif": "HEIC", b"ftyp": "a video"}  # the first that fits
 
 
 class BrokenImage(ConfigurationError):

@@ -258,13 +258,12 @@ def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple
 def encode(draft: Draft, piece: Piece, shards: int) -> EncodedPiece:
     """Writes a piece's ids, its pairs divided among shards by a hash of the line."""
     usable, defects = readable(piece, draft.text.max_length)
-    language, held_out, trained = piece.files.language, list[HeldOut](), list[Line]()
-    for line in usable:
-        if (split := draft.text.split_of(language, line.target)) == "train":
-            trained.append(line)
-        else:
-            held_out.append((split, language, piece.places[line.place], line.source, line.target))
-    lines, sources, targets = _ids(draft, piece, _wanted(draft, piece, trained, defects), defects)
+    language = piece.files.language
+    splits = {line: draft.text.split_of(language, line.target) for line in usable}
+    trained = [line for line, split in splits.items() if split == "train"]
+    held, _, _ = short_enough(draft, piece, [line for line, split in splits.items() if split != "train"], defects)
+    held_out = [(splits[line], language, piece.places[line.place], *line[1:]) for line in held]
+    lines, sources, targets = short_enough(draft, piece, _wanted(draft, piece, trained, defects), defects)
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
@@ -301,7 +300,7 @@ def _digests(path: Path) -> frozenset[int]:
     return frozenset(open_array(path).tolist())
 
 
-def _ids(
+def short_enough(
     draft: Draft, piece: Piece, usable: list[Line], defects: Defects
 ) -> tuple[list[Line], list[list[int]], list[list[int]]]:
     """Returns the lines that are short enough, with their ids; adds the others to `defects`."""

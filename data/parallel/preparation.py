@@ -23,7 +23,7 @@ from ..source import Report
 from ..store import LanguageSummary, Numbers, write_description
 from ..vocabulary import train_vocabulary
 from .folders import PairFiles
-from .pieces import Draft, HeldOut, Piece, encode, merge, pair_digest, read_pieces, readable, scan
+from .pieces import Draft, HeldOut, Piece, encode, merge, pair_digest, read_pieces, readable, scan, short_enough
 
 VOCABULARY_PAIRS = 1_000_000  # sentence pairs that vocabularies are trained on: more cost time and memory
 VOCABULARY_TEMPERATURE = 5.0  # of their sampling
@@ -193,6 +193,7 @@ class Preparation:
         for pair in (pair for pair in self.pairs if pair.split != "train"):
             for piece in read_pieces(pair, self.text.piece):
                 usable, defects = readable(piece, self.text.max_length)
+                usable, _, _ = short_enough(self.draft, piece, usable, defects)
                 self._defects.update(defects, self.strict)
                 for place, *texts in usable:
                     self._held_out.append((pair.split, pair.language, piece.places[place], texts[0], texts[1]))

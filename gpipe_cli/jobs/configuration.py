@@ -32,7 +32,7 @@ from gpipe_cli.typed_section import nearest, typed, unknown_key
 
 # The option of each group for a `_target_` of the user's own: it has no keys of another function's.
 OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_schedule"), "own")}
-LONGEST_NAME = 100  # of a folder: file systems take 255 bytes, and people read less
+LONGEST_NAME = 100  # bytes of a folder: file systems take 255, and people read less
 MOST_VALUES = 100_000  # of a YAML file, aliases written out
 LONGEST = 300  # characters of a library's message
 
@@ -46,8 +46,8 @@ def count_folders(root: str | None, folder: str) -> int | str:
 
 def folder_name(*words: str | None) -> str:
     """Returns the first word that is not empty, as part of a folder's name (`${gpipe_name:...}` in conf/train.yaml)."""
-    word = str(next((word for word in words if word), "run"))
-    return re.sub(r"[^\w.,=+\-\[\]]+", "_", re.sub(r"(^|,)\++", r"\1", word))[:LONGEST_NAME]
+    word = re.sub(r"(^|,)\++", r"\1", str(next((word for word in words if word), "run")))
+    return re.sub(r"[^\w.,=+\-\[\]]+", "_", word).encode()[:LONGEST_NAME].decode(errors="ignore")
 
 
 CONF = Path(next(iter(gpipe_cli.conf.__path__)))  # the YAML files, in the clone or in the installed package

@@ -216,7 +216,7 @@ def read_words(
             line.options.append(word)
             if key in WITH_VALUE and not equals and rest and not rest[0].startswith("-"):
                 line.options.append(rest.pop(0))
-        elif is_path(word):
+        elif is_path(word) or (runs and not overrides and key not in own and Path(word).exists()):
             if not runs:
                 raise ConfigurationError(f"{word}: write key=value (--help shows what there is)")
             line.runs.append(word)

@@ -248,7 +248,7 @@ class TrainingBatches:
     stop_requested: Callable[[], bool]
     seconds_waited: float = 0.0
     _reader: BatchReader | None = None
-    failure: Exception | None = None
+    failure: Exception | SystemExit | None = None
     _taken: bool = False  # whether a mini-batch was
     _began: float = field(default_factory=time.monotonic)
 
@@ -273,7 +273,7 @@ class TrainingBatches:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 try:
                     self._reader.advance()
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if not self._taken:
                         raise
                     self.failure = error  # raised when the step that has ended is recorded and saved

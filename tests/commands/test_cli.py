@@ -267,7 +267,7 @@ def test_a_sweep_s_folders_are_named_by_each_job_s_own_values(subdir: str, names
 
 def test_names_of_job_folders_are_safe() -> None:
     assert folder_name("++model.L=2,data.root=/a b/c") == "model.L=2,data.root=_a_b_c"
-    assert len(folder_name("x" * 500)) == LONGEST_NAME
+    assert len(folder_name("x" * 500)) == LONGEST_NAME and len(folder_name("日" * 500).encode()) in (99, 100)
 
 
 def test_a_signal_ends_the_whole_sweep_and_still_shows_the_table(tmp_path: Path) -> None:

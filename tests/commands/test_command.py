@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import distribution
+from pathlib import Path
 
 import pytest
 from processes import run
@@ -62,6 +63,12 @@ def test_how_a_command_ends(error: BaseException, code: int, said: str, capsys: 
 def test_a_sweeps_job_folder_is_a_run(run: str) -> None:
     words = ["+task.x=1", "model@a.b=c", run, "step=best"]
     assert read_words(words, {"step": str}) == Words(["+task.x=1", "model@a.b=c"], {"step": "best"}, [run])
+
+
+def test_a_run_may_have_the_name_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "seed=1").mkdir()  # as hydra.job.override_dirname names a run
+    monkeypatch.chdir(tmp_path)
+    assert read_words(["seed=1"], overrides=False).runs == ["seed=1"] and read_words(["seed=1"]).overrides == ["seed=1"]
 
 
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]

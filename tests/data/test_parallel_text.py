@@ -410,15 +410,16 @@ LINES = {  # kind: what spoils line 7 of the sources, and what is said
 }
 
 
+@pytest.mark.parametrize("split", ["train", "dev"])
 @pytest.mark.parametrize("kind", LINES)
-def test_a_bad_line_is_dropped_counted_and_named(kind: str, root: Path) -> None:
+def test_a_bad_line_is_dropped_counted_and_named(kind: str, split: str, root: Path) -> None:
     whole = sides_read(source(root))
-    spoil(root / "train.de", 7, LINES[kind][0])
+    spoil(root / f"{split}.de", 7, LINES[kind][0])
     made = source(root)
-    assert places(made) == [(kind, "train.de", 7)] and defects(made)["counts"] == {"de": {kind: 1}}
-    assert made.sizes == {"de": 299} and set(sides_read(made)) < set(whole)
+    assert places(made) == [(kind, f"{split}.de", 7)] and defects(made)["counts"] == {"de": {kind: 1}}
+    assert made.sizes == {"de": 300 - (split == "train")} and set(sides_read(made)) <= set(whole)
     said = refusal(root, strict=True)  # by a store that is there, too
-    assert f"{root}/train.de, line 7: {LINES[kind][1]}" in said and "data.strict=false" in said
+    assert f"{root}/{split}.de, line 7: {LINES[kind][1]}" in said and "data.strict=false" in said
 
 
 def test_a_line_that_is_no_record_or_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:

@@ -198,18 +198,19 @@ def test_an_epoch_that_would_end_with_a_single_example_for_batchnorm_is_refused_
     assert train_inline(tmp_path / "run", *words)[0]["steps"] == 1
 
 
-def test_a_source_failing_after_the_last_batch_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
+def test_a_source_that_fails_late_costs_no_step(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = own_model.DigitsSource.train
 
     def two(*arguments: Any) -> Iterator[Any]:
         yield from islice(train(*arguments), 2)
-        raise OSError("the archive is torn")
+        raise kind("the archive is torn")
 
     monkeypatch.setattr(own_model.DigitsSource, "train", two)
     words = [*own_model.WORDS, "pipeline.K=1", "checkpoint.every=2"]
     summary, _ = train_inline(tmp_path / "two", *words, "trainer.steps=2")
     assert summary["steps"] == 2 and summary["stopped_by"] == "steps"
-    with pytest.raises(OSError, match="the archive is torn"):
+    with pytest.raises(kind, match="the archive is torn"):
         train_inline(tmp_path / "three", *words, "trainer.steps=3")
     assert [row["step"] for row in rows(tmp_path / "three" / "metrics.jsonl")] == [1, 2]
     assert latest(tmp_path / "three")[0] is not None
