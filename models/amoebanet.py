@@ -44,14 +44,6 @@ from .amoebanet_layers import (
 )
 
 
-def spatial_sizes(image_size: int) -> dict[str, int]:
-    """Returns the side of the output of each part of the network, for square images of `image_size` pixels a side."""
-    sides = [(image_size - 1) // 2]
-    for _ in range(4):
-        sides.append(-(-sides[-1] // 2))
-    return dict(zip(("stem", "stem_cell_1", "stack_1", "stack_2", "stack_3"), sides, strict=True))
-
-
 def amoebanet(
     L: Annotated[int, Field(ge=3, le=DEEPEST, multiple_of=3)],
     D: Annotated[int, Field(ge=16)],
@@ -87,17 +79,17 @@ def amoebanet(
         auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
         channels_last: the memory format of all activations; the faster one on GPUs.
     """
+    norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
+    width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     makers: dict[str, Callable[..., AmoebaCell]] = {}
     if auxiliary_head:
-        head = partial(AuxiliaryHead, map_size=_pooled(image_size), classes=classes, width_scale=auxiliary_width)
+        head = partial(AuxiliaryHead, width // 2, norm, _pooled(image_size), classes, auxiliary_width)
         judged = partial(AmoebaCellWithAuxiliaryHead, head, auxiliary_weight, auxiliary_label_smoothing)
         makers[f"stack_2.{L // 3 - 1}"] = judged
-    norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
         make = makers.get(name, AmoebaCell)
         layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep)))
-    width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
 
 
@@ -123,7 +115,9 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
 
 def _pooled(image_size: int) -> int:
     """Returns the side of the auxiliary head's map after its pooling."""
-    side = spatial_sizes(image_size)["stack_2"]
+    side = (image_size - 1) // 2  # after the stem
+    for _ in range(3):  # reductions
+        side = -(-side // 2)
     if side < AUXILIARY_POOL:
         raise ValueError(
             f"model.auxiliary_head=true with model.image_size={image_size}: its pooling does not fit "

@@ -41,12 +41,7 @@ def same_padding(size: int, kernel: int, stride: int) -> Pair:
 
 
 class Convolution(nn.Conv2d):
-    """Convolves without padding or bias; the weights are drawn with variance 2 / fan-out."""
-
-    def __init__(
-        self, inputs: int, outputs: int, kernel: Pair = (1, 1), stride: Pair = (1, 1), groups: int = 1
-    ) -> None:
-        super().__init__(inputs, outputs, kernel, stride, groups=groups, bias=False)
+    """Convolves; the weights are drawn with variance 2 / fan-out. It must be made with bias=False."""
 
     def reset_parameters(self) -> None:
         fan_out = self.out_channels // self.groups * prod(self.kernel_size)
@@ -72,7 +67,8 @@ class ConvolutionNorm(nn.Sequential):
     reads_relu = True
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, kernel: Pair = (1, 1), stride: Pair = (1, 1)) -> None:
-        super().__init__(OrderedDict(convolution=SameConvolution(inputs, outputs, kernel, stride), norm=norm(outputs)))
+        convolution = SameConvolution(inputs, outputs, kernel, stride, bias=False)
+        super().__init__(OrderedDict(convolution=convolution, norm=norm(outputs)))
 
 
 class Bottleneck(nn.Module):
@@ -95,15 +91,14 @@ class Bottleneck(nn.Module):
         x = self.narrow(x)
         for convolution in self.middle:
             x = convolution(F.relu_(x))  # in place: nothing else holds the norm's output
-        widened: Tensor = self.widen(F.relu_(x))
-        return widened
+        return self.widen(F.relu_(x))
 
 
 class SeparableConvolution(nn.Sequential):
     """Applies a k×k convolution to each channel alone, then 1×1 across the channels, then the norm."""
 
     def __init__(self, inputs: int, width: int, norm: Norm, k: int, stride: int) -> None:
-        depthwise = SameConvolution(inputs, inputs, (k, k), (stride, stride), groups=inputs)
+        depthwise = SameConvolution(inputs, inputs, k, stride, groups=inputs, bias=False)
         super().__init__(OrderedDict(depthwise=depthwise, pointwise=ConvolutionNorm(inputs, width, norm)))
 
 
@@ -126,8 +121,6 @@ class Pooling(nn.Module):
         k: side of the window; at stride 1 it must be odd.
     """
 
-    reads_relu = False
-
     def __init__(self, inputs: int, width: int, norm: Norm, pool: str, k: int, stride: int) -> None:
         super().__init__()
         self.pool, self.k, self.stride = pool, k, stride
@@ -143,12 +136,6 @@ class Pooling(nn.Module):
         return x if self.project is None else self.project(x)
 
 
-class Identity(nn.Identity):
-    """Defines the operation `none` where neither stride nor width changes."""
-
-    reads_relu = False
-
-
 class FactorizedReduction(nn.Module):
     """Halves height and width: two 1×1 convolutions of every other pixel, the second one pixel further down and right.
 
@@ -161,8 +148,8 @@ class FactorizedReduction(nn.Module):
     def __init__(self, inputs: int, width: int, norm: Norm, relu: bool) -> None:
         super().__init__()
         self.relu = relu
-        self.even = Convolution(inputs, width // 2)
-        self.odd = Convolution(inputs, width - width // 2)
+        self.even = Convolution(inputs, width // 2, 1, bias=False)
+        self.odd = Convolution(inputs, width - width // 2, 1, bias=False)
         self.norm = norm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,8 +158,7 @@ class FactorizedReduction(nn.Module):
             odd = F.pad(odd, (0, even.shape[3] - odd.shape[3], 0, even.shape[2] - odd.shape[2]))
         if self.relu:
             even, odd = F.relu(even), F.relu(odd)
-        normalised: Tensor = self.norm(torch.cat((self.even(even), self.odd(odd)), 1))
-        return normalised
+        return self.norm(torch.cat((self.even(even), self.odd(odd)), 1))
 
 
 def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm) -> nn.Module:
@@ -185,7 +171,7 @@ def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm)
         norm: makes the BatchNorm of a number of channels.
     """
     if name == "none" and stride == 1 and inputs == width:
-        return Identity()
+        return nn.Identity()
     step = (stride, stride)
     separable = partial(SeparableTwice, stride=stride)
     pooling = partial(Pooling, stride=stride)
@@ -242,7 +228,7 @@ class Stem(nn.Module):
     def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
         super().__init__()
         self.format = torch.channels_last if channels_last else torch.contiguous_format
-        self.convolution = Convolution(in_channels, STEM_WIDTH, (3, 3), (2, 2))
+        self.convolution = Convolution(in_channels, STEM_WIDTH, 3, 2, bias=False)
         self.norm = norm(STEM_WIDTH)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -251,8 +237,7 @@ class Stem(nn.Module):
             images = (images.to(self.convolution.weight.dtype) / 255 - 0.5) / 0.5
         x = self.convolution(images)
         # Images of one channel have both formats at once; the convolution may then put out the other one.
-        output: Tensor = self.norm(x.contiguous(memory_format=self.format))
-        return output
+        return self.norm(x.contiguous(memory_format=self.format))
 
 
 class AmoebaCell(nn.Module):
@@ -309,9 +294,10 @@ class AmoebaCell(nn.Module):
         outputs = []
         for number, operation in enumerate(self.operations.values()):
             name, state = self.genotype.nodes[number // 2][number % 2]
-            if operation.reads_relu and state not in activated:
+            reads_relu = getattr(operation, "reads_relu", False)
+            if reads_relu and state not in activated:
                 activated[state] = F.relu(states[state])
-            output = operation(activated[state] if operation.reads_relu else states[state])
+            output = operation(activated[state] if reads_relu else states[state])
             outputs.append(output if kept is None or name == "none" else output * kept[number])
             if number % 2:
                 states.append(outputs[-2] + outputs[-1])
@@ -374,7 +360,7 @@ class AuxiliaryHead(nn.Module):
         super().__init__()
         narrow, wide = (int(width * width_scale) for width in AUXILIARY_WIDTHS)
         self.narrow = ConvolutionNorm(inputs, narrow, norm)
-        self.whole_map = Convolution(narrow, wide, (map_size, map_size))
+        self.whole_map = Convolution(narrow, wide, map_size, bias=False)
         self.norm = norm(wide)
         self.classifier = Classifier(wide, classes)
 
@@ -382,8 +368,7 @@ class AuxiliaryHead(nn.Module):
         x = F.avg_pool2d(F.relu(x), AUXILIARY_POOL, AUXILIARY_STRIDE)
         x = F.relu_(self.narrow(x))
         x = F.relu_(self.norm(self.whole_map(x)))
-        logits: Tensor = self.classifier(x.flatten(1))
-        return logits
+        return self.classifier(x.flatten(1))
 
 
 class AmoebaCellWithAuxiliaryHead(AmoebaCell):
@@ -393,25 +378,15 @@ class AmoebaCellWithAuxiliaryHead(AmoebaCell):
     them out.
 
     Args:
-        head: makes the head, of the channels of its input and `norm`.
+        head: makes the head.
         weight: of its loss in the loss of the mini-batch.
         label_smoothing: share of the probability spread evenly over the classes.
-        genotype, shape, norm, settings: see `AmoebaCell`.
+        cell: see `AmoebaCell`.
     """
 
-    def __init__(
-        self,
-        head: Callable[[int, Norm], AuxiliaryHead],
-        weight: float,
-        label_smoothing: float,
-        genotype: CellGenotype,
-        shape: CellShape,
-        norm: Norm,
-        *settings: Any,
-    ) -> None:
-        super().__init__(genotype, shape, norm, *settings)
-        self.weight, self.label_smoothing = weight, label_smoothing
-        self.auxiliary_head = head(len(genotype.concatenated) * shape.width, norm)
+    def __init__(self, head: Callable[[], AuxiliaryHead], weight: float, label_smoothing: float, *cell: Any) -> None:
+        super().__init__(*cell)
+        self.weight, self.label_smoothing, self.auxiliary_head = weight, label_smoothing, head()
 
     def auxiliary_loss(self, outputs: Boundary, targets: tuple[Tensor, ...]) -> Tensor:
         """Returns the weighted sum over the examples of the smoothed cross-entropy; `targets` begin with labels [b]."""
@@ -433,5 +408,4 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = F.dropout(F.relu(x).mean((2, 3)), self.dropout, self.training)
-        logits: Tensor = self.classifier(features)
-        return logits
+        return self.classifier(features)

@@ -99,8 +99,7 @@ class Attention(Sublayer):
         probability = self.attention_dropout if self.training else 0.0
         heads = F.scaled_dot_product_attention(query, key, value, mask, probability, causal)
         batch, _, length, _ = heads.shape
-        mixed: Tensor = self.output(heads.transpose(1, 2).reshape(batch, length, self.heads * HEAD_WIDTH))
-        return mixed
+        return self.output(heads.transpose(1, 2).reshape(batch, length, self.heads * HEAD_WIDTH))
 
 
 class SelfAttention(Attention):

@@ -6,9 +6,8 @@ and 83.9B (1663). Token ids [b, T] become y [b, T, d] and in the end logits [b, 
 """
 
 from functools import partial
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..layers import LayerBuilder
 from ..typed_section import Count, Depth, Even, ShareOrZero, Vocabulary
@@ -26,12 +25,7 @@ from .transformer_layers import (
 class LanguageModelEmbedding(TokenEmbedding):
     """Embeds token ids [b, T] as y [b, T, d]."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embed(ids)
-
-    def decode(self, ids: Tensor, cache: dict[str, Any]) -> Tensor:
-        """Embeds the next tokens, at the positions after those of the earlier calls."""
-        return self.embed_next(ids, cache)
+    forward, decode = TokenEmbedding.embed, TokenEmbedding.embed_next
 
 
 def transformer_lm(
