@@ -14,7 +14,7 @@ from pathlib import Path
 from gpipe_cli.errors import ConfigurationError
 
 # gloo connects processes of one machine by the loopback interface: a laptop's own name may not resolve.
-GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo"}
 
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -28,8 +28,7 @@ _KEPT = (1 << 31) - 1  # bytes, the most that mallopt takes
 
 def usable_cores() -> int:
     """Returns the number of cores that this process may use: of its affinity, within its control groups' share."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *_shares()]))
+    return max(1, min([len(os.sched_getaffinity(0)), *_shares()]))
 
 
 def processor_name() -> str:
@@ -84,12 +83,9 @@ def usable_memory() -> int:
 
 
 def free_memory() -> int:
-    """Returns the free bytes of `usable_memory` (Linux), or all of them where the system does not report it."""
-    try:
-        with MEMORY_FACTS.open(encoding="ascii") as lines:
-            return _within_limits(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
-    except (OSError, StopIteration):
-        return usable_memory()
+    """Returns the free bytes of `usable_memory`."""
+    lines = _read(MEMORY_FACTS).splitlines()
+    return _within_limits(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
 
 
 def _within_limits(memory: int) -> int:

@@ -4,44 +4,28 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-PARENT_POLL_SECONDS = 0.5
-
-_released = threading.Event()
 
 
 def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when process `parent`, which started it, ends.
 
     By SIGKILL, because a worker blocked inside gloo or NCCL never gets to run a Python signal handler. The comparison
-    catches a parent that died before the request was made. Kernels other than Linux have no such request: there a
-    thread polls.
+    catches a parent that died before the request was made.
     """
-    if sys.platform == "linux":
-        _request_death_signal(signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    _request_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def outlive_parent() -> None:
     """Withdraws the request of `die_with_parent`; the parent's end continues this process if it is stopped then."""
-    _released.set()
-    if sys.platform == "linux":
-        _request_death_signal(signal.SIGCONT)
+    _request_death_signal(signal.SIGCONT)
 
 
 def _request_death_signal(number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
-
-
-def _watch_parent(parent: int) -> None:
-    while not _released.wait(PARENT_POLL_SECONDS):
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def child_command(code: str) -> list[str]:

@@ -6,8 +6,8 @@ import json
 import os
 import socket
 import time
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -106,5 +106,4 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
     refuse_separate_directories(context)
-    module, _, function = wrapped["entry"].partition(":")
-    return getattr(import_module(module), function)(context, config)
+    return resolve_name(wrapped["entry"])(context, config)

@@ -5,7 +5,6 @@ import json
 import mmap
 import os
 import socket
-import tempfile
 import threading
 from dataclasses import asdict
 from typing import Any
@@ -121,11 +120,7 @@ def open_place(descriptor: int, rank: int) -> Position:
 
 
 def unnamed_memory(name: str, size: int = 0) -> int:
-    """Returns a descriptor that children can inherit; of a file without a name where the system has no such memory."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create(name)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    """Returns a descriptor that children can inherit."""
+    descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, size)
     return descriptor

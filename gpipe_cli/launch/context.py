@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.cpu import as_worker
@@ -101,24 +101,16 @@ class Context:
         )
 
 
-def call_entry(
-    entry: str, context: Context, config: dict[str, Any], threads: int | None, always_leave_group: bool = False
-) -> Any:
+def call_entry(entry: str, context: Context, config: dict[str, Any], threads: int | None) -> Any:
     """Imports `package.module:function`, calls it, and leaves the process group after success.
 
     After an exception, leaving the group could hang, and would show the peers a lost connection before the cause is on
-    record; `always_leave_group` is for a worker without peers.
+    record.
     """
-    module, _, function = entry.partition(":")
-    main = getattr(import_module(module), function)
-    try:
-        with as_worker(threads):
-            value = main(context, config)
-    except BaseException:
-        if always_leave_group:
-            _leave_group()
-        raise
-    _leave_group()
+    main = resolve_name(entry)
+    with as_worker(threads):
+        value = main(context, config)
+    leave_group()
     return value
 
 
@@ -128,7 +120,8 @@ def show_crashes() -> None:
         faulthandler.enable(sys.__stderr__ or 2)
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
+    """Leaves torch.distributed's default group, if this process has joined it."""
     if "torch" in sys.modules:
         from torch import distributed
 

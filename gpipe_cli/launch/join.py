@@ -202,7 +202,7 @@ class PeerWatch:
         self._silence = -math.inf
 
     def __enter__(self) -> None:
-        if self._neighbours and hasattr(os, "pidfd_open"):  # Linux
+        if self._neighbours and hasattr(os, "pidfd_open"):  # not in Linux before 5.3
             self._store.set(f"process {self._rank}", f"{os.getpid()} {_process_space()}")
             threading.Thread(target=self._run, args=(self._store.clone(),), daemon=True).start()
             if not self._on_one_machine:  # else torchrun serves the store, and may be paused from its terminal

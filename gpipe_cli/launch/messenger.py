@@ -13,7 +13,6 @@ import os
 import selectors
 import socket
 import struct
-import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -24,13 +23,11 @@ _HEADER = struct.Struct("<QqQ")  # channel, tag, bytes of the content
 _MESSAGES = 0  # number of the connections that carry messages; others are given away
 _LONGEST = 3600.0  # seconds of one wait in the kernel, which takes no years
 _LETTER = struct.Struct("<ii")  # rank of the sender, number
-# Each letter arrives whole, though several workers write to a mailbox. Only Linux has both an order and no small limit.
-_LETTERS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 
 
 def mailbox() -> tuple[socket.socket, socket.socket]:
     """Returns the receiving and the sending end of one worker's mailbox."""
-    return socket.socketpair(socket.AF_UNIX, _LETTERS)
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # letters of several workers arrive whole
 
 
 class Address(NamedTuple):

@@ -18,14 +18,12 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
@@ -33,7 +31,7 @@ from gpipe_cli.disk import own_folder, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, unnamed_memory
-from gpipe_cli.launch.context import Context, call_entry, show_crashes
+from gpipe_cli.launch.context import Context, call_entry, leave_group, show_crashes
 from gpipe_cli.launch.messenger import mailbox
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
@@ -64,7 +62,7 @@ class Job:
             touch CUDA (if they do, workers are started one by one instead, with a warning).
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
-        fork: False starts every worker as a new interpreter, as on systems other than Linux.
+        fork: False starts every worker as a new interpreter, as where a preloaded module has started threads.
     """
 
     run_dir: Path
@@ -74,7 +72,7 @@ class Job:
     preload: tuple[str, ...] = ()
     threads: int = 1
     grace_seconds: float = 28.0
-    fork: bool = sys.platform == "linux"
+    fork: bool = True
 
 
 def launch(job: Job, on_event: OnEvent) -> Any:
@@ -133,7 +131,10 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
         stop_requested=lambda: False,
     )
     show_crashes()
-    return call_entry(job.entry, context, job.config, job.threads, always_leave_group=True)
+    try:
+        return call_entry(job.entry, context, job.config, job.threads)
+    finally:
+        leave_group()
 
 
 class _Processes:
@@ -143,13 +144,12 @@ class _Processes:
         ranks = (STARTER, *range(job.workers))
         pairs = {rank: socket.socketpair() for rank in ranks}
         theirs = {rank: pair[1] for rank, pair in pairs.items()}
-        self._until_end = ExitStack()
         with ExitStack() as handed_over:
             ends = {rank: handed_over.enter_context(end).fileno() for rank, end in theirs.items()}
             mailboxes = [[handed_over.enter_context(end).fileno() for end in mailbox()] for _ in range(job.workers)]
-            store, memory = _make_store(handed_over, self._until_end)
+            store = unnamed_memory("gpipe-store")  # which no process of another user can open
+            handed_over.callback(os.close, store)
             self._places = unnamed_memory("gpipe-places", job.workers * Position.SIZE)
-            self._until_end.callback(os.close, self._places)
             content = {
                 **asdict(job),
                 "run_dir": str(directory.parent),
@@ -159,13 +159,12 @@ class _Processes:
                 "mailboxes": mailboxes,
                 "places": self._places,
                 "store": store,
-                "store_memory": memory,
             }
             self.zygote = subprocess.Popen(
                 bootstrap("run_zygote"),
                 stdin=subprocess.PIPE,
                 env=_environment(job),
-                pass_fds=[*ends.values(), *chain(*mailboxes), self._places, *memory],
+                pass_fds=[*ends.values(), *chain(*mailboxes), self._places, store],
                 start_new_session=True,
             )
         assert self.zygote.stdin is not None
@@ -208,14 +207,14 @@ class _Processes:
     def signal_all(self, number: signal.Signals) -> None:
         """Signals the zygote's process group, whose id is not reused before the zygote has been reaped."""
         if self.zygote.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: only zombies left (macOS)
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.zygote.pid, number)
 
     def release(self) -> None:
         for rank in list(self.open):
             self._close(rank)
         self._selector.close()
-        self._until_end.close()
+        os.close(self._places)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: nothing more can be done from here
             self.zygote.wait(GONE_SECONDS)
 
@@ -343,19 +342,6 @@ class _Watch:
         self.processes.signal_all(signal.SIGKILL)
         code = self.processes.zygote.wait(GONE_SECONDS)
         return self._failure(STARTER, code, time.time()).exception()
-
-
-def _make_store(handed_over: ExitStack, until_end: ExitStack) -> tuple[str, list[int]]:
-    """Makes the file behind the workers' key-value store, which no process of another user can open.
-
-    Returns:
-        Its path, and the descriptors that the workers inherit for it: on Linux it is memory without a name.
-    """
-    if not hasattr(os, "memfd_create"):
-        return str(Path(until_end.enter_context(TemporaryDirectory(prefix="gpipe-"))) / "store"), []
-    memory = unnamed_memory("gpipe-store")
-    handed_over.callback(os.close, memory)
-    return f"/proc/self/fd/{memory}", [memory]
 
 
 def _environment(job: Job) -> dict[str, str]:

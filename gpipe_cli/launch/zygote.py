@@ -111,7 +111,7 @@ def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int
         else:  # not by `subprocess`, which may reap a child that `os.waitpid` waits for
             process = _spawn(job, rank)
         workers[process] = rank
-    for descriptor in (*job["channels"], *chain(*job["mailboxes"]), job["places"], *job["store_memory"]):
+    for descriptor in (*job["channels"], *chain(*job["mailboxes"]), job["places"], job["store"]):
         os.close(descriptor)  # open here, they would hide from the command that a worker is gone
     return workers
 
@@ -257,12 +257,11 @@ def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Me
     for other in set(range(job["workers"])) - {rank}:
         os.close(channels[other])
         os.close(mailboxes[other][0])
-    for memory in job["store_memory"]:
-        os.set_inheritable(memory, False)
+    os.set_inheritable(job["store"], False)
     return WorkerChannel(channels[rank]), Messenger(rank, mailboxes[rank][0], [sending for _, sending in mailboxes])
 
 
-def _open_store(path: str, workers: int) -> Store:
+def _open_store(memory: int, workers: int) -> Store:
     from torch.distributed import FileStore
 
-    return FileStore(path, workers)
+    return FileStore(f"/proc/self/fd/{memory}", workers)

@@ -1,7 +1,6 @@
 """Measures when each instruction of a step begins and ends, by the CPU's clock or by CUDA events; the peak memory."""
 
 import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -116,5 +115,4 @@ def peak_memory(device: torch.device) -> int:
     """Returns the peak memory of this worker in bytes: allocated on its GPU, or resident in its process."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -31,8 +31,6 @@ from gpipe_cli.launch.join import adopt_step
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
 from gpipe_cli.launch.zygote import bootstrap
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
-
 
 @pytest.fixture
 def command(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:

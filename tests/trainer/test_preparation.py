@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +19,6 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import PlainError
 from gpipe_cli.metrics.journal import Notices
 from gpipe_cli.trainer.batches import open_source
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over processes in /proc")
 
 SECONDS = 3.0  # longer than a message may take
 

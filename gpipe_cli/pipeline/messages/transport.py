@@ -6,7 +6,6 @@ beforehand: the first message of a boundary is preceded by its `BoundarySpec`, w
 A new implementation needs the methods of `Transport` and a line in `connect_workers`; the engine sees nothing else.
 """
 
-import os
 from typing import Protocol
 
 import torch
@@ -81,6 +80,6 @@ def connect_workers(
     if wire.type == GPU:
         transport.exchange_first_messages()
         torch.cuda.synchronize(wire)
-    elif isinstance(control, Sockets) and hasattr(os, "memfd_create"):
+    elif isinstance(control, Sockets):
         return SharedMemoryTransport(transport, ranks, device, control)
     return transport
