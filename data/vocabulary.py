@@ -114,8 +114,7 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """Returns the ids of each text, without beginning and end tokens."""
-        ids: list[list[int]] = self._pieces.encode(list(texts), out_type=int, num_threads=threads)
-        return ids
+        return list(self._pieces.encode(list(texts), out_type=int, num_threads=threads))
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.

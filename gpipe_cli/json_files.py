@@ -77,8 +77,7 @@ def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
     """
     _refuse_strange(from_json(content, allow_inf_nan=not finite), finite)
     try:
-        found: T = _reader(cast(Hashable, kind)).validate_json(content, strict=True)
-        return found
+        return cast(T, _reader(cast(Hashable, kind)).validate_json(content, strict=True))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

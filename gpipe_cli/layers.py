@@ -40,8 +40,7 @@ def announce(builders: Iterable[LayerBuilder]) -> None:
 
 def name_used_twice(builders: Iterable[LayerBuilder]) -> str | None:
     """Returns a name that two layers have; None where there is none."""
-    counts = Counter(builder.name for builder in builders)
-    return next((name for name, number in counts.items() if number > 1), None)
+    return next((name for name, number in Counter(one.name for one in builders).items() if number > 1), None)
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,16 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ...errors import ConfigurationError
-
-
-class Language(NamedTuple):
-    """Describes a language; its place in `LANGUAGES` is its rank, which decides how many pairs it gets."""
-
-    code: str
-    name: str
-    script: str
-
 
 # languages.csv lists the languages with at least 250 territory, 150 language, 150 currency and 250 time-zone names, 75
 # units, all relative times and their own months, weekdays and lists in CLDR 47; copies are left out (ht is French, nb
 # no, trw mostly Urdu). The order follows how well a language is resourced. Most of the last 26 are relatives of better
 # resourced ones, to show transfer; a few have no relatives here (qu, kab, chr, yrl).
 with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _table:
-    LANGUAGES = tuple(Language(**row) for row in csv.DictReader(_table))
-RANK: dict[str, int] = {language.code: rank for rank, language in enumerate(LANGUAGES)}
+    LANGUAGES = tuple(row["code"] for row in csv.DictReader(_table))
+RANK = {code: rank for rank, code in enumerate(LANGUAGES)}  # which decides how many pairs a language gets
 
 
 def check_languages(codes: Sequence[str] | None) -> list[str]:
@@ -32,7 +22,7 @@ def check_languages(codes: Sequence[str] | None) -> list[str]:
         ConfigurationError: a code is not in the table.
     """
     if codes is None:
-        return [language.code for language in LANGUAGES]
+        return list(LANGUAGES)
     for code in codes:
         if code not in RANK:
             raise ConfigurationError(f"data.languages: no language '{code}' in the corpus; docs/data.md lists all 102")

@@ -65,7 +65,7 @@ def _one(meanings: dict[str, set[str]], texts: Iterable[str]) -> bool:
 @cache
 def core_inventory() -> Inventory:
     """Returns the items that at least nine in ten of all 102 languages can express, to be held out."""
-    counts = Counter(key for language in LANGUAGES for key in inventory_keys(unambiguous_inventory(language.code)))
+    counts = Counter(key for code in LANGUAGES for key in inventory_keys(unambiguous_inventory(code)))
     core = sorted(key for key, count in counts.items() if count >= CORE_SHARE * len(LANGUAGES))
     return {kind: [key for of, key in core if of == kind] for kind in (*NAME_KINDS, "unit", "relative")}
 

@@ -108,8 +108,7 @@ def clean(text: str) -> str:
 @cache
 def _root() -> dict[Any, Any]:
     tables: Any = localedata.load("root")
-    root: dict[Any, Any] = _plain(localedata.LocaleDataDict(tables))
-    return root
+    return dict(_plain(localedata.LocaleDataDict(tables)))
 
 
 def _plain(value: Any) -> Any:

@@ -25,11 +25,6 @@ BITS_OF_TIFF = 258  # the tag
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS, would start other programs
 
 
-OTHERS = {b"<!DOCTYPE html": "HTML", b"<html": "HTML", b"<svg": "SVG", b"%!PS": "EPS", b"8BPS": "PSD", b"%PDF": "PDF"}
-OTHERS |= {b"jP  \r": "JPEG 2000", b"JXL \r": "JPEG XL", b"\0\0\1\0": "ICO"}
-OTHERS |= {b"ftypavi": "AVIF", b"ftyphe": "HEIC", b"ftypmif": "HEIC", b"ftyp": "a video"}  # the first that fits
-
-
 class BrokenImage(ConfigurationError):
     """Raised when an image cannot be decoded; the message names it."""
 
@@ -88,9 +83,10 @@ class ImageFiles(Images):
         try:
             return decode(file, self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
-            kind, broken = _other_format(file), f"is broken ({type(error).__name__}: {error})"
-            wrong = broken if kind is None else f"holds {kind}, which is not read ({', '.join(FORMATS)} are)"
-            raise BrokenImage(f"{path} {wrong}: replace it, or take it out of the data") from error
+            raise BrokenImage(
+                f"{path} is broken ({type(error).__name__}: {error}), or none of {', '.join(FORMATS)}: replace it, or "
+                "take it out of the data"
+            ) from error
 
     def _file(self, index: int, name: str) -> tuple[Path, Path | BinaryIO]:
         """Returns the path of an image, for messages, and what holds it."""
@@ -109,14 +105,6 @@ class ImageArray(Images):
 
     def read(self, index: int) -> Tensor:
         return self._images[index]
-
-
-def _other_format(file: Path | BinaryIO) -> str | None:
-    """Returns the name of the format that a file which is no image for `decode` has, if it is known."""
-    with file.open("rb") if isinstance(file, Path) else file as opened:
-        opened.seek(0)
-        start = opened.read(1 << 10)
-    return next((kind for mark, kind in OTHERS.items() if mark in (start if mark[:1] == b"<" else start[:12])), None)
 
 
 def decode(file: Path | BinaryIO, bits: int | None = None) -> Tensor:

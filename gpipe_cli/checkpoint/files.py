@@ -7,7 +7,6 @@
         step_00000200.partial/              being written; what a killed run has left is removed at the next start
             part_<worker>.json              the files that one worker has written
         step_00000050.discarded/            about to be deleted
-        best.json                           written by earlier releases: the step with the best evaluation
 
 The newest manifest says which step has the best evaluation (`Progress.best_step`), so no kill can part the two.
 Files are keyed by layer name and nothing on disk depends on K: a worker of any partition opens the files of its own
@@ -117,12 +116,6 @@ class RunState:
     configuration: Mapping[str, Mapping[str, Json] | str | bool | int | float | None] = field(default_factory=dict)
     data_fingerprint: str | None = None
     vocabularies: Mapping[str, str] = field(default_factory=dict)
-
-
-class Best(TypedDict):
-    """Describes best.json."""
-
-    step: Annotated[int, Field(ge=0)]
 
 
 class Manifest(TypedDict):
@@ -306,21 +299,13 @@ def best_step(run_dir: Path) -> int | None:
 
     Raises:
         NewerFormat: a later release has written that manifest.
-        CheckpointError: the record of an earlier release is damaged.
     """
-    step: float | None = None
-    for directory in reversed(step_directories(run_dir)):
+    directories = step_directories(run_dir)
+    for directory in reversed(directories):
         with suppress(CheckpointError):
             step = read_manifest(directory).state.scalars.get("best_step")
-            break
-    if step is None:
-        try:
-            step = read_json(checkpoints_directory(run_dir) / "best.json", Best)["step"]
-        except FileNotFoundError:
-            return None
-        except (OSError, DamagedJson) as error:
-            raise CheckpointError(f"{error}: delete it; the next best result takes its place") from error
-    return int(step) if step_directory(run_dir, int(step)) in step_directories(run_dir) else None
+            return int(step) if step is not None and step in map(step_of, directories) else None
+    return None
 
 
 # --- finding one ------------------------------------------------------------------------------------------------------

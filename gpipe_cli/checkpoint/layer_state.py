@@ -61,7 +61,7 @@ class LayerState:
     def copied(self) -> LayerState:
         """Returns a copy on the CPU."""
         tensors = {name: dict(value) for name, value in vars(self).items() if name != "tied"}
-        return LayerState(**tree_map_only(Tensor, _copy, tensors), tied=self.tied)
+        return LayerState(**tree_map_only(Tensor, copied, tensors), tied=self.tied)
 
 
 # --- between a layer and its state -----------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, sta
             on_device = any(groups[parameter].get(option) for option in ("capturable", "fused"))
             optimizer.state[parameter] = {
                 # torch's own rule: step counters stay on the CPU unless the update runs in a fused or captured kernel
-                state_key: _copy(value, cpu if state_key == "step" and not on_device else parameter.device)
+                state_key: copied(value, cpu if state_key == "step" and not on_device else parameter.device)
                 if isinstance(value, Tensor)
                 else value
                 for state_key, value in values.items()
@@ -180,8 +180,8 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _copy(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Copies to the CPU unless a device is given; contiguous, as a file needs it."""
+def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Returns a copy, on the CPU unless a device is given; contiguous and alone in its memory, as a file needs it."""
     return tensor.detach().to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -79,7 +79,7 @@ def _run(words: Sequence[str]) -> int:
     request = make_request(line.overrides, line.folder)
     from gpipe_cli.planner.search import find_plan  # imports torch
 
-    plan = find_plan(request.settings, request.options, _Progress())
+    plan = find_plan(*request, _Progress())
     show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
     return 0
 
@@ -133,8 +133,7 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
     words = [word for word in run.words if not word.lstrip("+~").startswith(("checkpoint.", "hydra"))]
     if trusted is not None:
         refuse_foreign(plain(composed("plan", words)), trusted, Path(folder))
-    request = make_request([*words, f"pipeline.workers={workers}", "plan.device=this"])
-    planner = Planner(request.settings, request.options)
+    planner = Planner(*make_request([*words, f"pipeline.workers={workers}", "plan.device=this"]))
     plans: dict[str, Any] = {"own": planner.plan().to_json()}
     write_whole(plan_file, json.dumps(plans) + "\n")
     free = [key for key in FREE if key not in ("M", "replicas")]

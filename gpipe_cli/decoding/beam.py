@@ -37,8 +37,7 @@ class Continuation(NamedTuple):
 
 def length_penalty(length: Tensor, exponent: float) -> Tensor:
     """Returns ((length + 5) / 5)^exponent, float64."""
-    penalty: Tensor = ((length.double() + 5) / 5) ** exponent
-    return penalty
+    return ((length.double() + 5) / 5).pow(exponent)
 
 
 class BeamSearch:

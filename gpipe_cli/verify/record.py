@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint.layer_state import LayerState, named_tensors
+from ..checkpoint.layer_state import LayerState, copied, named_tensors
 from ..difference import Gap
 from ..pipeline.messages.grouping import as_tensors
 from ..pipeline.step import StepResult
@@ -148,11 +148,7 @@ class Spill:
         """Writes the tensors of one layer."""
         path = self._path(moment, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = {  # copies, because a file holds neither shared memory nor unusual strides
-            name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
-        save_file(own, path)
+        save_file({name: copied(tensor) for name, tensor in tensors.items()}, path)
 
     def get(self, moment: str, layer: int, *kinds: str) -> dict[str, Tensor]:
         """Returns the tensors of one layer; none where nothing was written.

@@ -222,37 +222,30 @@ class Verification:
         """Checks a recorded step; returns on every worker whether it agrees."""
         record = self._gathered(self._watch.record)
         self._loss = record.loss
-        self._add(number, self._compare, number, record, batch, before, updates)
+
+        def check(checker: Checker) -> list[Quantity]:
+            if number == self._skipped:
+                return checker.unchanged(c.SKIPPED, before, f"held {number}")
+            if batch is None:
+                raise ConfigurationError(f"the data source gave fewer mini-batches when read again: {number - 1}")
+            order = _backward_order(self._assembly, len(batch[0]))
+            ordered = {(r, m): replica[m] for r, replica in enumerate(batch) for m in order}
+            mini_batch = MiniBatch(number - 1, ordered, record.loss_scale)
+            found = checker.step(number, record, mini_batch, before, updates)
+            sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
+            if number == 1 and checker.batchnorms and len(sizes) > 1:
+                self._notes.append(
+                    f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}: another "
+                    "M gives another loss (paper, section 2.2), and that is no error"
+                )
+            return found
+
+        self._add(number, check)
         agrees = bool(self._world.broadcast(lambda: c.agrees(self._compared[number])))
         if agrees and self._checker is not None:
             for moment in (before, f"gradients {number}"):
                 self._spill.drop(moment)
         return agrees
-
-    def _compare(
-        self,
-        checker: Checker,
-        number: int,
-        record: RecordedStep,
-        batch: list[list[MicroBatch]] | None,
-        before: str,
-        updates: int,
-    ) -> list[Quantity]:
-        if number == self._skipped:
-            return checker.unchanged(c.SKIPPED, before, f"held {number}")
-        if batch is None:
-            raise ConfigurationError(f"the data source gave fewer mini-batches when it was read again: {number - 1}")
-        order = _backward_order(self._assembly, len(batch[0]))
-        ordered = {(r, m): replica[m] for r, replica in enumerate(batch) for m in order}
-        mini_batch = MiniBatch(number - 1, ordered, record.loss_scale)
-        found = checker.step(number, record, mini_batch, before, updates)
-        sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
-        if number == 1 and checker.batchnorms and len(sizes) > 1:
-            self._notes.append(
-                f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}: another M "
-                "gives another loss (paper, section 2.2), and that is no error"
-            )
-        return found
 
     def _gathered(self, own: RecordedStep) -> RecordedStep:
         """Returns the record of a step: on rank 0 that of all workers."""

@@ -103,7 +103,7 @@ def spoil(root: Path, *names: str) -> list[str]:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_ends_the_run_with_its_name(workers: int, own_folder: Path) -> None:
     (path,) = spoil(own_folder, "train/n00000000/n00000000_3.JPEG")
-    with pytest.raises(ConfigurationError, match=rf"^{path} is broken \(.*\): replace it"):
+    with pytest.raises(ConfigurationError, match=rf"^{path} is broken \(.*\).*: replace it"):
         first(opened(own_folder, workers=workers).train(None, 1, 0, 1), 3)
     (path,) = spoil(own_folder, "val/n00000000/n00000000_0.JPEG")
     with pytest.raises(ConfigurationError, match=rf"^{path} is broken"):
@@ -247,12 +247,10 @@ def test_what_is_transparent_is_white_and_a_gif_is_its_first_frame(mode: str) ->
         (array((RAMP - 1).astype(np.float32), "TIFF"), r"floats from -1 to 254"),
         (array(np.full((4, 4), np.nan, np.float32), "TIFF"), r"floats from nan to nan"),
         (array((RAMP * 1e6).astype(np.int32), "TIFF"), r"32-bit integers, whose range is not known"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"holds EPS, which is not read \(JPEG, "),
-        (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', r"odd.tif holds SVG, which is not read"),
-        (b"\0\0\0\x1cftypavif\0\0\0\0", r"holds AVIF"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", r"is broken \(Unid.* or none of JPEG, PNG"),
         (b"no picture", r"is broken \(UnidentifiedImageError"),
     ],
-    ids=["floats", "nan", "integers", "a program in PostScript", "SVG", "AVIF", "text"],
+    ids=["floats", "nan", "integers", "a program in PostScript", "text"],
 )
 def test_what_cannot_be_read_right_is_broken(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "odd.tif").write_bytes(content)
