@@ -326,8 +326,5 @@ def test_a_run_its_checkpoints_or_one_of_them_can_be_given(suffix: str, tmp_path
 
 
 def test_a_best_step_that_no_folder_can_have_is_none(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, 0, names_of(layers := make_layers()))
-    writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
-    writer.wait()
-    writer.commit(1, RunState(scalars={"best_step": 1e308}), workers=1)
+    save(tmp_path, 1, make_layers(), best=10**308)
     assert checkpoint_files.best_step(tmp_path) is None

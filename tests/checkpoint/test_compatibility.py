@@ -12,6 +12,7 @@ import parallel_folder
 import pytest
 import tiny_images
 from inline_run import train_inline
+from refusals import refusal_of
 from text_sources import prepared
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible, require_same_data
@@ -69,11 +70,10 @@ def test_a_refused_resume_says_what_differs_and_what_to_type() -> None:
     saved: dict[str, Json] = {"optimizer": {"lr": 1e-5, "name": "a b"}, "pipeline": {"M": 4}}
     info = CheckpointInfo(Path("step_00000001"), 1, RunState(configuration=saved), {}, {})
     now: dict[str, Json] = {"optimizer": {"lr": 0.1, "name": "a b", "eps": None}, "pipeline": {"M": 4, "K": 3}}
-    with pytest.raises(CheckpointError) as caught:
-        require_compatible(info, now)
-    assert "optimizer.lr: 1e-05 in the checkpoint, 0.1 now" in str(caught.value)
-    assert "type: optimizer.lr=1e-05 '~optimizer.eps'" in str(caught.value)
-    assert "type: 'checkpoint.allow_changes=[optimizer.lr,optimizer.eps]'" in str(caught.value)
+    said = refusal_of(require_compatible, info, now, error=CheckpointError)
+    assert "optimizer.lr: 1e-05 in the checkpoint, 0.1 now" in said
+    assert "type: optimizer.lr=1e-05 '~optimizer.eps'" in said
+    assert "type: 'checkpoint.allow_changes=[optimizer.lr,optimizer.eps]'" in said
     require_compatible(info, now, ["optimizer.*"])
 
 
@@ -96,9 +96,7 @@ def test_other_data_are_refused_with_what_to_do_and_may_be_insisted_on(tmp_path:
     same, other, state = known("one"), known("two"), RunState(data_fingerprint="one")
     saved = CheckpointInfo(tmp_path / "checkpoints" / "step_00000001", 1, state, {}, {})
     require_same_data(saved, same, [])
-    with pytest.raises(ConfigurationError) as error:
-        require_same_data(saved, other, ["seed"])
-    said = str(error.value)
+    said = refusal_of(require_same_data, saved, other, ["seed"])
     assert f"{saved.path} was trained on other data" in said and f"checkpoint.init_from={saved.run_dir}\n" in said
     assert "type: 'checkpoint.allow_changes=[seed,data]'" in said
     require_same_data(saved, other, ["data"])

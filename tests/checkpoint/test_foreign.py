@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoint_tools import saved
 from inline_run import train_inline
+from refusals import refusal_of
 from run_files import rows
 from safetensors.torch import save_file
 from tiny_images import CLASSES, image_folder
@@ -89,9 +90,7 @@ def test_what_does_not_fit_is_listed_before_any_step(tmp_path: Path) -> None:
     wrong["embedding.weight"] = torch.zeros(7, 32)
     wrong |= {f"decoder.{number}.rotary": torch.zeros(1) for number in (0, 1)}
     del wrong["softmax.bias"]
-    with pytest.raises(CheckpointError) as error:
-        begun(tmp_path, one_file(tmp_path, wrong))
-    said = str(error.value).split("\n")
+    said = refusal_of(begun, tmp_path, one_file(tmp_path, wrong), error=CheckpointError).split("\n")
     assert said[1] == "1 names of this model are not in it: softmax.bias"
     assert said[2] == "2 of its names are not in this model: decoder.0.rotary, decoder.1.rotary"
     assert said[3] == "1 have other shapes: embedding.weight is [7, 32], this model's [200, 32]"

@@ -19,17 +19,17 @@ from gpipe_cli.checkpoint.writer import CheckpointWriter
 def test_a_resumed_training_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
     layers = tools.make_layers()
     optimizer = tools.OPTIMIZERS[name](tools.parameters_of(layers))
-    tools.train(layers, [optimizer], range(3))
+    tools.train(layers, optimizer, range(3))
     info = tools.save(tmp_path, 3, layers, optimizer)
-    saved = tools.snapshot(layers, [optimizer])
-    tools.train(layers, [optimizer], range(3, 6))
+    saved = tools.snapshot(layers, optimizer)
+    tools.train(layers, optimizer, range(3, 6))
 
     resumed = tools.make_layers(seed=1)
     resumed_optimizer = tools.OPTIMIZERS[name](tools.parameters_of(resumed))
     tools.restore(info, resumed, resumed_optimizer)
-    assert tools.snapshot(resumed, [resumed_optimizer]) == saved
-    tools.train(resumed, [resumed_optimizer], range(3, 6))
-    assert tools.snapshot(resumed, [resumed_optimizer]) == tools.snapshot(layers, [optimizer])
+    assert tools.snapshot(resumed, resumed_optimizer) == saved
+    tools.train(resumed, resumed_optimizer, range(3, 6))
+    assert tools.snapshot(resumed, resumed_optimizer) == tools.snapshot(layers, optimizer)
 
 
 def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from pydantic import TypeAdapter
+from refusals import refusal_of
 
 from gpipe_cli.commands import train
 from gpipe_cli.config import FREE_FORM, TYPED, Settings, known_keys
@@ -32,9 +33,7 @@ MODELS = ["model=transformer", *(option for option in OPTIONS if option.startswi
 
 
 def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        Settings.from_config(composed(*overrides))
-    return str(error.value)
+    return refusal_of(Settings.from_config, composed(*overrides))
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -11,7 +11,6 @@ from processes import command
 from gpipe_cli.terminal.runs import read_run
 
 SCREEN = 24  # lines
-DEVICE = "plan.device={flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10, overhead: abc}"
 CASES = {  # command line to what the answer must contain
     "train pipeline.K=0": "pipeline.K=0: should be greater than or equal to 1",
     "train optimizer.lr=nan": "optimizer.lr=nan",
@@ -30,13 +29,11 @@ CASES = {  # command line to what the answer must contain
     "train checkpoint.init_from=a checkpoint.resume=b": "leave out one of them",
     "train data.pair=klingon": "klingon",
     "train data.batch_size=???": "data.batch_size needs a value: type data.batch_size=…",
-    "train data=parallel_text data.root=nowhere": "data.root",
     "train hydra.run.dir=/dev/null/x": "hydra.run.dir",
     "train pipeline.threads=1000000": "pipeline.threads",
     "train pipeline.workers=100000 pipeline.K=100000": "pipeline.workers",
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
     "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
-    "train optimizer=adam optimizer.eps=abc": "optimizer.eps=abc: should be a valid number",
     "train optimizer=adamw optimizer.eps=[1,2]": "optimizer.eps=[1,2]: should be a valid number",
     "train optimizer.rest.eps=abc": "optimizer.rest.eps=abc: should be a valid number",
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
@@ -44,7 +41,6 @@ CASES = {  # command line to what the answer must contain
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",
     "train data=parallel_text data.root=": "data.root is not set: type data.root=FOLDER",  # $UNSET
     "train data.root=~/a#b": """write key=value, a text as 'data.root="~/a#b"'""",
-    f"export {'a' * 300}": "a/manifest.json: File name too long",
     "train model=amoebanet model.D=1000000000000": "model.D=1000000000000: should be less than or equal to 1048576",
     "train model.L=1.5 model.H=1e12": "model.H=1000000000000.0: should be less than or equal to 1048576",
     "train data.batch_size=1000000000000": "data.batch_size=1000000000000: should be less than or equal to 10000000",
@@ -71,7 +67,6 @@ CASES = {  # command line to what the answer must contain
     "train ~trainer.steps": "trainer.steps is missing",
     "train model._target_=null": "model._target_=null: use the dotted name of what to call",
     "plan 'plan.device={flops: 1e12}'": "plan.device has no memory, bandwidth, link",
-    f"plan '{DEVICE}'": "plan.device.overhead=abc: should be a valid number",
     "plan 'plan.fit=16 apples'": "plan.fit=16 apples: use a number of bytes, as 16GB",
     "plan pipeline.K=99": "pipeline.K=99 but the model has 20 layers",
     "eval split=dev": "which run?",

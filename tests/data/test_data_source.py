@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import parallel_folder
 import pytest
+import text_sources
 import tiny_images
 import torch
-from text_sources import refusal_of
+from refusals import refusal_of
 from tiny_images import write_shards
 from torch.utils.data import Dataset
 
@@ -299,8 +300,9 @@ def test_a_link_that_leads_nowhere_is_refused_by_its_name_and_target(what: str, 
     link = tmp_path / DEAD[what]
     shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
     link.symlink_to("/not/mounted")
-    root, kinds = tmp_path / Path(DEAD[what]).parts[0], {"text": TextFilesSource, "parallel": ParallelTextSource}
-    said = refusal_of(kinds[root.name], root, {}) if root.name in kinds else tiny_images.refusal(root)
+    root = tmp_path / Path(DEAD[what]).parts[0]
+    kind = {"text": TextFilesSource, "parallel": ParallelTextSource}.get(root.name)
+    said = refusal_of(text_sources.prepared, kind, root, {}) if kind else tiny_images.refusal(root)
     assert f"{link} links to /not/mounted, which is not there or unreadable: mount it, or remove the link" in said
 
 

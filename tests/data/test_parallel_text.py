@@ -21,8 +21,9 @@ from babel.messages.pofile import write_po
 from inline_run import train_inline
 from parallel_folder import corpus
 from preparation_jobs import prepare
+from refusals import refusal_of
 from run_files import bytes_of
-from text_sources import defects, places, prepared, refusal_of, sentences
+from text_sources import defects, places, prepared, sentences
 
 from gpipe_cli.data.lines import decoded, reading, texts_in
 from gpipe_cli.data.parallel.folders import PairFiles, columns_of
@@ -40,7 +41,7 @@ def source(root: Path, **changes: Any) -> ParallelTextSource:
 
 
 def refusal(root: Path, **changes: Any) -> str:
-    return refusal_of(ParallelTextSource, root, {**SMALL, **changes})
+    return refusal_of(prepared, ParallelTextSource, root, {**SMALL, **changes})
 
 
 @pytest.fixture
@@ -259,13 +260,9 @@ def test_languages_are_found_or_listed_and_a_missing_one_names_those_that_are_th
     assert "no training text from 'fr' into 'en', only from de, fi, sw" in refusal(opus, languages=["fr"])
 
 
-def test_another_target_language_reverses_the_pairs(root: Path) -> None:
-    made = source(root, target="de")
-    assert [*made.sizes] == ["en"]
-    assert made.held_out("dev")[0].reference == parallel_folder.pairs_of("de", 1, "dev")[0].source
-
-
-def test_a_catalogue_is_turned_by_english_and_a_table_by_its_name(tmp_path: Path) -> None:
+def test_pairs_are_turned_by_their_names_and_a_catalogue_by_english(tmp_path: Path, root: Path) -> None:
+    turned = source(root, target="de").held_out("dev")[0]
+    assert (turned.language, turned.reference) == ("en", parallel_folder.pairs_of("de", 1, "dev")[0].source)
     pairs: Pairs = [(pair.source, pair.target) for pair in parallel_folder.pairs_of("de", 300)]
     write_lines(tmp_path / "po" / "de.po", records(CODES)(pairs)[0])
     write_lines(tmp_path / "tsv" / "de-en" / "train.tsv", ["\t".join(pair) for pair in pairs])
@@ -450,14 +447,6 @@ def test_files_of_different_lengths_are_refused_with_both_numbers(opus: Path) ->
     assert f"{folder}.sw has 120 lines, {folder}.en has 121: they are read line by line" in refusal(opus)
 
 
-def test_a_language_without_a_dev_set_is_trained_on_and_named(opus: Path) -> None:
-    for path in opus.rglob("opus.sw-en-dev.*"):
-        path.unlink()
-    made = source(opus)
-    assert places(made) == [("no_dev", "text", 0)] and made.sizes["sw"] == 120
-    assert {sample.language for sample in made.held_out("dev")} == {"de", "fi"}
-
-
 def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Path, tmp_path: Path) -> None:
     for path in [*opus.rglob("opus.sw-en-*.*"), *opus.rglob("opus.de-en-dev.*")]:
         path.unlink() if "train" not in path.name else None
@@ -487,13 +476,6 @@ def test_dev_text_without_training_text_of_that_name_is_told(opus: Path, caplog:
     assert "opus.sw-en-train.swa is taken as language 'swa', which is not in the name 'sw-en'" in caplog.text
     assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
     assert "are used: found 1 no dev; such as" in caplog.text
-
-
-def test_a_byte_order_mark_is_removed_and_counted(root: Path) -> None:
-    whole = sides_read(source(root))
-    (root / "train.de").write_bytes(b"\xef\xbb\xbf" + (root / "train.de").read_bytes())
-    made = source(root)
-    assert places(made) == [("byte_order_mark", "train.de", 1)] and sides_read(made) == whole
 
 
 def test_pairs_that_are_held_out_are_dropped_copied_ones_are_kept_and_both_are_counted(root: Path) -> None:
@@ -553,17 +535,6 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         counts += f"{root}/train.de, line 7: source is empty; which ones: "
         assert [text.startswith(counts) and text.endswith("defects.json") for text in said] == [True]
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
-
-
-def test_a_run_names_its_files_on_the_command_line(downloads: Path, tmp_path: Path) -> None:
-    files = f'data.train={{de: [{downloads}/Europarl.de-en.de, "{downloads}/WMT*.de"]}}'
-    command = ["debug=tiny", "data=parallel_text", files, f"data.cache_dir={tmp_path}", "trainer.steps=1"]
-    command += ["data.held_out=0", "data.target_vocabulary=9000"]  # without any dev set, of more pieces than there are
-    summary, events = train_inline(tmp_path / "run", *command)
-    said = [event["text"] for event in events if event["kind"] == "warning"]
-    assert summary["steps"] == 1 and said[0].startswith(
-        "parallel text: 300 of 300 training pairs are used: found 1 no dev"
-    )
 
 
 def test_prepared_text_is_planned_by_the_lengths_of_its_own_mini_batches_for_every_seed(root: Path) -> None:

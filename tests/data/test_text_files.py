@@ -15,8 +15,9 @@ import pytest
 import zstandard
 from composed import composed
 from inline_run import train_inline
+from refusals import refusal_of
 from run_files import array_file, bytes_of
-from text_sources import places, prepared, refusal_of
+from text_sources import places, prepared
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource
@@ -53,7 +54,7 @@ def source(root: Path, **changes: Any) -> TextFilesSource:
 
 
 def refusal(root: Path, **changes: Any) -> str:
-    return refusal_of(TextFilesSource, root, {**SMALL, **changes})
+    return refusal_of(prepared, TextFilesSource, root, {**SMALL, **changes})
 
 
 def ids(tokens: Any) -> list[int]:

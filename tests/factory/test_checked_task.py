@@ -40,10 +40,8 @@ def test_right_answers_and_optional_attributes_pass() -> None:
     task = CheckedTask(Answers((NUMBER, torch.ones(2)), ("correct", "examples")), "mine.Task")
     assert task.loss((), ())[0] is NUMBER
     assert task.predicted == "an attribute of its own" and task.generation is None
-    assert CheckedTask(Answers(torch.ones(2), metrics=("nll", "correct")), "mine.Task").evaluate((), ()).tolist() == [
-        1,
-        1,
-    ]
+    judge = CheckedTask(Answers(torch.ones(2), metrics=("nll", "correct")), "mine.Task")
+    assert judge.evaluate((), ()).tolist() == [1, 1]
 
 
 def test_fewer_classes_than_the_data_have_are_named() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from composed import checked
+from refusals import refusal_of
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_model, build_trackers, try_lr_schedule
@@ -37,9 +38,8 @@ def test_a_wrong_target_is_refused_with_its_cause(number: int, tmp_path: Path, m
     path, target = tmp_path / f"mine_{number}.py", target.format(n=number)
     path.write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigurationError) as error:
-        build_model({"_target_": target, "depth": 3})
-    assert str(error.value) == f"model._target_={target} {said.format(n=number, path=path)}"
+    told = refusal_of(build_model, {"_target_": target, "depth": 3})
+    assert told == f"model._target_={target} {said.format(n=number, path=path)}"
 
 
 def test_what_computes_no_rate_or_tracks_nothing_is_refused() -> None:

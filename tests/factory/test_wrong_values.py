@@ -2,18 +2,16 @@
 
 import pytest
 from composed import checked, composed
+from refusals import refusal_of
 
 from gpipe_cli.config import Settings
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import refuse_wrong_values
 
 INTEGER, LEAST = "should be a valid integer", "should be greater than or equal to"
 
 
 def refusal(*words: str) -> str:
-    with pytest.raises(ConfigurationError) as error:
-        refuse_wrong_values(Settings.from_config(composed(*words)))
-    return str(error.value)
+    return refusal_of(refuse_wrong_values, Settings.from_config(composed(*words)))
 
 
 @pytest.mark.parametrize(
@@ -26,10 +24,8 @@ def refusal(*words: str) -> str:
         (["model.dropout=1.0"], "model.dropout=1.0: should be less than 1"),
         (["data.languages=7"], "data.languages=7: use a list or null"),
         (["data.languages=[de,false]"], "data.languages=[de,false]: should be a valid string or null; YAML reads no"),
-        (["data.languages=fr"], "data.languages=fr: use a list or null"),
         (["data.languages=[fr,fr]"], "data.languages=[fr,fr]: should name each once or null"),
         (["data.max_length=1e12"], "data.max_length=1000000000000.0: should be less than or equal to 65535"),
-        (["data.batch_size=1e12"], "data.batch_size=1000000000000.0: should be less than or equal to 100000000"),
         (["task.logit_clip=0"], "task.logit_clip=0: should be greater than 0 or null"),
         (["optimizer=rmsprop_tf", "optimizer.eps=-1"], f"optimizer.eps=-1: {LEAST} 0"),
         (["lr_schedule=cosine", "lr_schedule.steps=null"], f"lr_schedule.steps=null: {INTEGER}"),

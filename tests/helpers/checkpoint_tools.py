@@ -40,15 +40,14 @@ def names_of(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     return {name: [parameter for parameter, _ in layer.named_parameters()] for name, layer in layers.items()}
 
 
-def train(layers: Layers, optimizers: Sequence[Optimizer], steps: Sequence[int]) -> None:
+def train(layers: Layers, optimizer: Optimizer, steps: Sequence[int]) -> None:
     for step in steps:
         hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         for layer in layers.values():
             hidden = layer(hidden)
         hidden.square().mean().backward()  # type: ignore[no-untyped-call]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save(
@@ -85,13 +84,12 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def snapshot(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str, object]:
+def snapshot(layers: Layers, optimizer: Optimizer) -> dict[str, object]:
     """Returns everything that must be restored bit for bit, by name."""
     found: dict[str, object] = {}
     for name, layer in layers.items():
         found.update({f"{name}.{key}": bits(tensor) for key, tensor in layer.state_dict().items()})
         for key, parameter in layer.named_parameters():
-            for optimizer in optimizers:
-                for entry, value in optimizer.state.get(parameter, {}).items():
-                    found[f"{name}.{key}:{entry}"] = bits(value) if isinstance(value, Tensor) else value
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}.{key}:{entry}"] = bits(value) if isinstance(value, Tensor) else value
     return found

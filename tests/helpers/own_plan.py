@@ -14,8 +14,7 @@ from gpipe_cli.tasks.base import Task
 
 
 def planned(*overrides: str) -> Plan:
-    request = make_request(overrides)
-    return Planner(request.settings, request.options).plan()
+    return Planner(*make_request(overrides)).plan()
 
 
 EVEN = "model._target_=own_plan.even_layers"

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pytest
 
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.store import Store
-from gpipe_cli.errors import ConfigurationError
 
 Kind = TypeVar("Kind")
 
@@ -20,13 +18,6 @@ def prepared(kind: Callable[..., Kind], root: Path, settings: Mapping[str, Any])
     made: Any = kind(str(root), **{"cache_dir": str(root.parent / "cache"), **settings})
     made.prepare(no_report)
     return made  # type: ignore[no-any-return]  # sources have no common base class
-
-
-def refusal_of(kind: Callable[..., object], root: Path, settings: Mapping[str, Any]) -> str:
-    """Returns the message with which `prepared` refuses."""
-    with pytest.raises(ConfigurationError) as error:
-        prepared(kind, root, settings)
-    return str(error.value)
 
 
 def defects(made: Any) -> dict[str, Any]:

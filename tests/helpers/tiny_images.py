@@ -9,16 +9,17 @@ import json
 import pickle
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refusal_of
 
 from gpipe_cli.data.images.source import ImageSource
 from gpipe_cli.data.source import no_report
-from gpipe_cli.errors import ConfigurationError
 
 CLASSES = 3
 COLOURS = ((200, 40, 40), (40, 200, 40), (40, 40, 200))
@@ -113,11 +114,7 @@ def opened(root: Path, **changes: Any) -> ImageSource:
     return source
 
 
-def refusal(root: Path, **changes: Any) -> str:
-    """Returns the message with which `opened` refuses."""
-    with pytest.raises(ConfigurationError) as error:
-        opened(root, **changes)
-    return str(error.value)
+refusal = partial(refusal_of, opened)
 
 
 def accept_any_cifar(monkeypatch: pytest.MonkeyPatch) -> None:

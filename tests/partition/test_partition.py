@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import combinations, pairwise
 
 import pytest
+from refusals import refusal_of
 
 from gpipe_cli.partition.partition import PartitionError, cell_layers, partition
 
@@ -74,10 +75,8 @@ class TestBothObjectives:
         assert (len(sizes), sum(sizes), min(sizes) >= 1) == (K, 3326, True)
 
     def test_more_cells_than_layers(self, objective: str) -> None:
-        with pytest.raises(PartitionError) as caught:
-            partition([1.0] * 14, 16, objective)
-        message = "pipeline.K=16 but the model has 14 layers: use pipeline.K<=14 or a deeper model"
-        assert str(caught.value) == message
+        told = refusal_of(partition, [1.0] * 14, 16, objective, error=PartitionError)
+        assert told == "pipeline.K=16 but the model has 14 layers: use pipeline.K<=14 or a deeper model"
 
 
 def test_sizes_that_are_given_are_taken_as_they_are() -> None:

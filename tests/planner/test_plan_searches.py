@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-import pytest
 from own_plan import OWN, planned
+from refusals import refusal_of
 
 from gpipe_cli.commands.plan import make_request, words_of
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.search import find_plan, micro_batch_counts
@@ -19,14 +19,10 @@ ELEVEN = (*OWN, "model.layers=11", "data.batch_size=8")  # 1, 2, 3, 4, 6 and 8 a
 
 
 def asked(*overrides: str) -> Plan:
-    request = make_request(overrides)
-    return find_plan(request.settings, request.options)
+    return find_plan(*make_request(overrides))
 
 
-def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        asked(*overrides)
-    return str(caught.value)
+refusal = partial(refusal_of, asked)
 
 
 def typed_plans(*overrides: str, workers: Sequence[int], **others: Sequence[Any]) -> list[Plan]:

@@ -3,7 +3,6 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import own_model
 import pytest
@@ -33,10 +32,6 @@ def train(folder: Path, *words: str) -> Path:
         return run_dir
     succeeded(command("train", *COMMON, f"hydra.run.dir={run_dir}", *words, cwd=folder))
     return run_dir
-
-
-def evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    return rows(run_dir / "evaluations.jsonl")
 
 
 def same_bits(one: Path, other: Path, step: int = 20) -> bool:
@@ -100,7 +95,7 @@ def test_two_replicas_train_as_one_pipeline_on_the_joined_mini_batch(tmp_path: P
     one = train(tmp_path / "one", *common, "pipeline.workers=1", "pipeline.M=4")
     two = train(tmp_path / "two", *common, "pipeline.workers=2", "pipeline.M=2", "pipeline.replicas=2")
     assert losses(two) == pytest.approx(losses(one), rel=1e-4)
-    first, last = ([evaluations(run)[place]["nll"] for run in (one, two)] for place in (0, -1))
+    first, last = ([rows(run / "evaluations.jsonl")[place]["nll"] for run in (one, two)] for place in (0, -1))
     assert first[1] == pytest.approx(first[0], rel=1e-5)
     assert last[1] == pytest.approx(last[0], rel=1e-3)
 

@@ -17,7 +17,6 @@ from gpipe_cli.metrics.records import Progress
 from gpipe_cli.pipeline.step import StepResult
 from gpipe_cli.trainer.nonfinite import adjust_scale
 
-STEPS = 2
 TINY = (
     *("debug=tiny", "trainer.evaluate_first=false", "trainer.evaluate_every=null", "checkpoint.every=null"),
     *("model.dropout=0.1", "task.generation=null"),
@@ -25,7 +24,7 @@ TINY = (
 BOUNDARIES = ("precision=bf16", "precision.boundaries=bfloat16")
 
 
-def trained(run_dir: Path, *words: str, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(run_dir: Path, *words: str, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Returns the losses of a run and all tensors of its last checkpoint."""
     train_inline(run_dir, *TINY, f"trainer.steps={steps}", *words)
     return losses(run_dir), saved(run_dir, steps)

@@ -9,6 +9,7 @@ import torch
 from checkpoint_tools import changed, saved
 from inline_run import train_inline
 from own_model import WORDS, Ending
+from refusals import refusal_of
 from run_files import rows
 from torch import nn
 from torch.optim import lr_scheduler
@@ -16,7 +17,6 @@ from torch.optim import lr_scheduler
 from gpipe_cli.checkpoint.compatibility import require_compatible
 from gpipe_cli.checkpoint.files import find, read_manifest, step_directory
 from gpipe_cli.checkpoint.writer import CheckpointWriter
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule
 from gpipe_cli.launch.context import Context
 from gpipe_cli.trainer.update import replay
@@ -32,9 +32,7 @@ def go_on(folder: Path, *words: str) -> int:
 
 
 def test_another_number_of_steps_is_refused_where_a_layer_goes_by_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        go_on(tmp_path, *WORDS, "++model.middle=Fading")
-    said = str(error.value)
+    said = refusal_of(go_on, tmp_path, *WORDS, "++model.middle=Fading")
     assert "trainer.steps: 1 in the checkpoint, 2 now" in said and "type: trainer.steps=1" in said
     assert "what these layers do (begin_step): middle" in said
 
@@ -166,17 +164,13 @@ def make(kind: str, section: dict[str, Any]) -> tuple[torch.optim.Optimizer, Any
     return optimizer, build_lr_schedule(section, optimizer)
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
 def course(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[Any]:
     """Returns all settings of the groups after each step."""
     found = []
     for _ in range(steps):
         optimizer.step()
         schedule.step()
-        found.append(settings_of(optimizer))
+        found.append([{key: of for key, of in group.items() if key != "params"} for group in optimizer.param_groups])
     return found
 
 
@@ -213,6 +207,4 @@ def test_no_schedule_of_torch_is_forgotten_here() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_training(target: str, message: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        make("sgd", {"_target_": target})
-    assert message in str(error.value)
+    assert message in refusal_of(make, "sgd", {"_target_": target})

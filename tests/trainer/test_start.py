@@ -67,15 +67,7 @@ def test_a_source_without_any_mini_batch_is_named() -> None:
 FIRST: MicroBatch = (torch.zeros(38, 16, dtype=torch.int64),), (torch.zeros(38, 8, dtype=torch.int64),)
 
 
-class Unknown(Source):
-    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        raise AssertionError("no data are read")
-
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        raise AssertionError("no data are read")
-
-
-class Sentences(Unknown):
+class Sentences(Given):
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         shapes = [torch.empty(96 // micro_batches, length, dtype=torch.int64, device="meta") for length in (24, 16)]
         return ((shapes[0],), (shapes[1],)), 96
@@ -89,7 +81,7 @@ def test_the_cut_is_made_for_the_usual_lengths_of_sentences_whatever_those_of_th
 
 
 def test_a_source_that_knows_no_usual_lengths_reads_nothing_for_the_cut() -> None:
-    assert usual_micro_batch(Unknown(), FIRST, make_request([]).settings.pipeline) is FIRST
+    assert usual_micro_batch(Given(), FIRST, make_request([]).settings.pipeline) is FIRST
 
 
 def marks(change: int | None) -> Any:

@@ -11,7 +11,7 @@ import torch
 from late_device import LATE, NAME, runs_on
 from own_model import DIGITS
 from planted_faults import verified
-from processes import command
+from processes import command, succeeded
 
 from benchmarks.subject import SUBJECT
 from gpipe_cli.commands import verify
@@ -103,10 +103,9 @@ def test_compiled_layers_are_the_plain_loop(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.slow
 def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
     words = ["pipeline.workers=2", "pipeline.replicas=2", "verify.dtype=float64"]
-    done = command("verify", f"hydra.run.dir={tmp_path / 'run'}", *SUBJECT, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the pipelined run is the plain one" in done.stdout.splitlines()[-1]
     run_dir = tmp_path / "run"
+    said = succeeded(command("verify", f"hydra.run.dir={run_dir}", *SUBJECT, *words))
+    assert "the pipelined run is the plain one" in said.splitlines()[-1]
     assert json.loads((run_dir / "verify.json").read_text())["agrees"]
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "metrics.jsonl").exists()
 
@@ -115,9 +114,8 @@ def test_workers_and_replicas_agree_with_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["transformer", "transformer_lm_small", pytest.param("amoebanet", marks=SLOWER)])
 def test_both_families_are_the_plain_loop(family: str, tmp_path: Path) -> None:
     words = (f"hydra.run.dir={tmp_path / 'run'}", "debug=tiny", f"model={family}")
-    done = command("verify", *words, "pipeline.K=2", "pipeline.workers=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("OK")
+    said = succeeded(command("verify", *words, "pipeline.K=2", "pipeline.workers=2"))
+    assert said.splitlines()[-1].startswith("OK")
 
 
 def test_the_exit_code_of_a_difference_is_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
