@@ -9,6 +9,9 @@ each followed by a norm. An operation that starts with a ReLU expects its input 
 all operations on one state share one activated copy of it.
 """
 
+# A module's call returns Any, as torch declares it:
+# mypy: no-warn-return-any
+
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,6 +5,9 @@ passes the others on. Attention is 64·A wide, whatever the width d of the model
 `decode` is the forward pass of the next tokens alone; it keeps in `cache` what it needs of the earlier ones.
 """
 
+# A module's call returns Any, as torch declares it:
+# mypy: no-warn-return-any
+
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

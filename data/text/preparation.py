@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,10 @@ class TextPreparation:
 
     def _train_vocabulary(self, run_all: RunAll) -> None:
         form, texts, unusable = self.form, list[str](), list[Defect]()
-        for done, (sample, first) in enumerate(run_all(sample_texts, self._sample_jobs())):
+        sizes = [file.stat().st_size for file in self.files]
+        samples = (min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES) for size in sizes)  # twice its share
+        jobs = zip(self.files, samples, repeat(form))
+        for done, (sample, first) in enumerate(run_all(sample_texts, jobs)):
             self.report("text: reading it for the vocabulary", done, len(self.files))
             texts += sample
             unusable += first
@@ -151,13 +154,6 @@ class TextPreparation:
         arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
         with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
-
-    def _sample_jobs(self) -> Iterator[tuple[Path, int, TextForm]]:
-        """Yields the jobs; a file's sample is twice its share of the texts, judged by its size."""
-        sizes = [file.stat().st_size for file in self.files]
-        for file, size in zip(self.files, sizes, strict=True):
-            wanted = min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES)
-            yield file, wanted, self.form
 
     def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
         """Makes the ids of all pieces; returns their descriptions."""

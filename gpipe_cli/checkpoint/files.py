@@ -304,7 +304,7 @@ def best_step(run_dir: Path) -> int | None:
     for directory in reversed(directories):
         with suppress(CheckpointError):
             step = read_manifest(directory).state.scalars.get("best_step")
-            return int(step) if step is not None and step in map(step_of, directories) else None
+            return int(step) if step is not None and step in [*map(step_of, directories)] else None
     return None
 
 
