@@ -6,7 +6,7 @@ They show that a model learns; they are no benchmark, because 360 test images ca
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,15 +16,16 @@ from torch.nn import functional as F
 
 from ...micro_batch import MicroBatch
 from ...typed_section import Part, Pixels
-from ..source import Batch, Report, Source, evaluation_parts, permutation, read_ahead, slices_of_replica
+from ..source import Batch, Report, permutation, read_ahead, slices_of_replica
+from ..torch_datasets import DatasetSource, Key
 from .source import typical_images
 
 CLASSES: Literal[10] = 10
-TRAINING_IMAGES = 1437  # the 360 after them are mostly of writers who are not in the training set
+TRAINING_IMAGES, TEST_IMAGES = 1437, 360  # these are mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
 
-class DigitsSource(Source):
+class DigitsSource(DatasetSource):
     """Yields mini-batches of digits, enlarged, and in training slightly rotated, moved and scaled.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged;
@@ -50,7 +51,9 @@ class DigitsSource(Source):
         scale: Annotated[float, Field(ge=0, le=0.9)] = 0.1,
         seed: int = 0,
     ) -> None:
-        self._batch_size, self._image_size, self._seed = batch_size, image_size, seed
+        train, test = (cast(Any, range(images)) for images in (TRAINING_IMAGES, TEST_IMAGES))
+        super().__init__(train, test, batch_size, seed=seed)
+        self._image_size = image_size
         self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
 
     def prepare(self, report: Report) -> None:
@@ -71,21 +74,11 @@ class DigitsSource(Source):
         slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
-    def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields the test images in order, unchanged; the last mini-batch may have fewer micro-batches."""
-        images, labels = self._images[TRAINING_IMAGES:], self._labels[TRAINING_IMAGES:]
-        for parts in evaluation_parts(len(images), self._batch_size, M):
-            yield Batch([_micro_batch(images[part], labels[part]) for part in parts], parts[0].start)
-
-    def epoch(self, position: Any) -> float:
-        """Returns how often the training images were read up to `position`."""
-        start = position or {"epoch": 0, "batch": 0}
-        return float(start["epoch"] + start["batch"] / self._batches)
-
-    @property
-    def _batches(self) -> int:
-        """Returns the number of mini-batches of an epoch; one that would not be full is left out."""
-        return TRAINING_IMAGES // self._batch_size
+    def _load(self, examples: Any, keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
+        """Returns test images, unchanged."""
+        for of_one in keys:
+            numbers = [TRAINING_IMAGES + index for _, index in of_one]
+            yield _micro_batch(self._images[numbers], self._labels[numbers])
 
     def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
         for current in count(epoch):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
@@ -108,20 +108,11 @@ def _of_safetensors(file: Path) -> dict[str, SavedTensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            names = list(opened.keys())
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+        opened: Any = safe_open(file, framework="pt", device="cpu")  # as long as one of its tensors may be read
+        shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is no safetensors file, or a damaged one ({error})") from error
-    return {name: SavedTensor(shape, partial(_read_safetensors, file, name)) for name, shape in shapes.items()}
-
-
-def _read_safetensors(file: Path, name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt", device="cpu") as opened:
-        tensor: Tensor = opened.get_tensor(name).clone()
-    return tensor
+    return {name: SavedTensor(shape, partial(opened.get_tensor, name)) for name, shape in shapes.items()}
 
 
 def _of_torch(file: Path) -> dict[str, SavedTensor]:

@@ -35,8 +35,7 @@ def evaluated(folder: Path, *words: str) -> dict[str, Any]:
     """Returns the report of gpipe-eval."""
     output = folder / "again"
     assert main([f"checkpoint={folder}", f"output={output}", *INLINE, *words]) == 0
-    report: dict[str, Any] = json.loads((output / "evaluation.json").read_text())
-    return report
+    return dict(json.loads((output / "evaluation.json").read_text()))
 
 
 # -- evaluating ----------------------------------------------------------------------------------------------------

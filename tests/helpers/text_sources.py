@@ -22,8 +22,7 @@ def prepared(kind: Callable[..., Kind], root: Path, settings: Mapping[str, Any])
 
 def defects(made: Any) -> dict[str, Any]:
     """Returns what the preparation of a source has noted of lines that cannot be used."""
-    said: dict[str, Any] = json.loads((made._store.folder / "defects.json").read_text())
-    return said
+    return dict(json.loads((made._store.folder / "defects.json").read_text()))
 
 
 def places(made: Any) -> list[tuple[str, str, int]]:
