@@ -59,8 +59,7 @@ class DatasetSource(Source):
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
-        remainder = 0 if self._drop_last else self._count % self._batch_size
-        for size in (self._batch_size, remainder or self._batch_size):
+        for size in (self._batch_size, self.fewest_examples(1)):
             slices_of_replica(size, M, replica, replicas, "data.batch_size (or set data.drop_last)")
         start = position or {"epoch": 0, "batch": 0}
         loaded = self._load(self._train_set, self._keys(start["epoch"], start["batch"], M, replica, replicas))
@@ -84,7 +83,7 @@ class DatasetSource(Source):
         loaded = self._load(self._evaluation_set, iter(keys))
         return (Batch(list(islice(loaded, len(parts))), parts[0].start) for parts in batches)
 
-    def fewest_examples(self, micro_batches: int) -> int | None:
+    def fewest_examples(self, micro_batches: int) -> int:
         """Returns the examples of an epoch's smallest micro-batch, which is in its last mini-batch."""
         remainder = 0 if self._drop_last else self._count % self._batch_size
         return (remainder or self._batch_size) // micro_batches

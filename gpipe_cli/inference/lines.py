@@ -5,7 +5,7 @@ Only rank 0 reads and emits; it tells the others whether there are more lines.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -46,7 +46,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
     answerer = Answerer(context, assembly, assemble_decoder(assembly, generation), beam=generation.beam)
     answerer.answer_all(config["input"], generation.group * settings.pipeline.M)
-    return answerer.counts()
+    return answerer.counts
 
 
 def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
@@ -78,7 +78,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
         answerer.answer([config["prompt"]])
     else:
         answerer.answer_all(config["input"], assembly.settings.pipeline.M)
-    return answerer.counts()
+    return answerer.counts
 
 
 def _window(assembly: Assembly) -> int:
@@ -95,7 +95,7 @@ class Answerer:
         beam: of the decoder.
         samples: texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
-        answered, left_out, cut: lines so far, on rank 0.
+        counts: on rank 0, of "lines" so far, of those with more than "most" tokens ("left_out"), and of those "cut".
     """
 
     context: Context
@@ -104,13 +104,7 @@ class Answerer:
     beam: int = 1
     samples: int = 1
     begin: int | None = None
-    answered: int = 0
-    left_out: int = 0
-    cut: int = 0
-
-    def counts(self) -> dict[str, int]:
-        """Returns, on rank 0, the number of "lines", of those with more than "most" tokens ("left_out"), and "cut"."""
-        return {"lines": self.answered, "left_out": self.left_out, "most": MOST_TOKENS, "cut": self.cut}
+    counts: dict[str, int] = field(default_factory=lambda: {"lines": 0, "left_out": 0, "most": MOST_TOKENS, "cut": 0})
 
     def answer_all(self, pipe: str, at_once: int) -> None:
         """Answers all lines of a pipe.
@@ -119,9 +113,7 @@ class Answerer:
             pipe: its path; its lines are UTF-8.
             at_once: lines that are answered together, at most.
         """
-        reader = None
-        if self.assembly.world.rank == 0:
-            reader = PipeReader(pipe, self.context.stop_requested)
+        reader = PipeReader(pipe, self.context.stop_requested) if self.assembly.world.rank == 0 else None
         while True:
             lines = reader.read(at_once) if reader is not None else None
             if not self.assembly.world.broadcast(partial(bool, lines is not None)):
@@ -140,9 +132,9 @@ class Answerer:
         found = self.decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self.beam)
         if codec is None or not lines:
             return
-        self.answered += len(lines)
-        self.cut += sum(hypothesis.cut for hypothesis in found)
-        self.left_out += sum(len(ids) > MOST_TOKENS for ids in asked.values())
+        self.counts["lines"] += len(lines)
+        self.counts["cut"] += sum(hypothesis.cut for hypothesis in found)
+        self.counts["left_out"] += sum(len(ids) > MOST_TOKENS for ids in asked.values())
         known, texts, log_probabilities = dict(zip(places, found, strict=True)), list[str](), list[float]()
         for n, sample in product(range(len(lines)), range(self.samples)):
             hypothesis = known.get((n, sample), Hypothesis([], 0.0))
@@ -154,7 +146,7 @@ class Answerer:
 
     def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
         """Returns the token ids that the decoder reads for a line of this call."""
-        return ids if self.begin is None else Prompt([self.begin, *ids], self.answered + line, sample)
+        return ids if self.begin is None else Prompt([self.begin, *ids], self.counts["lines"] + line, sample)
 
 
 class PipeReader:

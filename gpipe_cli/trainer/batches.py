@@ -278,28 +278,21 @@ class TrainingBatches:
                         raise
                     self.failure = error  # raised when the step that has ended is recorded and saved
                     self.pipeline.write_plan([])
-        message, limit = self.pipeline.message, self._limit_reached() if self.pipeline.world.rank == 0 else ""
-        if limit:
-            message.write_flag(limit, True)
+        message, shares = self.pipeline.message, self._shares_done() if self.pipeline.world.rank == 0 else {}
+        if reached := next((limit for limit, share in shares.items() if share >= 1), ""):
+            message.write_flag(reached, True)
         message.write_flag("request", self.stop_requested())
-
-    def _limit_reached(self) -> str:
-        limit = self.settings.seconds
-        if limit is not None and time.monotonic() - self._began >= limit:
-            return "time limit"
-        return "epochs" if (self._share_of_epochs() or 0.0) >= 1 else ""
 
     def share_done(self, step: int) -> float | None:
         """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""
-        settings, shares = self.settings, [self._share_of_epochs()]
-        if settings.steps is not None:
-            shares.append(step / settings.steps)
-        if settings.seconds is not None:
-            shares.append((time.monotonic() - self._began) / settings.seconds)
-        return max((share for share in shares if share is not None), default=None)
+        steps = self.settings.steps
+        return max([*self._shares_done().values(), *([] if steps is None else [step / steps])], default=None)
 
-    def _share_of_epochs(self) -> float | None:
-        epochs, source = self.settings.epochs, self.source
-        if epochs is None or source is None or self.position is None:
-            return None
-        return source.epoch(self.position) / epochs
+    def _shares_done(self) -> dict[str, float]:
+        """Returns the share of each limit but the number of steps, as far as it is known here."""
+        seconds, epochs, found = self.settings.seconds, self.settings.epochs, dict[str, float]()
+        if seconds is not None:
+            found["time limit"] = (time.monotonic() - self._began) / seconds
+        if epochs is not None and self.source is not None and self.position is not None:
+            found["epochs"] = self.source.epoch(self.position) / epochs
+        return found
