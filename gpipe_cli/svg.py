@@ -123,7 +123,8 @@ class Curve:
     points: Sequence[tuple[float, float]]
 
 
-_LOOKS = {  # of a role: colour, width, dashes, whether points have dots
+Look = tuple[str, float, str, bool]  # colour, width, dashes, whether points have dots
+_LOOKS: dict[str, Look] = {  # of a role
     "ours": ("blue", 2.2, "", True),
     "smooth": ("blue", 2.2, "", False),
     "paper": ("orange", 1.8, "", True),
@@ -163,12 +164,7 @@ def plot(curves: Sequence[Curve], axes: tuple[str, str], title: str, from_zero: 
 
 
 def _panel(
-    drawing: Drawing,
-    place: Bar,
-    name: str,
-    curves: Sequence[Curve],
-    looks: dict[str, tuple[str, float, str, bool]],
-    from_zero: bool,
+    drawing: Drawing, place: Bar, name: str, curves: Sequence[Curve], looks: dict[str, Look], from_zero: bool
 ) -> None:
     left, top, wide, tall = place
     points = [(x, y) for curve in curves for x, y in curve.points if isfinite(y)] or [(0.0, 0.0), (1.0, 1.0)]

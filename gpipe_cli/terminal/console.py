@@ -42,8 +42,8 @@ log = logging.getLogger("gpipe_cli")
 Event = Mapping[str, Any]
 
 
-class Console:
-    """Prints events; a context manager, so that the progress bar is always removed.
+class Console(logging.Handler):
+    """Prints events, and warnings that are logged; a context manager, so that the progress bar is always removed.
 
     Args:
         every: steps between progress lines.
@@ -53,6 +53,7 @@ class Console:
     """
 
     def __init__(self, every: int, mode: Literal["auto", "plain"], silent: bool = False, brief: bool = False) -> None:
+        super().__init__(logging.WARNING)
         self._every, self._silent, self._brief, self._lost = every, silent, brief, False
         self._rich = RichConsole(highlight=False, markup=False, soft_wrap=True)
         self._bar: Progress | None = None
@@ -62,15 +63,19 @@ class Console:
             self._task = self._bar.add_task("training", line="")  # shown from the first step on
         self._began: tuple[float | None, float] | None = None  # share done at the first step, and its time
         self._last_line = self._last_preparation = -LONGEST_SILENCE_SECONDS
-        self._warnings = _WarningsToConsole(self)
 
     def __enter__(self) -> Console:
-        logging.getLogger().addHandler(self._warnings)
+        logging.getLogger().addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger().removeHandler(self._warnings)
+        logging.getLogger().removeHandler(self)
         self._stop_bar()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a warning of the launcher or of a library, above the progress bar."""
+        if not getattr(record, "shown", False):
+            self._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
 
     def _stop_bar(self) -> None:
         if self._bar:
@@ -203,15 +208,3 @@ def _figures(event: Event, seconds_left: float | None) -> str:
     if seconds_left is not None:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
-
-
-class _WarningsToConsole(logging.Handler):
-    """Prints warnings of the launcher and of libraries, above the progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "shown", False):
-            self._console._print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")

@@ -104,7 +104,7 @@ def assemble_model(
     if not asks_for_example(settings.model):  # before a corpus is prepared, which takes minutes
         builders = list_layers(context, settings, world, trains, journal.message)
     with context.where.doing("preparing the data"):
-        source = open_source(settings, world, journal, context.stop_requested, context.emit)
+        source = open_source(context, settings, world, journal)
     with context.where.doing("reading the first mini-batch"):
         read = first_batch(cast(Source, source), config.M, world.replicas) if world.rank == 0 else None
     if builders is None:

@@ -17,6 +17,7 @@ from ..distributed.pipeline import WorkerPipeline
 from ..distributed.world import World
 from ..errors import ConfigurationError, PlainError
 from ..factory.build import build_source
+from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 
@@ -25,20 +26,11 @@ PREPARATION_TIMEOUT = timedelta(days=365)
 # -- opening the source ------------------------------------------------------------------------------------------------
 
 
-def open_source(
-    settings: Settings,
-    world: World,
-    journal: Notices,
-    stop_requested: Callable[[], bool],
-    emit: Callable[[dict[str, Any]], None],
-) -> Source | None:
+def open_source(context: Context, settings: Settings, world: World, journal: Notices) -> Source | None:
     """Makes and prepares the data source; every worker calls it at the same time.
 
     Its warnings are shown on the console: while it prepares, those of rank 0 only, because the other readers find the
     same; later, those of every reader.
-
-    Args:
-        emit: passes an event to the console.
 
     Returns:
         The source on the first worker of each replica, None elsewhere.
@@ -50,15 +42,15 @@ def open_source(
     source = build_source(settings.data, settings.seed, settings.task) if world.reads_data else None
 
     def report(text: str, done: int, total: int) -> None:
-        if stop_requested():
+        if context.stop_requested():
             raise PlainError("ended while the data were prepared: the next run begins with them anew")
         journal.preparation(text, done, total)
 
     if source is not None and world.rank == 0:
-        forward_warnings(source, emit)
+        forward_warnings(source, context.emit)
     prepare_in_turn(source, world, report)
     if source is not None:
-        forward_warnings(source, emit)
+        forward_warnings(source, context.emit)
         if settings.trainer.epochs is not None:
             source.epoch(None)  # refused by a source that does not count them
     return source

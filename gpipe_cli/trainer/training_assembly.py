@@ -48,8 +48,8 @@ def assemble_training(
     updater = make_updater(assembly)
     if resumed is not None:
         with context.where.doing("reading the checkpoint"):
-            restore(config, assembly, updater, journal, resumed)
-    saver = make_saver(context, config, assembly, updater, journal, resumed)
+            restore(config, updater, journal, resumed)
+    saver = make_saver(context, config, assembly, updater, resumed)
     if assembly.world.rank == 0:
         prepare_directory(context.run_dir, resumed)
     progress, position = Progress(), None
@@ -62,15 +62,9 @@ def assemble_training(
         cell.guard_buffers()
     assembly.pipeline.ties.spread()
     begin_scale(progress, settings.precision.loss_scale)
-    return Trainer(
-        assembly=assembly,
-        batches=TrainingBatches(settings.trainer, assembly.pipeline, assembly.source, position, context.stop_requested),
-        updater=updater,
-        evaluator=assemble_evaluator(assembly, context.stop_requested),
-        saver=saver,
-        journal=journal,
-        progress=progress,
-    )
+    batches = TrainingBatches(settings.trainer, assembly.pipeline, assembly.source, position, context.stop_requested)
+    evaluator = assemble_evaluator(assembly, context.stop_requested)
+    return Trainer(assembly, batches, updater, evaluator, saver, journal, progress)
 
 
 def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: CheckpointInfo | None) -> None:
@@ -85,9 +79,7 @@ def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: Checkpo
         require_compatible(resumed, config["settings"], settings.checkpoint.allow_changes, names)
 
 
-def restore(
-    config: Mapping[str, Any], assembly: Assembly, updater: Updater, journal: Notices, resumed: CheckpointInfo
-) -> None:
+def restore(config: Mapping[str, Any], updater: Updater, journal: Notices, resumed: CheckpointInfo) -> None:
     """Restores weights, optimizer and learning rate; every worker calls it at the same time.
 
     Raises:
@@ -137,12 +129,7 @@ def make_updater(assembly: Assembly) -> Updater:
 
 
 def make_saver(
-    context: Context,
-    config: Mapping[str, Any],
-    assembly: Assembly,
-    updater: Updater,
-    journal: Notices,
-    resumed: CheckpointInfo | None,
+    context: Context, config: Mapping[str, Any], assembly: Assembly, updater: Updater, resumed: CheckpointInfo | None
 ) -> Saver:
     """Makes the saver of checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep

@@ -82,10 +82,11 @@ Take = Callable[[Sequence[int], dict[Key, Tensor], dict[Key, Tensor]], None]  # 
 Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
 
 
+@dataclass(frozen=True)
 class PlainModel:
     """Builds layers and runs steps, one cell at a time.
 
-    Args:
+    Attributes:
         settings: of the run.
         task: for the loss.
         device: where it runs.
@@ -93,16 +94,11 @@ class PlainModel:
         owners: of the tied parameters of later layers.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        task: Task,
-        device: torch.device,
-        cells: Sequence[Sequence[int]],
-        owners: Mapping[Key, Key],
-    ) -> None:
-        self.settings, self.task, self.device, self.cells, self.owners = settings, task, device, cells, owners
-        self._last = cells[-1][-1]
+    settings: Settings
+    task: Task
+    device: torch.device
+    cells: Sequence[Sequence[int]]
+    owners: Mapping[Key, Key]
 
     @torch.no_grad()
     def build(self, cell: Sequence[int], load: Load = lambda layer: {}, step: int = 0) -> _Cell:
@@ -197,7 +193,7 @@ class PlainModel:
             cell = self.build(layers, load, mini_batch.step).eval()
             for place, (_, targets) in mini_batch.micro_batches.items():
                 values[place] = cell.forward(mini_batch, place, values[place], step)[0]
-                if layers[-1] == self._last:
+                if layers is self.cells[-1]:
                     sums.append(self.task.evaluate(values[place], targets).cpu())
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
         return self.task.summarize(totals, step.weight) if step.weight else {}, step
@@ -291,7 +287,7 @@ class _Cell(nn.Module):
                 made = [tensor for tensor in as_tensors(returned) if not any(tensor is one for one in values)]
                 _seed_backward(seed, [*made, *own])
                 losses += own
-                is_last = index == model._last
+                is_last = index == model.cells[-1][-1]
                 values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
             if is_last and step and self.training:
                 loss = model.task.loss(values, targets)[0]

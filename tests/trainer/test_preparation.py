@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +67,10 @@ def test_a_request_to_stop_is_heard_in_a_preparation(tmp_path: Path, monkeypatch
     source = Slow()
     monkeypatch.setattr("gpipe_cli.trainer.batches.build_source", lambda *_: source)
     world = World(0, 1, 1, torch.device("cpu"), torch.device("cpu"), None, None, None)
+    context: Any = SimpleNamespace(stop_requested=lambda: source.done == 3, emit=print)
     settings = make_request(["debug=tiny"]).settings
     with pytest.raises(PlainError, match="ended while the data were prepared"):
-        open_source(settings, world, Notices(print, True), lambda: source.done == 3, print)
+        open_source(context, settings, world, Notices(print, True))
     assert source.done == 3
 
 
