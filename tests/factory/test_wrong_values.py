@@ -11,7 +11,7 @@ INTEGER, LEAST = "should be a valid integer", "should be greater than or equal t
 
 
 def refusal(*words: str) -> str:
-    return refusal_of(refuse_wrong_values, Settings.from_config(composed(*words)))
+    return refusal_of(lambda: refuse_wrong_values(Settings.from_config(composed(*words))))
 
 
 @pytest.mark.parametrize(
