@@ -1,6 +1,7 @@
 """Finds text files, reads them in pieces of whole lines, and divides these into documents."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -64,7 +65,7 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> list[P
             f"{key}={root}: there is no text. Expected a file, or a folder, of plain text ({', '.join(PLAIN)}) "
             f"or JSON lines ({', '.join(JSON)}), each may end in {', '.join(PACKED)} too, or Parquet ({PARQUET})"
         )
-    found.sort(key=lambda path: path.relative_to(place).as_posix())
+    found.sort(key=lambda path: os.path.relpath(path, place))  # a pattern may lead out of it
     known: dict[Path, Path] = {}
     for path in found:
         if (same := known.setdefault(unpacked(path.resolve()), path)) != path:

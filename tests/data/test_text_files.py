@@ -158,6 +158,7 @@ def test_what_is_passed_over_is_counted_and_a_pattern_chooses(tmp_path: Path, ca
     assert "4 files are passed over (3 .py, 1 without): data.files='**/*' reads all" in caplog.text
     made = source(root, files="**/*.py")
     assert sorted(texts_of(made) + texts_of(made, "dev")) == sorted(texts)
+    assert texts_of(source(root, files=f"{root}/**/*.py")) == texts_of(made)
     assert "data.files=*.c: there is no such file in data.root=" in refusal(root, files="*.c")
 
 
