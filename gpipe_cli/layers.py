@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from .errors import ConfigurationError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -69,8 +71,14 @@ class LayerBuilder:
     frozen: tuple[str, ...] = ()
 
     def made(self) -> nn.Module:
-        """Returns a new module, in which the parameters of ``frozen`` do not learn."""
+        """Returns a new module, in which the parameters of ``frozen`` do not learn.
+
+        Raises:
+            ConfigurationError: ``build`` makes something else.
+        """
         module = self.build()
+        if isinstance(module, type) or not hasattr(module, "named_parameters"):
+            raise ConfigurationError(f"layer {self.name!r}: build() makes a {type(module).__name__}, not a module")
         for name in self.frozen:
             module.get_parameter(name).requires_grad_(False)
         return module

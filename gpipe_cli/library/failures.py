@@ -1,10 +1,17 @@
-"""Tells other workers of an exception, so that they raise one of the same class."""
+"""Lets all workers raise where one does: exceptions are told, signals wait until no message is on its way."""
 
 import builtins
+import signal
+import threading
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
+from ..errors import ConfigurationError
 from ..pipeline.cell import failed
 
 TOLD = 2000  # characters of an exception's text
@@ -16,16 +23,45 @@ def describe(error: BaseException) -> tuple[list[str], str]:
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     text = ": ".join("".join(traceback.format_exception_only(type(one), one)).strip() for one in causes)
-    return [kind.__name__ for kind in type(error).__mro__], text[:TOLD]
+    kind = getattr(error, "cause", None) or type(error)  # of a `LayerFailed`
+    return [one.__name__ for one in kind.__mro__], text[:TOLD]
 
 
 def failed_there(rank: int, described: tuple[list[str], str]) -> BaseException:
     """Returns the exception of a worker whose step another worker's exception has ended.
 
-    It is of the first class of that exception that is Python's or torch's, so one `except` serves all workers.
+    It is of the first class of that exception that is Python's, torch's or ours, so one `except` serves all workers.
     """
     names, text = described
-    kinds = [getattr(builtins, name, torch.OutOfMemoryError if name == "OutOfMemoryError" else None) for name in names]
+    others = {kind.__name__: kind for kind in (torch.OutOfMemoryError, ConfigurationError)}
+    kinds = [getattr(builtins, name, others.get(name)) for name in names]
     kind = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseException))
     said = f"rank {rank} has failed, and all is as before this call; the pipeline can go on. It was {text}"
     return failed(said, kind) if issubclass(kind, Exception) else kind(said)
+
+
+class Signals:
+    """Keeps signals, as that of Ctrl-C, from breaking off a message, for which other workers would wait."""
+
+    def __init__(self) -> None:
+        self._came: list[Callable[[], Any]] = []
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Lets the program's handlers of signals run only in `let_through`, and at the end."""
+        here = threading.current_thread() is threading.main_thread()  # Python's handlers run there alone
+        found = {number: signal.getsignal(number) for number in (signal.valid_signals() if here else ())}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        for number, handler in handlers.items():
+            signal.signal(number, lambda *call, handler=handler: self._came.append(partial(handler, *call)))
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self.let_through()
+
+    def let_through(self) -> None:
+        """Runs the handlers of the signals that have come, which may raise; no message is on its way."""
+        while self._came:
+            self._came.pop(0)()

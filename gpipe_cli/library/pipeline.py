@@ -36,7 +36,7 @@ from ..pipeline.step import StepPlan
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values
-from .failures import describe, failed_there
+from .failures import Signals, describe, failed_there
 
 Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
 _NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": []}
@@ -57,6 +57,7 @@ class Pipeline(WorkerPipeline):
         if keywords or len(arguments) != 8:
             raise ConfigurationError("make a pipeline by Pipeline.of(layers, loss, (inputs, targets), K=…, M=…)")
         super().__init__(*arguments)
+        self._signals = Signals()
 
     @classmethod
     def of(
@@ -95,11 +96,16 @@ class Pipeline(WorkerPipeline):
             ConfigurationError: the layers cannot be cut or run so.
         """
         values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
-        values |= {"cost": cost, "device": device, "backend": backend, "replicas": replicas}
+        values |= {"cost": cost, "device": device, "backend": backend}
+        values |= {"replicas": replicas, "seed": seed, "steps": steps}
         if autocast not in (None, torch.bfloat16, torch.float16):
             raise ConfigurationError(f"autocast={autocast!r}: only None, torch.bfloat16 or torch.float16")
         checked = _checked({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()})
+        seed, steps = checked.pop("seed"), checked.pop("steps")
+        if not isinstance(example, Sequence) or len(example) != 2 or not (callable(loss) or isinstance(loss, Task)):
+            raise ConfigurationError("Pipeline.of(layers, loss, example): a function or task, and (inputs, targets)")
         micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
+        refuse_unlike_lengths(*micro_batch)
         builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
         world = join_torchrun(replicas, device, backend, group)
         config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
@@ -116,7 +122,7 @@ class Pipeline(WorkerPipeline):
             cell.guard_buffers()
         refuse_fewer(made.layers, fewest)
         made._steps = steps
-        made.engine.stays_in_step = True
+        made.engine.at_rest = made._signals.let_through
         return made
 
     def close(self) -> None:
@@ -150,7 +156,8 @@ class Pipeline(WorkerPipeline):
         The norm has the same bits for every K.
         """
         self.message.write_result(StepRecord(), squared_norms(self.parameters()), ())
-        self.message.run()
+        with self._together():
+            self.message.run()
         norm = self.message.read_result(total_weight=0.0).gradient_norm
         scale_gradients(self.parameters(), clip_factor(norm, max_norm))
         return norm
@@ -222,8 +229,8 @@ class Pipeline(WorkerPipeline):
             self.unused.clear(self.message.read_used)
             if replicas is not None:
                 _add(own, gradients)
-        finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], replicas)
-        self.steps_done, self.forwards = self.steps_done + 1, 0
+            finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], replicas)
+            self.steps_done, self.forwards = self.steps_done + 1, 0
         return self.message.read_result(plan.total_weight).loss
 
     def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:
@@ -245,7 +252,8 @@ class Pipeline(WorkerPipeline):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns weights and buffers of this worker's layers, by their names in the whole model."""
-        self.ties.spread()
+        with self._signals.held_back():
+            self.ties.spread()
         return {
             own_name(layer.name, name): value
             for layer in self.layers
@@ -274,15 +282,16 @@ class Pipeline(WorkerPipeline):
                 "this pipeline cannot go on: it was closed, or an earlier call was broken off while messages were on "
                 "their way, and its workers are not at the same place. End all processes; start from a checkpoint"
             )
-        self._is_lost = self.world.size > 1
-        try:
-            yield
-        except BaseException:
-            self.unused.clear(self.message.read_used)
-            put_back()
-            self.engine.forget_failure()
-            raise
-        self._is_lost = False
+        with self._signals.held_back() if self.world.size > 1 else nullcontext():
+            self._is_lost = self.world.size > 1
+            try:
+                yield
+            except BaseException:
+                self.unused.clear(self.message.read_used)
+                put_back()
+                self.engine.forget_failure()
+                raise
+            self._is_lost = False
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
@@ -324,11 +333,12 @@ class Pipeline(WorkerPipeline):
         """Returns the micro-batches of a mini-batch.
 
         Raises:
-            ConfigurationError: the arguments are not tensors, or differ in their number of examples.
+            ConfigurationError: the arguments are not tensors, have no examples, or unlike numbers of them.
         """
         sides = [_tensors(side, name) for side, name in ((inputs, "inputs"), (targets, "targets"))]
         refuse_unlike_lengths(*sides)
-        M = min(self.M, len(sides[0][0]))
+        if not (M := min(self.M, len(sides[0][0]))):
+            raise ConfigurationError("the mini-batch has no examples")
         pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
         return list(zip(*pieces, strict=True))
 
@@ -388,7 +398,8 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: it has a line for each other one.
     """
     problems = Problems()
-    checked = read_values(get_type_hints(PipelineConfig, include_extras=True), values, "", problems)
+    hints = get_type_hints(PipelineConfig, include_extras=True) | {"seed": int, "steps": int}
+    checked = read_values(hints, values, "", problems)
     problems.refuse()
     return checked
 

@@ -16,7 +16,7 @@ from ..layers import LayerBuilder, Owner
 from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
-from .buffers import BufferChanged, BufferGuard
+from .buffers import INPUT_CHANGED, BufferChanged, BufferGuard
 from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
 from .randomness import WEIGHTS, NoiseSource, seeded
@@ -210,8 +210,9 @@ class Cell:
 
         Raises:
             LayerFailed: an exception in a layer.
-            BufferChanged: after `guard_buffers`.
+            BufferChanged: a layer changes the cell's input, or after `guard_buffers` a buffer or its own input.
         """
+        versions = [tensor._version for tensor in inputs]
         for batchnorm in self.batchnorms:
             batchnorm.gathering = first_time
         argument = as_argument(inputs)
@@ -235,6 +236,10 @@ class Cell:
                 raise self._failure(layer, micro_batch, error) from error
         self.where.layer = None
         self._guarded_calls = []
+        if [tensor._version for tensor in inputs] != versions:  # in some micro-batches alone
+            raise BufferChanged(
+                f"cell {self.number}, micro-batch {micro_batch}: a layer changes {', '.join(INPUT_CHANGED)}"
+            )
         return as_tensors(argument), auxiliary
 
     def run_inference(

@@ -145,7 +145,8 @@ class Engine:
         self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_when_sent`
         self._trained: set[str] | None = None
         self.failed_at = 0.0  # `time.time()` of the latest failure
-        self.stays_in_step = False  # whether a worker that fails gives the others what they await of the step
+        # Called where no message is on its way, if a worker that fails gives the others what they await of the step:
+        self.at_rest: Callable[[], None] | None = None
         # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
         self.boundaries: dict[tuple[int, Hashable], BoundarySpec] = {}  # what a cell of this worker puts out
         self.messages: dict[tuple[int, Hashable], BoundarySpec] = {}  # what is sent or received: with the targets
@@ -293,21 +294,26 @@ class _Step:
         try:
             self._begin()
             for position, instruction in enumerate(self.instructions):
-                self._receives.post_due(position)
                 op, self.engine.running = instruction.op, instruction
+                self._receives.post_due(position)
                 where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
                 started = None if meter is None else meter.mark()
                 with _named_in_profile(instruction):
                     handlers[op](self, instruction)
+                if self.engine.at_rest is not None and op in COMPUTE:
+                    self.engine.at_rest()
                 if meter is not None and started is not None:
                     meter.record(instruction, started)
         except BaseException as error:
             self.engine.failed_at = time.time()
-            if self.engine.stays_in_step and (op in COMPUTE or isinstance(error, SenderFailed)):
-                self._send_nothing(position + 1)
+            sends = op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)  # and has not sent
+            if self.engine.at_rest is not None and (op in COMPUTE or sends or isinstance(error, SenderFailed)):
+                self._send_nothing(position + (not sends))
             raise
         where.leave()
         self.engine.drain()
+        if self.engine.at_rest is not None:
+            self.engine.at_rest()
 
     def _begin(self) -> None:
         """Makes the step's inputs, seeds and receives ready, before the first instruction."""
@@ -462,7 +468,7 @@ class _TrainingStep(_Step):
                 self._pass_on(i, outputs, [number for number in spec.takers if outputs[number].requires_grad])
         else:
             with torch.no_grad(), self.engine.autocast():
-                outputs, _ = self._run(i, first_time=True)  # [1]
+                outputs, _ = self._run(i, first_time=True, counts=False)  # [1]
             if spec is not None:
                 self._pass_on(i, outputs, spec.takers)
 
@@ -477,7 +483,7 @@ class _TrainingStep(_Step):
         """
         is_last = i.cell == self.engine.last
         with torch.enable_grad(), self.engine.autocast():
-            outputs, losses = self._run(i, first_time)
+            outputs, losses = self._run(i, first_time, counts)
             if is_last and counts:
                 losses[TASK] = self._score(outputs, i.micro_batch)
         if not is_last:
@@ -513,9 +519,11 @@ class _TrainingStep(_Step):
         key = i.cell - 1, self.signatures[i.micro_batch]
         return (self.engine.boundaries if self._is_local(i.cell - 1) else self.engine.messages)[key].takers
 
-    def _run(self, i: Instruction, first_time: bool) -> tuple[Tensors, dict[int, Tensor]]:
+    def _run(self, i: Instruction, first_time: bool, counts: bool) -> tuple[Tensors, dict[int, Tensor]]:
         cell, number = self.engine.cells[i.cell], i.micro_batch
         inputs, targets = self.buffers.inputs[i.cell, number], self.buffers.targets[number]
+        if not counts:  # hooks that layers put on their inputs must not be there twice
+            inputs = fresh_leaves(inputs, [n for n, tensor in enumerate(inputs) if tensor.requires_grad])
         with cell.weights_cast(self.engine.device):
             return cell.run_training(inputs, targets, self.given.step, number, self.signatures[number], first_time)
 

@@ -94,8 +94,13 @@ class NoiseSource:
 
         for tensor in outputs:
             node = None if tensor is None or any(tensor is one for one in given) else tensor.grad_fn
-            if node is not None:
-                node.register_prehook(begin)
+            if tensor is None or node is None:
+                continue
+            node.register_prehook(begin)
+            if hooks := dict(tensor._backward_hooks or {}):  # the layer's own, which run before those of the node
+                tensor._backward_hooks.clear()
+                tensor.register_hook(begin)  # the first of all
+                tensor._backward_hooks.update(hooks)
 
     def states(self) -> list[Tensor]:
         """Returns the states of the generators."""

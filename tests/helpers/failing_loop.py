@@ -1,5 +1,7 @@
 """Runs loops whose steps fail in one worker, under torchrun or alone; a loop goes on with the bits of one without."""
 
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -8,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_cli import LayerBuilder, Pipeline
+from gpipe_cli.pipeline.messages import process_group
 
 X, Y = torch.linspace(-1, 1, 16).view(8, 2), torch.zeros(8, 2)
-PLACES = ("a forward", "b forward", "a backward", "b backward", "a evaluation", "b evaluation", "lengths")
+PLACES = ("a forward", "b forward", "a backward", "b backward", "a evaluation", "b evaluation", "b waits", "lengths")
 
 
 class Fails(torch.autograd.Function):
@@ -33,19 +36,23 @@ class Layer(nn.Module):
         self.fc, self.norm, self.drop, self.name = nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.3), name
 
     def forward(self, x: Tensor) -> Tensor:
+        fail_at(f"{'b' if self.name == 'a' else 'nobody'} waits")
         y: Tensor = Fails.apply(self.drop(self.norm(self.fc(x))), self.name)
         fail_at(f"{self.name} {'forward' if self.training else 'evaluation'}")
         return y
 
 
-failing, countdown = "", 0
+failing, countdown, pid_of_b = "", 0, os.getpid()
+CLASSES: dict[str, type[BaseException]] = {"lengths": ValueError, "b waits": KeyboardInterrupt, "b backward": KeyError}
 
 
 def fail_at(place: str) -> None:
     global countdown
     countdown -= place == failing
     if place == failing and countdown == 0:
-        raise torch.OutOfMemoryError(f"no memory in {place}")
+        if place != "b waits":
+            raise CLASSES.get(place, torch.OutOfMemoryError)(f"no memory in {place}")
+        os.kill(pid_of_b, signal.SIGINT)  # Ctrl-C, while a computes
 
 
 def ends_of(kind: str, failures: tuple[str, ...], number: int = 1, **others: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -81,23 +88,33 @@ def attempt(pipeline: Pipeline, place: str) -> list[BaseException]:
             pipeline.forward(X, Y)
         else:
             pipeline.step(X, Y[:7] if place == "lengths" else Y)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return [error]
     return []
 
 
 def main() -> None:
     """Prints one line for each case, as a worker of torchrun."""
+    global pid_of_b
+    packed = process_group.pack
+
+    def pack(*arguments: Any) -> Tensor:
+        fail_at(f"{'ab'[dist.get_rank()]} packs")
+        return packed(*arguments)
+
+    process_group.pack = pack
     for kind in ("gpipe", "zero_bubble"):
         right, _ = ends_of(kind, ())  # makes the default group; each later one joins it
-        rank = dist.get_rank()
-        for place in PLACES:
+        rank, pids = dist.get_rank(), torch.tensor([0, os.getpid()])
+        dist.broadcast(pids, 1)
+        pid_of_b = int(pids[1])
+        for place in (*PLACES, "a packs", "b packs"):
             found, caught = ends_of(kind, (place,), 1 + (kind == "gpipe"))
-            kind_of_error = ValueError if place == "lengths" else torch.OutOfMemoryError
-            memory = sum(isinstance(error, kind_of_error) for error in caught)
-            print(f"rank {rank}, {kind}, {place}: {found == right}, {memory} caught, {str(caught[0])[:200]}\n", end="")
+            its = sum(isinstance(error, CLASSES.get(place, torch.OutOfMemoryError)) for error in caught)
+            print(f"rank {rank}, {kind}, {place}: {found == right}, {its} caught, {str(caught[0])[:200]}\n", end="")
     groups = [dist.new_group([number]) for number in range(2)]
-    found, _ = ends_of("gpipe", (), group=groups[rank])
+    found = ends_of("gpipe", (), group=groups[0])[0] if rank == 0 else {}
+    dist.barrier(dist.new_group([0, 1]))  # which the other makes, too, without a pipeline before
     print(f"rank {rank}, alone: {len(found)}\n", end="", flush=True)
 
 

@@ -25,3 +25,14 @@ def test_a_part_of_a_larger_tensor_is_aligned_alike_sent_or_passed_on(layout: to
     for tensor in (boundary.canonical(part), boundary.canonical_gradient(part, last), *sent):
         assert torch.equal(tensor, part) and boundary.is_channels_last(tensor) == last
         assert tensor.storage_offset() * tensor.itemsize % boundary.ALIGNMENT == 0
+
+
+def test_tensors_that_torch_conjugates_when_they_are_read_arrive_as_their_values() -> None:
+    conjugated = torch.randn(2, 3, dtype=torch.complex64).conj()
+    for tensor in (conjugated, conjugated.imag):
+        spec = boundary.BoundarySpec.of((tensor,))
+        for found in (
+            boundary.canonical(tensor),
+            *boundary.unpack(boundary.pack((tensor,), spec, tensor.device), spec),
+        ):
+            assert torch.equal(found, tensor) and not (found.is_conj() or found.is_neg())

@@ -30,6 +30,7 @@ def canonical(tensor: Tensor) -> Tensor:
     tensor. So that a cut changes no bit, tensors between two layers are brought to this layout whether a cut lies there
     or not.
     """
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.storage_offset() * tensor.itemsize % ALIGNMENT:
         tensor = tensor.clone()
     if tensor.is_contiguous():
@@ -129,7 +130,7 @@ class TensorSpec:
             tensor = tensor.detach().to(device, self.dtype)
         if self.channels_last:
             tensor = tensor.permute(0, 2, 3, 1)
-        return tensor.contiguous().view(-1).view(torch.uint8)
+        return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:

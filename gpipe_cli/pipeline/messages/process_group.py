@@ -86,11 +86,13 @@ class ProcessGroupTransport:
             _finish_oldest(sending)
         self._forget_sent()
         receiver, number = self._ranks[message.receiver], self._aside(spec)
+        flags = () if number is None else tensors[number : number + 1]
         if number is not None:
-            work = dist.isend(tensors[number], receiver, group=self._control, tag=flags_tag(message, len(self._ranks)))
-            self._sending["flags"].append((work, tensors[number]))
             tensors, spec = tensors[:number] + tensors[number + 1 :], spec.without_flags
-        content = pack(tensors, spec, self._wire)
+        content = pack(tensors, spec, self._wire)  # which may fail, before anything is on its way
+        for one in flags:
+            work = dist.isend(one, receiver, group=self._control, tag=flags_tag(message, len(self._ranks)))
+            self._sending["flags"].append((work, one))
         if content.numel() == 0:
             return
         group = self._group(message.direction, self._rank, receiver)
