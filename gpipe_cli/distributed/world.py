@@ -237,7 +237,7 @@ def _group_of_part(ranks: list[int], backend: str) -> dist.ProcessGroup:
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timeout=GROUP_TIMEOUT, backend=backend))
+    return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend))
 
 
 def nccl_kind() -> str:

@@ -44,7 +44,7 @@ class Signals:
     """Keeps signals, as that of Ctrl-C, from breaking off a message, for which other workers would wait."""
 
     def __init__(self) -> None:
-        self._came: list[Callable[[], Any]] = []
+        self._came: dict[int, Callable[[], Any]] = {}  # by number: one typed twice counts once
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ class Signals:
         found = {number: signal.getsignal(number) for number in (signal.valid_signals() if here else ())}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
         for number, handler in handlers.items():
-            signal.signal(number, lambda *call, handler=handler: self._came.append(partial(handler, *call)))
+            signal.signal(number, lambda *call, handler=handler: self._came.update({call[0]: partial(handler, *call)}))
         try:
             yield
         finally:
@@ -64,4 +64,4 @@ class Signals:
     def let_through(self) -> None:
         """Runs the handlers of the signals that have come, which may raise; no message is on its way."""
         while self._came:
-            self._came.pop(0)()
+            self._came.popitem()[1]()

@@ -97,10 +97,11 @@ class NoiseSource:
             if tensor is None or node is None:
                 continue
             node.register_prehook(begin)
-            if hooks := dict(tensor._backward_hooks or {}):  # the layer's own, which run before those of the node
-                tensor._backward_hooks.clear()
-                tensor.register_hook(begin)  # the first of all
-                tensor._backward_hooks.update(hooks)
+            if hooks := tensor._backward_hooks:  # the layer's own, which run before those of the node
+                own = dict(hooks)
+                hooks.clear()
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's own; now the first of all
+                hooks.update(own)
 
     def states(self) -> list[Tensor]:
         """Returns the states of the generators."""

@@ -82,14 +82,7 @@ def test_two_layers_of_one_name_are_refused() -> None:
         Pipeline.of(two, nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=4)
     inner = LayerBuilder("b", lambda: nn.ModuleDict({"c": nn.Linear(2, 2)}))
     with pytest.raises(ConfigurationError, match=r"'b' and 'b.c' both have b.c.weight"):
-        Pipeline.of(
-            [inner, LayerBuilder("b.c", two[0].build)],
-            nn.functional.mse_loss,
-            (X[:2], Y[:2]),
-            K=1,
-            M=4,
-            cost="parameters",
-        )
+        Pipeline.of([inner, LayerBuilder("b.c", two[0].build)], print, (X[:2], Y[:2]), K=1, M=4, cost="parameters")
 
 
 def test_inputs_and_targets_of_unlike_length_are_refused_by_name() -> None:
