@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_cli.disk import open_regular
 from gpipe_cli.jobs.trust import PATHS
-from gpipe_cli.json_files import DamagedJson, json_lines, read_json
+from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run
@@ -42,13 +42,15 @@ def run_page(folder: Path, running: bool = False) -> Document:
     Args:
         running: summary.json, if it is there, is that of the run which this one continues.
     """
-    rows, evaluations = _rows(folder / "metrics.jsonl"), _rows(folder / "evaluations.jsonl")
+    (rows, damage), (evaluations, more) = (_rows(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     run, planned = read_run(folder, running), folder / PLAN
     plan: Row = {}
     with suppress(OSError, DamagedJson):  # the page then names the command that makes it anew
         plan = read_json(planned, dict[str, dict[str, Any]])
     parts = {
-        "Did it work": chain(_did_it_work(run, rows), _evaluated(rows, evaluations)),
+        "Did it work": chain(
+            _did_it_work(run, rows), [Lines([] if running else damage + more)], _evaluated(rows, evaluations)
+        ),
         "Where did the time go": _where_time_went(run, rows, plan.get("own") or {}),
         "What would make it faster": _what_would_be_faster(run, plan),
         "What it was": _what_it_was(run),
@@ -217,10 +219,13 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     yield Lines([shlex.join(words) for words in (longer, evaluate, ["gpipe-export", folder])], "```")
 
 
-def _rows(path: Path) -> list[Row]:
-    """Returns the rows of a file: of a long one some that are spread evenly, its first one, and those at its end."""
+def _rows(path: Path) -> tuple[list[Row], list[str]]:
+    """Returns the rows of a file, and a line about those that are damaged.
+
+    Of a long file some that are spread evenly, its first one, and those at its end are read.
+    """
     if not path.is_file():
-        return []
+        return [], []
     lines, size = list[bytes](), path.stat().st_size
     with path.open("rb") as file:
         if size > WHOLE:
@@ -231,4 +236,6 @@ def _rows(path: Path) -> list[Row]:
                 lines.append(file.readline(TAIL))
             file.seek(size - TAIL)
         lines += file.readlines()
-    return [row for _, row in json_lines(lines) if row is not None]
+    found = [row for _, row in json_lines(lines)]
+    damaged = [number for number, row in enumerate(found, 1) if row is None and size <= WHOLE]
+    return [row for row in found if row is not None], [skipped(path, damaged)] if damaged else []

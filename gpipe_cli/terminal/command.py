@@ -89,6 +89,7 @@ def open_closed_streams() -> None:
         if getattr(sys, stream) is None:
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, number)
+            os.set_inheritable(number, True)  # by workers, also where it is `nothing` itself
             if nothing > 2:
                 os.close(nothing)
             setattr(sys, stream, os.fdopen(number, "r" if number == 0 else "w", closefd=False))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -138,6 +139,11 @@ def test_a_command_whose_standard_streams_are_closed_ends_as_with_them(words: st
     with_streams = command(name, *rest, cwd=tmp_path)
     line = f"exec {sys.executable} -m gpipe_cli.commands.{words} <&- >&- 2>&-"
     assert processes.run("sh", "-c", line, cwd=tmp_path).returncode == with_streams.returncode == 2
+
+
+def test_workers_start_and_end_without_standard_streams(tmp_path: Path) -> None:
+    words = shlex.join([*COMMAND, "pipeline.K=2", "pipeline.workers=2", "trainer.steps=1", "hydra.run.dir=here"])
+    assert processes.run("sh", "-c", f"exec {words} <&- >&- 2>&-", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

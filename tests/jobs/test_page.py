@@ -150,9 +150,10 @@ def test_damaged_files_cost_the_page_a_part_at_most(run: Path) -> None:
     (run / PLAN).write_text('{"own": []}')
     (run / "summary.json").write_text('{"breakdown": {"computation": 1.0}, "cells": []}')
     with (run / "evaluations.jsonl").open("a") as file:
-        file.write('{"step": 9, "bleu/de": 1.0, "bleu/fr": "two"}\n')
+        file.write('{"step": 9, "bleu/de": 1.0, "bleu/fr": "two"}\n[[\n')
     found = Page(run_page(run).html())
     assert found.sections == ORDER and "To let the planner search, type:" in found.texts
+    assert any("evaluations.jsonl: damaged and skipped: line " in text for text in found.texts)
     assert sum("The rest of this part cannot be made of the run's files" in text for text in found.texts) == 2
 
 
