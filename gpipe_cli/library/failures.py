@@ -15,6 +15,7 @@ from ..errors import ConfigurationError
 from ..pipeline.cell import failed
 
 TOLD = 2000  # characters of an exception's text
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def describe(error: BaseException) -> tuple[list[str], str]:
@@ -50,7 +51,7 @@ class Signals:
     def held_back(self) -> Iterator[None]:
         """Lets the program's handlers of signals run only in `let_through`, and at the end."""
         here = threading.current_thread() is threading.main_thread()  # Python's handlers run there alone
-        found = {number: signal.getsignal(number) for number in (signal.valid_signals() if here else ())}
+        found = {number: signal.getsignal(number) for number in (_HELD_BACK if here else ())}
         handlers = {number: handler for number, handler in found.items() if callable(handler)}
         for number, handler in handlers.items():
             signal.signal(number, lambda *call, handler=handler: self._came.update({call[0]: partial(handler, *call)}))

@@ -158,8 +158,8 @@ class Pipeline(WorkerPipeline):
         self.message.write_result(StepRecord(), squared_norms(self.parameters()), ())
         with self._together():
             self.message.run()
-        norm = self.message.read_result(total_weight=0.0).gradient_norm
-        scale_gradients(self.parameters(), clip_factor(norm, max_norm))
+            norm = self.message.read_result(total_weight=0.0).gradient_norm
+            scale_gradients(self.parameters(), clip_factor(norm, max_norm))
         return norm
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, keep: int = 2) -> None:
