@@ -118,6 +118,8 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
+        if tensor.is_quantized or tensor.layout is not torch.strided:  # its bytes are not its values
+            raise TypeError("a sparse or quantized tensor cannot pass to the next layer: return a dense one")
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
 
     def view_of(self, message: Tensor, start: int) -> Tensor:
