@@ -38,6 +38,7 @@ def test_tensors_that_torch_conjugates_when_they_are_read_arrive_as_their_values
             assert torch.equal(found, tensor) and not (found.is_conj() or found.is_neg())
 
 
+@pytest.mark.filterwarnings("ignore:.*uantiz")
 def test_tensors_that_are_no_plain_numbers_are_refused() -> None:
     for tensor in (torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8)):
         with pytest.raises(TypeError, match="a sparse or quantized tensor cannot pass to the next layer"):
