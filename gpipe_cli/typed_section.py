@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1, le=10**15)]
 DEEPEST = 20_000  # layers: a list of more would fill the memory before it could be counted
 Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**15)]
-Size = Annotated[int, Field(ge=1, le=2**20)]  # of a layer's vectors, or of a text
+Size = Annotated[int, Field(ge=1, le=2**20)]  # of a layer's vectors, a text, a cluster
 Examples = Annotated[int, Field(ge=1, le=10**7)]  # of a mini-batch: more would fill the memory of any machine
 Tokens = Annotated[int, Field(ge=1, le=10**8)]  # likewise
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # hashed as a 64-bit integer

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import Problems
-from ..typed_section import Count, Positive, read_section, shown
+from ..typed_section import Positive, Size, read_section, shown
 from .devices import Device, describe, parse_bytes
 
 THIS = "this"
@@ -17,7 +17,7 @@ class _Typed:
     longest: bool = False
     bytes_per_parameter: Positive | None = None
     best: bool = False
-    devices: Count | None = None
+    devices: Size | None = None
     format: Literal["text", "json"] = "text"
 
 

@@ -48,6 +48,7 @@ CASES = {  # command line to what the answer must contain
     "train model=module model.module._target_=a.b model.module.n_layers=1000000": "should be less than or equal to 2",
     "train --config-dir nowhere": "--config-dir nowhere: there is no such folder",
     "plan --config-dir nowhere": "--config-dir nowhere: there is no such folder",
+    "plan plan.best=true plan.devices=1000000000000": "plan.devices=1000000000000: should be less than or equal to",
     "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
     "report nowhere": "nowhere is not there",
     "plan plan.device=h1000": "did you mean h100",
