@@ -230,10 +230,9 @@ def _group_of_part(ranks: list[int], backend: str) -> dist.ProcessGroup:
     before, every.group_count = every.group_count, _FIRST_OF_PARTS + _made_of[tuple(ranks)]
     _made_of[tuple(ranks)] += 1
     try:
-        made = dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True))
     finally:
         every.group_count = before
-    return cast(dist.ProcessGroup, made)
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:

@@ -51,8 +51,7 @@ class Signals:
     def held_back(self) -> Iterator[None]:
         """Lets the program's handlers of signals run only in `let_through`, and at the end."""
         here = threading.current_thread() is threading.main_thread()  # Python's handlers run there alone
-        found = {number: signal.getsignal(number) for number in (_HELD_BACK if here else ())}
-        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        handlers = {number: own for number in (_HELD_BACK if here else ()) if callable(own := signal.getsignal(number))}
         for number, handler in handlers.items():
             signal.signal(number, lambda *call, handler=handler: self._came.update({call[0]: partial(handler, *call)}))
         try:
