@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gpipe_cli.partition.partition import cell_costs, cell_layers, partition
+from gpipe_cli.partition.partition import cell_layers, partition
 from gpipe_cli.schedule.instruction import Instruction, Op
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
@@ -134,7 +134,8 @@ class Setting:
         """Returns the seconds of the shortest possible step: the instruction lists simulated, without overhead."""
         cells = cells_of(kind, self.K)
         placement = tuple(cell % self.K for cell in range(cells))
-        link, costs = self.link, cell_costs(self.seconds, self.costs.cut(cells))
+        link, own = self.link, cell_layers(self.costs.cut(cells))
+        costs = [sum(self.seconds[layer] for layer in layers) for layers in own]
 
         def on_the_way(send: Instruction) -> float:
             front = send.cell + 1 if send.op is Op.SEND_ACTIVATION else send.cell

@@ -18,7 +18,7 @@ from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_c
 from .cutter import Cutter, Memory, worker_totals
 from .fake_layers import CostError
 from .model_profile import ModelProfile
-from .partition import cell_costs, cell_layers, even_placement, partition
+from .partition import cell_layers, even_placement, partition
 from .tie_search import Ties, find_ties
 
 
@@ -29,8 +29,8 @@ class Cut:
     Attributes:
         sizes: layers of each cell.
         placement: worker of each cell.
-        table: one row a cell: cell, worker, layers (first, last, count), parameters, cost, share of what all
-            cells do in a step.
+        table: one row a cell: cell, worker, layers (first, last, count), parameters, share of what all cells do in a
+            step.
         parameters: of the whole model.
         ties: for every layer, its parameters that an earlier layer owns: `Ties.owners`.
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
@@ -149,7 +149,7 @@ def cut_by_costs(
     cells = cell_layers(sizes)
     parameters = [sum(form.numel for _, form, _ in own) for own in ties.own]
     busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
-    totals, whole = cell_costs([layer.cost for layer in costs], sizes), sum(busy) or 1.0
+    whole = sum(busy) or 1.0
     table = [
         {
             "cell": cell,
@@ -158,7 +158,6 @@ def cut_by_costs(
             "last": builders[layers[-1]].name,
             "layers": len(layers),
             "parameters": sum(parameters[i] for i in layers),
-            "cost": totals[cell],
             "share": busy[cell] / whole,
         }
         for cell, layers in enumerate(cells)

@@ -157,11 +157,6 @@ def cell_layers(sizes: Sequence[int]) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def cell_costs(costs: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """Returns C_k, the sum of the costs of each cell's layers."""
-    return [math.fsum(costs[layer] for layer in layers) for layers in cell_layers(sizes)]
-
-
 def even_placement(config: PipelineConfig, workers: int) -> tuple[int, ...]:
     """Returns the worker of each cell: as many cells on each, the later ones one more; c mod W in rounds.
 
