@@ -48,7 +48,7 @@ NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for 
 COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
 EXAMPLES = 2  # of most calls; BatchNorm needs two
 CALLS = "TTETuLTETuSTETuTTETuTTETE"  # Trains or Evaluates on EXAMPLES, trains on a run's Largest, Smallest; update
-AHEAD = 10**6  # calls by which what the module counts is put ahead
+AHEAD = 10**6  # times by which numbers that calls have changed are put ahead
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
@@ -129,7 +129,7 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
             found, float32 = (found, "") if wide.beyond else (wide, str(found.worst))
         except Exception:
             found = _together(small)
-    return Compared(found, float32, 1 if found.beyond else calls.fewest)
+    return Compared(found, float32, 1 if found.beyond else calls.fewest())
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -253,59 +253,44 @@ class _Calls:
         self._sides, self._itself, self._given = (layers, itself), itself, given
         self._gaps: Gaps = {}
         self._number = 0  # of the last call
-        self.fewest = 1  # examples that a micro-batch must have
+        self._ahead = ""  # what of the module is put ahead
         self._trained: set[str] = set()  # parameters that have had a gradient
         self._generators = Generators()
 
     def run(self) -> Gaps:
         """Runs all calls and updates; returns how far the two sides are apart after each."""
+        counts, before = Counts(self._itself.module), None
         with quiet(), seeded(0):
             for which in CALLS:
                 if which == "u":
                     self._update()
                 else:
                     self._call(which)
-            gaps, self.fewest = self._gaps, self._with_one()
-            self._gaps = gaps
-            self._go_on()
-        return gaps
+                before = before or counts.values()
+            moved = {place: now for place, now in counts.values().items() if bool(now != before.get(place, now))}
+            with suppress(Exception):  # then a run stops, too
+                counts.put({place: now + (now - before[place]) * AHEAD for place, now in moved.items()})
+                self._ahead = f" (with {counts.named(moved)} far ahead)"
+                for which in "ET" if moved else "":
+                    self._call(which)
+            counts.put(moved)
+        return self._gaps
 
-    def _go_on(self) -> None:
-        """Compares the module itself with itself after many more calls: with what it counts put ahead."""
-        counts, later = Counts(self._itself.module), []
-        before, evaluated, trained = counts.values(), self._seen("E"), self._seen("T")
-        moved = {place: now for place, now in counts.values().items() if bool(now != before.get(place, now))}
-        with suppress(Exception):  # then a run stops, too
-            counts.put({place: now + (now - before[place]) * AHEAD for place, now in moved.items()})
-            later = [self._seen("T"), self._seen("E")] if moved else []
-        counts.put(moved)
-        for now, then in zip((trained, evaluated), later, strict=False):
-            for kind in now:
-                self._measure(f"{AHEAD:,} calls later, by {counts.named(moved)}: {kind}", then[kind], now[kind])
-
-    def _seen(self, which: str) -> dict[str, Mapping[str, Tensor]]:
-        """Returns what a call of the module itself gives, by kind and name; the same examples and noise for each."""
-        for tensor in self._itself.tensors().values():
-            tensor.grad = None
-        with SameNoise(0):
-            (output,) = self._itself.call(which == "T", self._given.call("T", 0))
-        held = by_kind(self._itself.tensors())
-        return {OUTPUT: {"": output}, TRAINED: held[TRAINED], GRADIENT: held[GRADIENT]}
-
-    def _with_one(self) -> int:
-        """Returns 2 where both sides differ with one example, else 1; they cannot be compared after it."""
+    def fewest(self) -> int:
+        """Returns 2 where both sides differ with one example, else 1; nothing may be called after it."""
         if any(len(inputs[0]) == 1 for inputs, _ in self._given.micro_batches):
             return 1
-        for which in "te":
-            self._gaps = {}
-            try:
-                self._call(which)
-            except ModuleFailed:
-                return 2
-            except Exception:  # then a run stops, too
-                continue
-            if _together(judge(self._gaps, CEILING, SMALL)).beyond:
-                return 2
+        with quiet(), seeded(0):
+            for which in "te":
+                self._gaps = {}
+                try:
+                    self._call(which)
+                except ModuleFailed:
+                    return 2
+                except Exception:  # then a run stops, too
+                    continue
+                if _together(judge(self._gaps, CEILING, SMALL)).beyond:
+                    return 2
         return 1
 
     def _call(self, which: str) -> None:
@@ -322,7 +307,7 @@ class _Calls:
             drawn = self._generators.drawn_from()
             if not torch.equal(before, torch.get_rng_state()):  # each operation has restored it
                 drawn.add("torch, which forward seeds")
-        place = f"call {self._number}, {'training' if trains else 'evaluation'}: "
+        place = f"call {self._number}{self._ahead}, {'training' if trains else 'evaluation'}: "
         self._measure(place + OUTPUT, {"": ours}, {"": own})
         self._measure(place + DRAWN, {}, dict.fromkeys(drawn, torch.ones(1)))
         held = [by_kind(side.tensors()) for side in self._sides]

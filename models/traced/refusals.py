@@ -15,9 +15,10 @@ from .module import CallError, Constructor, Untraceable, copied
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
+GRADIENT = "here forward computes a gradient, which a layer cannot do"
 UNTRACEABLE = {  # what torch says -> what the code does
     "an uninitialized parameter": "its parameters get a shape only from the first input (nn.LazyLinear): give sizes",
-    "does not require grad and does not have a grad_fn": "here forward computes a gradient, which a layer cannot do",
+    "has no attribute 'constant'": GRADIENT,  # torch.func.grad
     "doesn't require gradient": "here the gradient of a tensor gets a hook, which a traced layer would not call",
     "can't retain_grad": "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
@@ -71,6 +72,8 @@ class Following(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
             raise Untraceable("here numbers are drawn from a generator of its own; leave out generator=…")
+        if function in (torch.autograd.grad, Tensor.backward):
+            raise Untraceable(GRADIENT)
         known, name = self._finite.get(id(next(iter(args), None))), getattr(function, "__name__", "")
         if known is not None and function is Tensor.__bool__:
             return known[1]

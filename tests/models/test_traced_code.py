@@ -23,6 +23,7 @@ from gpipe_cli.models.traced.module import Call, Called, CallError, TracedFrom
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.trace import SizeError
 
+OUTSIDE = nn.Linear(8, 8)
 CASES = [(1, "always"), (1, "never"), (2, "always")]
 
 
@@ -129,6 +130,8 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
         (lambda m, h: h if torch.rand([]) < 0.1 else m.second(h), "use torch.where, or multiply by a mask"),
         (lambda m, h: m.second(h.detach()).sum().backward() or h, "here forward computes a gradient"),
         (lambda m, h: h - torch.autograd.grad(m.second(h).sum(), h)[0], "here forward computes a gradient"),
+        (lambda m, h: torch.func.grad(lambda v: m.second(v).sum())(h), "here forward computes a gradient"),
+        (lambda m, h: OUTSIDE(m.second(h)), "that the module has not registered"),
         (lambda m, h: h.register_hook(torch.neg) and m.second(h), "here the gradient of a tensor gets a hook"),
         (lambda m, h: h + m.second.weight.data.clamp_(-1, 1).sum(), "here forward changes the parameter second.weight"),
         (lambda m, h: h.retain_grad() or m.second(h), "leave out retain_grad()"),
