@@ -9,7 +9,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from types import FunctionType
 from typing import Any
@@ -68,11 +68,7 @@ class Traceable(Called):
     def forward(self, *tensors: Tensor) -> Tensor:
         self.before.restore(registered=False)  # torch.export may call more than once
         with ExitStack() as stack:
-            inferring = patch.object(
-                torch._C, "_InferenceMode", lambda mode: torch.no_grad() if mode else nullcontext()
-            )
-            names = patch.object(builtins, "len", length)
-            for context in (plainly(), Following(), _data(Tensor.detach), inferring, names):
+            for context in (plainly(), Following(), _data(Tensor.detach), patch.object(builtins, "len", length)):
                 stack.enter_context(context)
             for name, symbolic in MATH.items():
                 usual = getattr(math, name)
@@ -149,10 +145,6 @@ def _data(get: Callable[[Tensor], Tensor]) -> Any:
 def length(value: Any) -> Any:
     """Returns len() of a value: of a tensor a size that may vary, where len() would make a constant of it."""
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else _length(value)
-
-
-def _inference(mode: bool) -> Any:
-    return torch.no_grad() if mode else nullcontext()
 
 
 def _either(usual: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:

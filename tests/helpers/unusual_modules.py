@@ -197,15 +197,14 @@ class Keeps(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         self.calls += 1
-        with torch.inference_mode():
-            known = self.frozen[0](h)
+        known = self.frozen[0](h)
         self.log.clear()
         for tables in (self.tables, TABLES):
             if WIDTH not in tables:
                 tables[WIDTH] = torch.ones(WIDTH).cumsum(0)
             h = h + tables[WIDTH]
             self.log.append(h.detach().mean())
-        return self.second(h * cached(WIDTH) + known.clone())
+        return self.second(h * cached(WIDTH) + known)
 
 
 class KeptAside(Perceptron):
