@@ -38,7 +38,7 @@ from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.engine import Engine, StepInput
 from ..pipeline.randomness import NoiseSource
 from ..schedule.schedule import forward_only, schedule
-from .counts import Counts
+from .counts import Counts, Place
 from .wrappers import widened
 
 ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
@@ -259,7 +259,7 @@ class _Calls:
 
     def run(self) -> Gaps:
         """Runs all calls and updates; returns how far the two sides are apart after each."""
-        counts, before = Counts(self._itself.module), None
+        counts, before = Counts(self._itself.module), dict[Place, Any]()
         with quiet(), seeded(0):
             for which in CALLS:
                 if which == "u":

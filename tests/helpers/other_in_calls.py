@@ -38,15 +38,6 @@ class WarmsLong(Warm):
         return Perceptron.changed(self, h) if self.count() > 10**4 else h
 
 
-class FreezesLate(WarmsLong):
-    calls = 0
-
-    def changed(self, h: Tensor) -> Tensor:
-        type(self).calls += self.training
-        self.second.requires_grad_(self.calls < 10**4)
-        return Perceptron.changed(self, h)
-
-
 class TogglesMode(Perceptron):
     """Leaves what its forward has set until the mode changes."""
 
