@@ -77,10 +77,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_bytes(path: Path) -> bytes:
-    """Returns the content of a regular file."""
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """Returns the content of a regular file, or its first bytes.
+
+    Args:
+        most: the number of bytes; -1: all.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
-        return file.read()
+        return file.read(most)
 
 
 def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from typing_extensions import Required, TypedDict
 
-from gpipe_cli.disk import NotRegular, open_regular
+from gpipe_cli.disk import NotRegular, open_regular, read_bytes
 from gpipe_cli.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ def read_json(path: Path, kind: type[T]) -> T:
         OSError: it cannot be read.
     """
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            if os.fstat(file.fileno()).st_size > LARGEST:
-                raise ValueError(f"it has more than {LARGEST >> 20} MB")
-            return parse_json(file.read(), kind)
+        content = read_bytes(path, LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST >> 20} MB")
+        return parse_json(content, kind)
     except NotRegular as error:
         raise DamagedJson(f"{path} is damaged: {error.strerror}") from error
     except ValueError as error:

@@ -40,6 +40,7 @@ Vocabulary = Annotated[int, Field(ge=8, le=2**31 - 1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=10**9)]  # 31 years, which every timer of the system takes
+SecondsOrZero = Annotated[float, Field(ge=0, le=10**9)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 ShareOrZero = Annotated[float, Field(ge=0, lt=1)]
 Part = Annotated[float, Field(ge=0, le=1)]

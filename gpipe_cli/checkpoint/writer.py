@@ -142,18 +142,18 @@ class CheckpointWriter:
 
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
         directory = partial_directory(self._run_dir, step)
-        try:
-            with self._told("writing", directory):
-                directory.parent.mkdir(exist_ok=True)  # but never the run directory
-                own_folder(own_folder(directory) / "layers")
+        with self._told("writing", directory):
+            directory.parent.mkdir(exist_ok=True)  # but never the run directory
+            own_folder(own_folder(directory) / "layers")
+            try:
                 written = [write_layer(directory, step, name, state) for name, state in layers.items()]
                 sync_directory(directory / "layers")
                 write_json(part_path(directory, self._worker), [file.as_json() for file in written])
-        except DiskError:
-            for path in (layer_path(directory, name) for name in layers):  # room for other files: the rest is useless
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
-            raise
+            except OSError:
+                for path in (layer_path(directory, name) for name in layers):  # room for others: the rest is useless
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
+                raise
         self._finished_step = step
 
     def _raise_failure(self) -> None:
@@ -251,7 +251,8 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     # In .hydra the command may be writing now.
     folders = [folder for folder in run_dir.glob("[a-z]*") if folder.is_dir() and not folder.is_symlink()]
     own = chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders))
-    for draft in chain(home.rglob("*.tmp"), home.rglob(f"{DRAFT}*"), own):
+    manifests = chain(home.glob(f"step_*/{DRAFT}*"), home.glob("step_*/*.json.tmp"))  # the latter by earlier releases
+    for draft in chain(own, manifests):
         with suppress(OSError):
             draft.unlink()
     for directory in existing:

@@ -1,6 +1,5 @@
 """Makes report.html of a run's directory: its outcome, where its time went, a faster plan, its configuration."""
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.disk import open_regular
+from gpipe_cli.disk import read_bytes
 from gpipe_cli.jobs.trust import PATHS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
@@ -124,8 +123,7 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
     summary, pictures = run.summary, run.folder / "pictures"
     for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
-        with os.fdopen(open_regular(drawn), "rb") as file:
-            svg = file.read(WHOLE).decode(errors="replace")
+        svg = read_bytes(drawn, WHOLE).decode(errors="replace")
         label = re.search(r' aria-label="([^"]*)"', svg)
         yield Picture(svg, unescape(label[1]) if label else drawn.stem, trusted=False)
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))

@@ -20,6 +20,7 @@ from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
 from ..pipeline.randomness import COSTS, seeded
+from ..typed_section import SecondsOrZero
 from .fake_layers import CostError, Drawn, TensorShape, build_key, build_without_memory, fake_mode, measured_on_shapes
 
 
@@ -35,12 +36,12 @@ class LayerTimes:
         input_gradient, weight_gradient: its halves (`pipeline/halves.py`); together they take longer than the whole.
     """
 
-    inference: float
-    forward: float
-    recompute: float
-    backward: float
-    input_gradient: float
-    weight_gradient: float
+    inference: SecondsOrZero
+    forward: SecondsOrZero
+    recompute: SecondsOrZero
+    backward: SecondsOrZero
+    input_gradient: SecondsOrZero
+    weight_gradient: SecondsOrZero
 
     @property
     def total(self) -> float:

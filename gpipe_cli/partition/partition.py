@@ -19,6 +19,7 @@ from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
 
 TIE = 1e-13  # share by which sums of the same costs differ by rounding
+LARGEST_COST = 1e301  # of a layer: a whole step is a finite sum
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 
@@ -71,8 +72,8 @@ def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str
             f"pipeline.K={K} but the model has {_count(L, 'layer')}: use pipeline.K<={L} or a deeper model"
         )
     for layer, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise PartitionError(f"the cost of layer {layer} is {cost}: give a finite number, 0 or more")
+        if not 0 <= cost <= LARGEST_COST:
+            raise PartitionError(f"the cost of layer {layer} is {cost}: give a number from 0 to {LARGEST_COST}")
     places = np.array([0, *(end for end in range(1, L + 1) if end == L or end - 1 not in inseparable)])
     if len(places) <= K:
         raise PartitionError(

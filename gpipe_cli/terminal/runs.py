@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from gpipe_cli.disk import read_bytes
 from gpipe_cli.json_files import DamagedJson, Numbers, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
@@ -21,6 +22,7 @@ from gpipe_cli.typed_section import Count, flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
+MOST_TEXT = 1 << 20  # bytes that are read of other files than those of figures: YAML is slow to read
 MEASURED_STEPS = 200  # of an unfinished run: the last ones, as summary.json of a finished one
 GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
@@ -155,7 +157,7 @@ def _error(path: Path) -> str | None:
     """Returns the exception's line of a traceback, or the first line of another text; None without the file."""
     if not path.is_file():
         return None
-    lines = path.read_text(errors="replace").strip().splitlines() or ["no message"]
+    lines = read_bytes(path, MOST_TEXT).decode(errors="replace").strip().splitlines() or ["no message"]
     traceback = any(line.startswith("Traceback ") for line in lines)
     said = [line for line in lines if line and not line[0].isspace() and not line.startswith("log: ")]
     return said[-1] if traceback and said else lines[0]
@@ -165,9 +167,10 @@ def _read_yaml(path: Path, kind: type, broken: list[str]) -> Any:
     if not path.is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("no run writes aliases, which may stand for any number of values")
+        content = read_bytes(path, MOST_TEXT + 1)
+        text = content.decode()
+        if len(content) > MOST_TEXT or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise ValueError("no run writes so much, nor aliases, which may stand for any number of values")
         found = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         found = None

@@ -1,6 +1,7 @@
 """Tests gpipe-report with whole and broken runs of gpipe-train."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,13 @@ def test_broken_runs_are_named_and_the_others_shown(sweep: Path, tmp_path: Path,
     killed = make_run(sweep / "5_x", 2, 8, 0.0)
     (killed / "summary.json").unlink()
     (killed / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0, "examples_per_second": 60.0}\n{"step": 2, "lo')
+    os.truncate(killed / ".hydra" / "config.yaml", 1 << 40)
     rows = report(tmp_path / "out", sweep, tmp_path / "nowhere")
     status = [row["outcome"] for row in rows]
     assert "summary.json is damaged: EOF while parsing" in status[0]
     assert status[4] == "failed: ValueError: no"
-    assert status[5] == "not finished, 1 steps on record; metrics.jsonl: damaged and skipped: line 2"
+    assert status[5].split("; ")[:2] == ["not finished, 1 steps on record", "config.yaml cannot be read"]
+    assert status[5].endswith("metrics.jsonl: damaged and skipped: line 2")
     assert rows[5]["examples_per_second"] == 60.0
     assert rows[1]["normalised"] == 1.0, "the smallest K and M that has a speed"
     assert "nowhere is not there" in capsys.readouterr().err

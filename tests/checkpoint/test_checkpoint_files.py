@@ -23,6 +23,7 @@ from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
+from gpipe_cli.disk import DiskError
 from gpipe_cli.jobs.run_directory import require_writable
 
 
@@ -211,13 +212,27 @@ def test_a_damaged_file_is_not_used(damage: Callable[[Path], None], path: str, m
 def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "of others.tmp").touch()
     run.mkdir()
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     require_writable("hydra.run.dir", run)
     two_checkpoints(run)
+    checkpoint_writer.prepare_directory(run, checkpoint_files.latest(run)[0])
+    assert (tmp_path / "scratch" / "of others.tmp").exists()
     cut_short(layer_file(run, 2, "head"))
     with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
         checkpoint_files.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
+
+
+def test_a_checkpoint_is_not_written_to_a_folder_elsewhere(tmp_path: Path) -> None:
+    theirs = tmp_path / "layers" / "embed.safetensors"
+    for folder in (theirs.parent, tmp_path / "checkpoints"):
+        folder.mkdir()
+    theirs.touch()
+    (tmp_path / "checkpoints" / "step_00000001.partial").symlink_to(tmp_path)
+    with pytest.raises(DiskError, match="Too many levels of symbolic links"):
+        save(tmp_path, 1, make_layers())
+    assert theirs.exists()
 
 
 def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:

@@ -71,13 +71,9 @@ def test_a_row_that_finds_no_room_leaves_no_part_of_it(tmp_path: Path) -> None:
         assert [row["step"] for row in rows(disk / "m.jsonl")] == [1, 3]
 
 
-def test_a_symbolic_link_is_never_written_through(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.write_text("mine\n")
-    (tmp_path / "m.jsonl").symlink_to(outside)
-    with pytest.raises(DiskError, match=r"m\.jsonl cannot be written: Too many levels of symbolic links"):
-        MetricsFile(tmp_path / "m.jsonl", 0)
-    os.link(outside, tmp_path / "e.jsonl")  # a name of its own, as an archive can unpack one
+def test_a_file_that_has_another_name_elsewhere_is_not_written(tmp_path: Path) -> None:
+    (outside := tmp_path / "outside").write_text("mine\n")
+    os.link(outside, tmp_path / "e.jsonl")  # as an archive can unpack one
     with pytest.raises(DiskError, match="it has another name elsewhere"):
         MetricsFile(tmp_path / "e.jsonl", 0)
     assert outside.read_text() == "mine\n"
