@@ -249,10 +249,9 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     _delete(run_dir, PARTIAL)
     _delete(run_dir, DISCARDED)
     # In .hydra the command may be writing now.
-    folders = [folder for folder in run_dir.glob("[a-z]*") if folder.is_dir() and not folder.is_symlink()]
-    own = chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders))
-    manifests = chain(home.glob(f"step_*/{DRAFT}*"), home.glob("step_*/*.json.tmp"))  # the latter by earlier releases
-    for draft in chain(own, manifests):
+    # In .hydra the command may be writing now; what lies behind a link may be others'.
+    folders = [folder for folder in (*run_dir.glob("[a-z]*"), *home.glob("step_*")) if not folder.is_symlink()]
+    for draft in chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders)):
         with suppress(OSError):
             draft.unlink()
     for directory in existing:
@@ -263,7 +262,9 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
 def _discard(directory: Path) -> None:
     """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
     target = with_suffix(directory, DISCARDED)
-    if target.exists():
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
         shutil.rmtree(target)
     directory.rename(target)
 

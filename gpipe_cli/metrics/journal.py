@@ -94,7 +94,7 @@ class Journal(Notices):
         """
         self._emit({"kind": "begun"})
         self._schedule, self._table = schedule, table
-        again = progress.evaluation_due or progress.step == self._steps
+        again = progress.evaluation_due or progress.step in (0, self._steps)
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", progress.step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", progress.step - again)
         for file in (self._metrics, self._evaluations_file):

@@ -217,7 +217,9 @@ def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> N
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     require_writable("hydra.run.dir", run)
     two_checkpoints(run)
-    checkpoint_writer.prepare_directory(run, checkpoint_files.latest(run)[0])
+    (run / "checkpoints" / "step_00000002.discarded").symlink_to(tmp_path)
+    checkpoint_writer.prepare_directory(run, checkpoint_files.find(run / "checkpoints" / "step_00000001")[0])
+    save(run, 2, make_layers())
     assert (tmp_path / "scratch" / "of others.tmp").exists()
     cut_short(layer_file(run, 2, "head"))
     with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
