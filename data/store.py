@@ -47,14 +47,9 @@ Ragged = tuple[Numbers, Numbers]
 """Token ids of several sequences, one after the other, and the length of each sequence."""
 
 
-ROW = np.dtype(
-    [
-        ("shard", np.int32),  # number of the file, counted over all languages
-        ("offset", np.int64),  # of the first source token in it
-        ("source", np.int64),  # tokens of each side, without beginning and end tokens
-        ("target", np.int64),
-    ]
-)
+# The number of the file, counted over all languages; that of the first source token in it; and the tokens of each side,
+# without beginning and end tokens.
+ROW = np.dtype([("shard", np.int32), ("offset", np.int64), ("source", np.int64), ("target", np.int64)])
 
 
 class HeldOutPair(NamedTuple):

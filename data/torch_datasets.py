@@ -114,15 +114,8 @@ class DatasetSource(Source):
         if not self._workers:
             return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
         # Loader processes alone read examples: a file opened before a fork is not safe to read after it.
-        return iter(
-            DataLoader(
-                seeded,
-                batch_sampler=keys,
-                collate_fn=self._collate,
-                num_workers=self._workers,
-                generator=torch.Generator(),  # else the loader draws from the generator that dropout may use
-            )
-        )
+        how: dict[str, Any] = {"batch_sampler": keys, "collate_fn": self._collate, "num_workers": self._workers}
+        return iter(DataLoader(seeded, **how, generator=torch.Generator()))  # else it draws from that of dropout
 
 
 class _Seeded(Dataset[Any]):

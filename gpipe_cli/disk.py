@@ -20,11 +20,7 @@ from gpipe_cli.errors import OF_PATHS, ConfigurationError, PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EROFS, errno.EINVAL, *OF_PATHS)
-SCARCE = {
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "open files"),
-    errno.EAGAIN: "processes",
-    errno.ENOMEM: "memory",
-}
+SCARCE = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
 FEW_BYTES = 16_384
 DRAFT = ".partial-"  # the names of drafts, which a killed process leaves, begin with it
 

@@ -30,18 +30,8 @@ from torch import nn
 
 from ..layers import LayerBuilder
 from ..typed_section import DEEPEST, Count, PartAboveZero, Positive, ShareOrZero
+from . import amoebanet_layers as parts
 from .amoebanet_genotypes import GENOTYPES, CellGenotype, Genotype
-from .amoebanet_layers import (
-    AUXILIARY_POOL,
-    AUXILIARY_STRIDE,
-    STEM_WIDTH,
-    AmoebaCell,
-    AmoebaCellWithAuxiliaryHead,
-    AuxiliaryHead,
-    CellShape,
-    Head,
-    Stem,
-)
 
 
 def amoebanet(
@@ -81,35 +71,28 @@ def amoebanet(
     """
     norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
-    makers: dict[str, Callable[..., AmoebaCell]] = {}
+    makers: dict[str, Callable[..., parts.AmoebaCell]] = {}
     if auxiliary_head:
-        head = partial(AuxiliaryHead, width // 2, norm, _pooled(image_size), classes, auxiliary_width)
-        judged = partial(AmoebaCellWithAuxiliaryHead, head, auxiliary_weight, auxiliary_label_smoothing)
+        head = partial(parts.AuxiliaryHead, width // 2, norm, _pooled(image_size), classes, auxiliary_width)
+        judged = partial(parts.AmoebaCellWithAuxiliaryHead, head, auxiliary_weight, auxiliary_label_smoothing)
         makers[f"stack_2.{L // 3 - 1}"] = judged
-    layers = [LayerBuilder("stem", partial(Stem, in_channels, norm, channels_last))]
+    layers = [LayerBuilder("stem", partial(parts.Stem, in_channels, norm, channels_last))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
-        make = makers.get(name, AmoebaCell)
+        make = makers.get(name, parts.AmoebaCell)
         layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep)))
-    return [*layers, LayerBuilder("head", partial(Head, width, classes, dropout))]
+    return [*layers, LayerBuilder("head", partial(parts.Head, width, classes, dropout))]
 
 
-def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenotype, CellShape]]:
+def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenotype, parts.CellShape]]:
     """Yields name, genotype and shape of each cell, in order."""
     stacks = [[(f"stack_{n}.{i}", False, D * 2 ** (n - 1)) for i in range(L // 3)] for n in (1, 2, 3)]
-    arrangement = [
-        ("stem_cell_1", True, D // 4),
-        ("stem_cell_2", True, D // 2),
-        *stacks[0],
-        ("reduction_1", True, 2 * D),
-        *stacks[1],
-        ("reduction_2", True, 4 * D),
-        *stacks[2],
-    ]
-    inputs, previous, halved = STEM_WIDTH, None, False
+    arrangement = [("stem_cell_1", True, D // 4), ("stem_cell_2", True, D // 2), *stacks[0]]
+    arrangement += [("reduction_1", True, 2 * D), *stacks[1], ("reduction_2", True, 4 * D), *stacks[2]]
+    inputs, previous, halved = parts.STEM_WIDTH, None, False
     for name, reduces, width in arrangement:
         kind = genotype.reduction if reduces else genotype.normal
         last = name == f"stack_3.{L // 3 - 1}"
-        yield name, kind, CellShape(inputs, previous, halved, width, stride=2 if reduces else 1, is_last=last)
+        yield name, kind, parts.CellShape(inputs, previous, halved, width, stride=2 if reduces else 1, is_last=last)
         inputs, previous, halved = width * len(kind.concatenated), inputs, reduces
 
 
@@ -118,9 +101,9 @@ def _pooled(image_size: int) -> int:
     side = (image_size - 1) // 2  # after the stem
     for _ in range(3):  # reductions
         side = -(-side // 2)
-    if side < AUXILIARY_POOL:
+    if side < parts.AUXILIARY_POOL:
         raise ValueError(
             f"model.auxiliary_head=true with model.image_size={image_size}: its pooling does not fit "
             f"the {side}×{side} map after stack 2: use model.auxiliary_head=false, or larger images"
         )
-    return (side - AUXILIARY_POOL) // AUXILIARY_STRIDE + 1
+    return (side - parts.AUXILIARY_POOL) // parts.AUXILIARY_STRIDE + 1

@@ -263,13 +263,9 @@ class AmoebaCell(nn.Module):
         self.enter = ConvolutionNorm(shape.inputs, shape.width, norm)
         self.match = _match(shape, norm)
         self.operations = _operations(genotype, shape, norm)
-        self.shrink = nn.ModuleDict(
-            {
-                f"h{state}": FactorizedReduction(shape.width, shape.width, norm, relu=False)
-                for state in genotype.concatenated
-                if state < 2 and shape.stride == 2
-            }
-        )
+        shrunk = [state for state in genotype.concatenated if state < 2 and shape.stride == 2]
+        shrink = partial(FactorizedReduction, shape.width, shape.width, norm, relu=False)
+        self.shrink = nn.ModuleDict({f"h{state}": shrink() for state in shrunk})
 
     @property
     def depends_on_steps(self) -> bool:

@@ -27,20 +27,10 @@ from torch import Tensor, nn
 
 from ..layers import LayerBuilder
 from ..typed_section import Count, CountOrZero, Depth, Even, ShareOrZero, Vocabulary
-from .transformer_layers import (
-    CausalAttention,
-    CrossAttention,
-    EncoderAttention,
-    FeedForward,
-    Positions,
-    Sublayers,
-    TokenEmbedding,
-    VocabularyProjection,
-    stacked,
-)
+from . import transformer_layers as parts
 
 
-class SourceEmbedding(TokenEmbedding):
+class SourceEmbedding(parts.TokenEmbedding):
     """Embeds the source: (source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
 
     Args:
@@ -48,7 +38,7 @@ class SourceEmbedding(TokenEmbedding):
         pad_id: the id of padding.
     """
 
-    def __init__(self, vocabulary: int, d_model: int, dropout: float, positions: Positions, pad_id: int) -> None:
+    def __init__(self, vocabulary: int, d_model: int, dropout: float, positions: parts.Positions, pad_id: int) -> None:
         super().__init__(vocabulary, d_model, dropout, positions)
         self.pad_id = pad_id
 
@@ -59,7 +49,7 @@ class SourceEmbedding(TokenEmbedding):
         return self.embed(source), mask[:, None, None, :], target
 
 
-class TargetEmbedding(TokenEmbedding):
+class TargetEmbedding(parts.TokenEmbedding):
     """Embeds the target: (memory, source mask, target ids [b, T]) to (y [b, T, d], memory, source mask)."""
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,7 +95,7 @@ def transformer(
     depth_scale_exponent: float = 0.5,
     tie_embeddings: bool = False,
     pad_id: CountOrZero = 0,
-    positions: Positions = "sinusoids",
+    positions: parts.Positions = "sinusoids",
 ) -> list[LayerBuilder]:
     """Returns the list of T(L,H,A): 5·L + 5 layers.
 
@@ -125,21 +115,21 @@ def transformer(
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth**-depth_scale_exponent if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
-    feed_forward: Sublayers = {"feed_forward": partial(FeedForward, d_model, H, dropout, init_scale)}
-    encoder: Sublayers = {"attention": partial(EncoderAttention, *heads, positions), **feed_forward}
-    decoder: Sublayers = {
-        "self_attention": partial(CausalAttention, *heads, positions),
-        "cross_attention": partial(CrossAttention, *heads),
+    feed_forward: parts.Sublayers = {"feed_forward": partial(parts.FeedForward, d_model, H, dropout, init_scale)}
+    encoder: parts.Sublayers = {"attention": partial(parts.EncoderAttention, *heads, positions), **feed_forward}
+    decoder: parts.Sublayers = {
+        "self_attention": partial(parts.CausalAttention, *heads, positions),
+        "cross_attention": partial(parts.CrossAttention, *heads),
         **feed_forward,
     }
     table = {"weight": "target_embedding.weight"} if tie_embeddings else {}
     source, target = ((tokens, d_model, input_dropout, positions) for tokens in (source_vocabulary, target_vocabulary))
     return [
         LayerBuilder("source_embedding", partial(SourceEmbedding, *source, pad_id)),
-        *stacked("encoder", L, encoder),
+        *parts.stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
         LayerBuilder("target_embedding", partial(TargetEmbedding, *target)),
-        *stacked("decoder", L, decoder),
+        *parts.stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
-        LayerBuilder("softmax", partial(VocabularyProjection, d_model, target_vocabulary), tied=table),
+        LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, target_vocabulary), tied=table),
     ]

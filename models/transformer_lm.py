@@ -11,21 +11,13 @@ from torch import nn
 
 from ..layers import LayerBuilder
 from ..typed_section import Count, Depth, Even, ShareOrZero, Vocabulary
-from .transformer_layers import (
-    CausalAttention,
-    FeedForward,
-    Positions,
-    Sublayers,
-    TokenEmbedding,
-    VocabularyProjection,
-    stacked,
-)
+from . import transformer_layers as parts
 
 
-class LanguageModelEmbedding(TokenEmbedding):
+class LanguageModelEmbedding(parts.TokenEmbedding):
     """Embeds token ids [b, T] as y [b, T, d]."""
 
-    forward, decode = TokenEmbedding.embed, TokenEmbedding.embed_next
+    forward, decode = parts.TokenEmbedding.embed, parts.TokenEmbedding.embed_next
 
 
 def transformer_lm(
@@ -41,7 +33,7 @@ def transformer_lm(
     depth_scale_exponent: float = 0.5,
     final_norm: bool = False,
     tie_embeddings: bool = False,
-    positions: Positions = "sinusoids",
+    positions: parts.Positions = "sinusoids",
 ) -> list[LayerBuilder]:
     """Returns the list of Transformer-L: 2·L + 2 layers, one more with the final norm.
 
@@ -58,15 +50,15 @@ def transformer_lm(
         positions: "sinusoids" added to the embedding, or "rotary": queries and keys are turned.
     """
     init_scale = L**-depth_scale_exponent if depth_scaled_init else 1.0
-    sublayers: Sublayers = {
-        "attention": partial(CausalAttention, d_model, A, dropout, attention_dropout, positions),
-        "feed_forward": partial(FeedForward, d_model, H, dropout, init_scale),
+    sublayers: parts.Sublayers = {
+        "attention": partial(parts.CausalAttention, d_model, A, dropout, attention_dropout, positions),
+        "feed_forward": partial(parts.FeedForward, d_model, H, dropout, init_scale),
     }
     table = {"weight": "embedding.weight"} if tie_embeddings else {}
     norm = [LayerBuilder("norm", partial(nn.LayerNorm, d_model))] if final_norm else []
     return [
         LayerBuilder("embedding", partial(LanguageModelEmbedding, vocabulary, d_model, input_dropout, positions)),
-        *stacked("decoder", L, sublayers),
+        *parts.stacked("decoder", L, sublayers),
         *norm,
-        LayerBuilder("softmax", partial(VocabularyProjection, d_model, vocabulary), tied=table),
+        LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, vocabulary), tied=table),
     ]

@@ -166,11 +166,8 @@ def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mappi
     """
     faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
     faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
-    faults += [
-        f"{kind} {name} should be {_form(own[name])}, the checkpoint has {_form(saved[name])}"
-        for name in own
-        if name in saved and _form(own[name]) != _form(saved[name])
-    ]
+    forms = {name: (_form(own[name]), _form(saved[name])) for name in own if name in saved}
+    faults += [f"{kind} {n} should be {a}, the checkpoint has {b}" for n, (a, b) in forms.items() if a != b]
     if faults:
         raise CheckpointError(f"layer {layer} does not fit its checkpoint: {files.shorten(faults)}")
 

@@ -24,28 +24,7 @@ from pathlib import Path
 from ..disk import DRAFT, DiskError, cannot_write, own_folder, whole_file, writing
 from ..json_files import read_json
 from ..version import __version__
-from .files import (
-    DISCARDED,
-    FORMAT,
-    PARTIAL,
-    CheckpointError,
-    CheckpointInfo,
-    LayerFile,
-    RunState,
-    best_step,
-    checkpoints_directory,
-    layer_path,
-    partial_directory,
-    problems,
-    problems_of,
-    read_manifest,
-    refuse_another_run,
-    shorten,
-    step_directories,
-    step_directory,
-    step_of,
-    with_suffix,
-)
+from . import files
 from .layer_state import LayerState, write_layer
 
 
@@ -89,7 +68,7 @@ class CheckpointWriter:
         self._raise_failure()
         return self._finished_step
 
-    def commit(self, step: int, state: RunState, workers: int) -> CheckpointInfo:
+    def commit(self, step: int, state: files.RunState, workers: int) -> files.CheckpointInfo:
         """Makes the checkpoint complete (worker 0, once all workers have reported ``step``), then prunes older ones.
 
         Args:
@@ -100,38 +79,38 @@ class CheckpointWriter:
             DiskError: it cannot be written.
         """
         self._raise_failure()
-        final = step_directory(self._run_dir, step)
+        final = files.step_directory(self._run_dir, step)
         with self._told("completing", final):
-            self._complete(CheckpointInfo(final, step, state, {}, versions(self._device)), workers)
+            self._complete(files.CheckpointInfo(final, step, state, {}, versions(self._device)), workers)
         self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
-        return read_manifest(final)
+        return files.read_manifest(final)
 
-    def _complete(self, info: CheckpointInfo, workers: int) -> None:
-        directory, parts = partial_directory(self._run_dir, info.step), range(workers)
-        written: dict[str, LayerFile] = {}
+    def _complete(self, info: files.CheckpointInfo, workers: int) -> None:
+        directory, parts = files.partial_directory(self._run_dir, info.step), range(workers)
+        written: dict[str, files.LayerFile] = {}
         for path in (part_path(directory, worker) for worker in parts):
-            written |= {file.name: file for file in read_json(path, list[LayerFile])}
+            written |= {file.name: file for file in read_json(path, list[files.LayerFile])}
         saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
         expected = {*self._model, *(f"{layer}.{name}" for layer, names in self._model.items() for name in names)}
         if saved != expected:
-            raise CheckpointError(
+            raise files.CheckpointError(
                 f"the checkpoint of step {info.step} is not the model and was not kept; not in both: "
-                + shorten(sorted(saved ^ expected))
+                + files.shorten(sorted(saved ^ expected))
             )
         info = replace(info, path=directory, layers={name: written[name] for name in self._model})
-        if damaged := problems(info):
-            raise CheckpointError(f"the checkpoint of step {info.step} is not complete: {shorten(damaged)}")
+        if damaged := files.problems(info):
+            raise files.CheckpointError(f"the checkpoint of step {info.step} is not complete: {files.shorten(damaged)}")
         for worker in parts:
             part_path(directory, worker).unlink()
         write_manifest(info)
-        final = directory.rename(step_directory(self._run_dir, info.step))
+        final = directory.rename(files.step_directory(self._run_dir, info.step))
         sync_directory(final.parent)
 
-    def amend(self, step: int, state: RunState) -> None:
+    def amend(self, step: int, state: files.RunState) -> None:
         """Replaces the progress in the complete checkpoint of ``step`` (worker 0)."""
-        directory = step_directory(self._run_dir, step)
+        directory = files.step_directory(self._run_dir, step)
         with self._told("amending", directory):
-            info = read_manifest(directory)  # whose other values belong to its layers
+            info = files.read_manifest(directory)  # whose other values belong to its layers
             write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
         self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))  # the former best one may go
 
@@ -141,7 +120,7 @@ class CheckpointWriter:
             self._jobs.pop(0).result()
 
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
-        directory = partial_directory(self._run_dir, step)
+        directory = files.partial_directory(self._run_dir, step)
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             own_folder(own_folder(directory) / "layers")
@@ -150,9 +129,9 @@ class CheckpointWriter:
                 sync_directory(directory / "layers")
                 write_json(part_path(directory, self._worker), [file.as_json() for file in written])
             except OSError:
-                for path in (layer_path(directory, name) for name in layers):  # room for others: the rest is useless
+                for name in layers:  # room for others: the rest is useless
                     with suppress(OSError):
-                        path.unlink(missing_ok=True)
+                        files.layer_path(directory, name).unlink(missing_ok=True)
                 raise
         self._finished_step = step
 
@@ -198,13 +177,13 @@ def part_path(directory: Path, worker: int) -> Path:
     return directory / f"part_{worker}.json"
 
 
-def write_manifest(info: CheckpointInfo) -> None:
+def write_manifest(info: files.CheckpointInfo) -> None:
     """Writes the manifest of a checkpoint whose files are all there."""
     layers = [
         {"file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
         for name, file in info.layers.items()
     ]
-    content = {"format": FORMAT, "step": info.step, "state": asdict(info.state), "versions": dict(info.versions)}
+    content = {"format": files.FORMAT, "step": info.step, "state": asdict(info.state), "versions": dict(info.versions)}
     write_json(info.path / "manifest.json", {**content, "layers": layers})
 
 
@@ -219,17 +198,17 @@ def prune(run_dir: Path, keep: int) -> None:
 
     One that cannot be deleted is left to the next call.
     """
-    best, undamaged = best_step(run_dir), 0
-    for directory in reversed(step_directories(run_dir)):
-        if undamaged >= keep and step_of(directory) != best:
+    best, undamaged = files.best_step(run_dir), 0
+    for directory in reversed(files.step_directories(run_dir)):
+        if undamaged >= keep and files.step_of(directory) != best:
             with suppress(OSError):
                 _discard(directory)
-        elif not problems_of(directory):
+        elif not files.problems_of(directory):
             undamaged += 1
-    _delete(run_dir, DISCARDED)
+    _delete(run_dir, files.DISCARDED)
 
 
-def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
+def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> None:
     """Prepares the run directory, once, before any worker saves.
 
     Partial checkpoints and drafts of a killed run are removed. Checkpoints later than the one resumed from (they were
@@ -240,14 +219,14 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
         CheckpointError: the directory holds checkpoints and the run does not continue from one of them.
         DiskError: it cannot be made.
     """
-    refuse_another_run(run_dir, resumed)
-    home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
+    files.refuse_another_run(run_dir, resumed)
+    home, existing = files.checkpoints_directory(run_dir), files.step_directories(run_dir)
     with writing(home):
         home.mkdir(exist_ok=True)
     for folder in (home.parent, home.parent.parent):  # a checkpoint is safe only when its folder is
         sync_directory(folder)
-    _delete(run_dir, PARTIAL)
-    _delete(run_dir, DISCARDED)
+    _delete(run_dir, files.PARTIAL)
+    _delete(run_dir, files.DISCARDED)
     # In .hydra the command may be writing now.
     # In .hydra the command may be writing now; what lies behind a link may be others'.
     folders = [folder for folder in (*run_dir.glob("[a-z]*"), *home.glob("step_*")) if not folder.is_symlink()]
@@ -255,13 +234,13 @@ def prepare_directory(run_dir: Path, resumed: CheckpointInfo | None) -> None:
         with suppress(OSError):
             draft.unlink()
     for directory in existing:
-        if resumed is not None and step_of(directory) > resumed.step:
+        if resumed is not None and files.step_of(directory) > resumed.step:
             _discard(directory)
 
 
 def _discard(directory: Path) -> None:
     """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
-    target = with_suffix(directory, DISCARDED)
+    target = files.with_suffix(directory, files.DISCARDED)
     if target.is_symlink():
         target.unlink()
     elif target.exists():
@@ -270,5 +249,5 @@ def _discard(directory: Path) -> None:
 
 
 def _delete(run_dir: Path, suffix: str) -> None:
-    for directory in checkpoints_directory(run_dir).glob(f"step_*{suffix}"):
+    for directory in files.checkpoints_directory(run_dir).glob(f"step_*{suffix}"):
         shutil.rmtree(directory, ignore_errors=True)

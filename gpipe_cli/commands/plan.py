@@ -171,13 +171,10 @@ def _cells(plan: Plan) -> Grid:
     kinds = ["weights", "gradients", "optimizer", "average", "inputs", "working", "total"]
     if not any(cell.average for cell in plan.cells):
         kinds.remove("average")
-    rows = [
-        [
-            *(cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters, percent(cell.share)),
-            *(size_text(getattr(cell, kind)) for kind in kinds),
-        ]
-        for cell in plan.cells
-    ]
+    rows = list[list[object]]()
+    for cell in plan.cells:
+        facts = (cell.cell, cell.worker, cell.layers, cell.first, cell.last, cell.parameters, percent(cell.share))
+        rows.append([*facts, *(size_text(getattr(cell, kind)) for kind in kinds)])
     return Grid(["cell", "device", "layers", "from", "to", "parameters", "time", *kinds], rows)
 
 

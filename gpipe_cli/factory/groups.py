@@ -103,11 +103,8 @@ class Groups:
         found = [(own_name(b.name, n), form) for b, own in zip(builders, ties.own, strict=True) for n, form, _ in own]
         keys = [self.key(name, form.shape) for name, form in found]
         shapes = {name: form.shape for name, form in found}
-        tied = [
-            (own_name(b.name, n), own_name(*o))
-            for b, of in zip(builders, ties.owners, strict=True)
-            for n, o in of.items()
-        ]
+        owners = zip(builders, ties.owners, strict=True)
+        tied = [(own_name(builder.name, n), own_name(*owner)) for builder, of in owners for n, owner in of.items()]
         for number, entry in enumerate(self.entries[self._first :]):
             for pattern in _patterns(entry):
                 alone = {**entry, "match": pattern}

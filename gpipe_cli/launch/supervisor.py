@@ -150,16 +150,9 @@ class _Processes:
             store = unnamed_memory("gpipe-store")  # which no process of another user can open
             handed_over.callback(os.close, store)
             self._places = unnamed_memory("gpipe-places", job.workers * Position.SIZE)
-            content = {
-                **asdict(job),
-                "run_dir": str(directory.parent),
-                "directory": str(directory),
-                "control": ends[STARTER],
-                "channels": [ends[rank] for rank in range(job.workers)],
-                "mailboxes": mailboxes,
-                "places": self._places,
-                "store": store,
-            }
+            content = {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory)}
+            content |= {"control": ends[STARTER], "channels": [ends[rank] for rank in range(job.workers)]}
+            content |= {"mailboxes": mailboxes, "places": self._places, "store": store}
             self.zygote = subprocess.Popen(
                 bootstrap("run_zygote"),
                 stdin=subprocess.PIPE,

@@ -61,15 +61,10 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns a table with aligned columns; columns of numbers are aligned to the right."""
     cells = [[number(value) for value in row] for row in rows]
     widths = [max(len(name), *(len(row[i]) for row in cells), 0) for i, name in enumerate(columns)]
-    right = [all(is_number(row[i]) for row in rows) for i in range(len(columns))]
+    aligned = [str.rjust if all(is_number(row[i]) for row in rows) else str.ljust for i in range(len(columns))]
     lines = [columns, ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if flush else cell.ljust(width)
-            for cell, width, flush in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    placed = ([align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in placed)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

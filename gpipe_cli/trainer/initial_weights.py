@@ -33,17 +33,18 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
         if world.rank == 0:
             _warn_of_another_model(info, assembly, journal)
         saved = open_run(info)
-    model = dict(world.gather_from_workers(named_shapes(layers).items()))
+    own = named_values(layers)
+    model = dict(world.gather_from_workers((name, list(tensor.shape)) for name, tensor in own.items()))
     tied: dict[str, list[str]] = {}
     for layer, ties in zip(assembly.layers, assembly.pipeline.cut.ties, strict=True):
         for name, owner in ties.items():
             tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
-    aliases = [*tied.values(), *world.gather_from_workers(shared_names(layers))]
+    aliases = [*tied.values(), *world.gather_from_workers(shared_names(own))]
     match = match_names(model, saved, aliases, left_out, path)
     for pattern in left_out:
         if not any(is_named(name, [pattern]) for name in (*model, *saved)):
             journal.warn(f"checkpoint.init_except: {pattern} is no layer or parameter of this model or of {path}")
-    converted = world.all_gather(load_matched(layers, saved, match, path))
+    converted = world.all_gather(load_matched(own, saved, match, path))
     kinds = dict.fromkeys(f"; {kind}" for kinds in converted for kind in kinds)
     new = [name for name in model if name not in match]
     journal.message(f"weights from {path}{''.join(kinds)}; begun anew: {shorten(new) or 'nothing'}")
@@ -78,30 +79,28 @@ def _read(load: Callable[[str], LayerState], layer: str, name: str) -> Tensor:
     return load(layer).averaged[name]
 
 
-def named_shapes(layers: Sequence[BuiltLayer]) -> dict[str, list[int]]:
-    """Returns the shapes of this worker's parameters and persistent buffers by their names in a plain state_dict."""
-    return {
-        own_name(layer.name, name): list(tensor.shape)
-        for layer in layers
-        for tensors in named_tensors(layer.module)
-        for name, tensor in tensors.items()
-    }
-
-
-def shared_names(layers: Sequence[BuiltLayer]) -> list[list[str]]:
-    """Returns these names of each parameter that a layer of this worker has under several."""
-    groups: dict[int, list[str]] = {}
+def named_values(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
+    """Returns this worker's parameters and persistent buffers by their names in a plain state_dict."""
+    found: dict[str, Tensor] = {}
     for layer in layers:
-        for name, parameter in named_tensors(layer.module)[0].items():
-            groups.setdefault(id(parameter), []).append(own_name(layer.name, name))
+        for tensors in named_tensors(layer.module):
+            found |= {own_name(layer.name, name): tensor for name, tensor in tensors.items()}
+    return found
+
+
+def shared_names(own: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the names of each tensor that a layer of this worker has under several."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        groups.setdefault(id(tensor), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
 @torch.no_grad()
 def load_matched(
-    layers: Sequence[BuiltLayer], saved: Mapping[str, SavedTensor], match: Mapping[str, str], path: Path
+    own: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], match: Mapping[str, str], path: Path
 ) -> list[str]:
-    """Loads weights into this worker's layers by their names; floating-point values take the types of the model.
+    """Loads weights into this worker's tensors by their names; floating-point values take the types of the model.
 
     Returns:
         The types that were converted, as "bfloat16 to float32".
@@ -110,14 +109,11 @@ def load_matched(
         CheckpointError: a file cannot be read, or a value cannot become one of the model's type.
     """
     converted: dict[str, None] = {}
-    for layer in layers:
-        for tensors in named_tensors(layer.module):
-            for name, own in tensors.items():
-                if (full := own_name(layer.name, name)) in match:
-                    value = saved[match[full]].read()
-                    if value.dtype != own.dtype:
-                        if not (value.is_floating_point() and own.is_floating_point()):
-                            raise CheckpointError(f"{path}: {full} is {value.dtype}, this model's {own.dtype}")
-                        converted[f"{value.dtype} to {own.dtype}".replace("torch.", "")] = None
-                    own.copy_(value)
+    for name in filter(match.__contains__, own):  # in the order of the layers, of which one is in memory at a time
+        tensor, value = own[name], saved[match[name]].read()
+        if value.dtype != tensor.dtype:
+            if not (value.is_floating_point() and tensor.is_floating_point()):
+                raise CheckpointError(f"{path}: {name} is {value.dtype}, this model's {tensor.dtype}")
+            converted[f"{value.dtype} to {tensor.dtype}".replace("torch.", "")] = None
+        tensor.copy_(value)
     return list(converted)

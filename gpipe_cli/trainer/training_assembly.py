@@ -99,12 +99,9 @@ def restore(config: Mapping[str, Any], updater: Updater, journal: Notices, resum
 
 def layers_that_depend_on_steps(pipeline: WorkerPipeline) -> list[str]:
     """Returns the names of the model's layers with a `begin_step`, except those whose `depends_on_steps` is False."""
-
-    def depends(module: nn.Module) -> bool:
-        parts = [part for part in module.modules() if hasattr(part, "begin_step")]
-        return any(getattr(part, "depends_on_steps", True) for part in parts)
-
-    return list(pipeline.world.gather_from_workers(layer.name for layer in pipeline.layers if depends(layer.module)))
+    parts = [(layer.name, part) for layer in pipeline.layers for part in layer.module.modules()]
+    depend = (name for name, part in parts if hasattr(part, "begin_step") and getattr(part, "depends_on_steps", True))
+    return list(dict.fromkeys(pipeline.world.gather_from_workers(depend)))
 
 
 def make_updater(assembly: Assembly) -> Updater:
