@@ -16,6 +16,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
@@ -176,8 +177,8 @@ def send_pickle(context: Context, config: dict[str, Any]) -> None:
             return Path.touch, (context.run_dir / "code has run",)
 
     if context.rank == CULPRIT:
-        exchange._to_bytes = lambda value: pickle.dumps(Evil())
-        exchange._list_of = lambda content: []
+        pickled = SimpleNamespace(encode=lambda: pickle.dumps(Evil()))
+        exchange.json = SimpleNamespace(dumps=lambda value: pickled, loads=lambda content: [])
     join_world(context, 2, 1, "cpu", "auto").all_gather("a value")
     time.sleep(120)
 
