@@ -25,7 +25,7 @@ from ..models.traced.layers import traced_once
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
-from ..typed_section import DEEPEST, read_values, unknown_key
+from ..typed_section import read_values, unknown_key
 from .groups import GroupKey, Groups
 from .wrappers import ChangedSource, CheckedTask, with_targets
 
@@ -48,8 +48,6 @@ def build_model(section: Mapping[str, Any], seed: int = 0, world: World | None =
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"
         )
-    if len(model) > DEEPEST:
-        raise ConfigurationError(f"model._target_={section['_target_']} returns more than {DEEPEST:,} layers")
     if (twice := name_used_twice(model)) is not None:
         raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
     return list(model)
@@ -134,9 +132,8 @@ def build_lr_schedule(section: Mapping[str, Any], optimizer: torch.optim.Optimiz
     needed = [name for name, given in signature(lr_schedule.step).parameters.items() if given.default is given.empty]
     if needed:
         raise ConfigurationError(
-            f"lr_schedule._target_={section['_target_']} needs {needed[0]} at every step, but step() is called without "
-            "arguments: use one that counts steps, such as lr_schedule=cosine, and trainer.patience to end a run that "
-            "no longer gets better"
+            f"lr_schedule._target_={section['_target_']} needs {needed[0]} at every step: use one that counts steps, "
+            "such as lr_schedule=cosine; trainer.patience ends a run that no longer gets better"
         )
     return cast(LRScheduler, lr_schedule)
 

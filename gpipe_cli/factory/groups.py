@@ -113,10 +113,8 @@ class Groups:
                 if any(fnmatchcase(name, pattern) and _selects(entry, owner, shapes[owner]) for name, owner in tied):
                     continue  # another pattern of the entry selects it
                 names = ", ".join(name for name, _ in found[:: max(1, len(found) // 4)][:4])
-                raise ConfigurationError(
-                    f"optimizer.groups[{number}]={shown(alone)} selects no parameter. The names are as {names}; a tied "
-                    "parameter has its owner's"
-                )
+                said = f"optimizer.groups[{number}]={shown(alone)} selects no parameter. The names are as {names}"
+                raise ConfigurationError(f"{said}; a tied parameter has its owner's")
         groups = []
         for key in sorted(set(keys)):
             sizes = [form.numel for (_, form), other in zip(found, keys, strict=True) if other == key]

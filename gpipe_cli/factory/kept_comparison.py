@@ -21,12 +21,12 @@ from ..config import Settings
 from ..cpu import free_memory
 from ..data.cache import writing_cache
 from ..disk import cache_folder, write_whole
-from ..errors import ConfigurationError, place_in_users_code
+from ..errors import ConfigurationError
 from ..json_files import DamagedJson, read_json
 from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..models.traced.layers import LayerMaker, TracedLayer
-from ..models.traced.refusals import WAY_OUT, name_of
+from ..models.traced.refusals import WAY_OUT, name_of, told_with_place
 from ..partition.cost import count_parameters, layer_costs
 from ..pipeline.cell import BuiltLayer
 from ..tasks.base import Task
@@ -106,10 +106,10 @@ def compare_at_start(
     """
     known = settings is not None and _kept(_file(builders, given, settings)) is not None
     if not known and seconds_of(builders, given) > max(LONGEST, maker_of(builders[0]).seconds):
-        verify = f"gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
+        way = f"gpipe-verify with the same words compares it once for all starts, or {SMALLER}"
         warn(
             "the module itself: NOT COMPARED, as it is too large for a start: what tracing got wrong would train in "
-            + ("silence. Try a smaller one with the same code" if settings is None else f"silence. {verify}")
+            f"silence. {'Try a smaller one with the same code' if settings is None else way}"
         )
         return 1
     report = _compared(builders, given) if settings is None else compare_with_module(builders, given, settings)
@@ -157,19 +157,15 @@ def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
     parameters, free = sum(count_parameters(builders)), free_memory()
     needed = parameters * 4 * COPIES
     if needed > free:
-        return ModuleReport(
-            f"not compared: {COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, and "
-            f"{free / 1e9:.1f} GB are free; verify {SMALLER}",
-            None,
-        )
+        short = f"{COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"
+        return ModuleReport(f"not compared: {short}; verify {SMALLER}", None)
     try:
         return _report(compare(builders, given))
     except ModuleFailed as error:
-        return ModuleReport(
-            f"DIFFERENT: the module itself fails where its layers do not: {_told(error.__cause__)}", False
-        )
+        said = told_with_place(error.__cause__ or error)
+        return ModuleReport(f"DIFFERENT: the module itself fails where its layers do not: {said}", False)
     except Exception as error:
-        return ModuleReport(f"not compared: {_told(error)}", None)
+        return ModuleReport(f"not compared: {told_with_place(error)}", None)
 
 
 def _report(compared: Compared) -> ModuleReport:
@@ -181,11 +177,6 @@ def _report(compared: Compared) -> ModuleReport:
     alone = "; with one example they differ, and the run refuses such micro-batches" if compared.fewest > 1 else ""
     same = f"the same but for rounding, at most {found.worst}" if found.relative else "the same bits"
     return ModuleReport(f"{same} ({what}{decided}){alone}", True, compared.fewest)
-
-
-def _told(error: BaseException | None) -> str:
-    place = None if error is None else place_in_users_code(error)
-    return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
 
 
 # -- kept --------------------------------------------------------------------------------------------------------------

@@ -141,10 +141,8 @@ def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
 
 def _declared(builder: LayerBuilder) -> float:
     if builder.cost is None:
-        raise CostError(
-            f"pipeline.cost=declared but layer {builder.name!r} has no cost: give every layer a `cost`, or use "
-            "pipeline.cost=flops"
-        )
+        said = f"pipeline.cost=declared but layer {builder.name!r} has no cost"
+        raise CostError(f"{said}: give every layer a `cost`, or use pipeline.cost=flops")
     return float(builder.cost)
 
 

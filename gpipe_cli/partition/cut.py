@@ -132,10 +132,8 @@ def cut_by_costs(
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
     """
     if config.devices and len(config.devices) != workers:
-        raise ConfigurationError(
-            f"pipeline.devices describes {len(config.devices)} devices but a replica has {workers} workers: describe "
-            "one device for each"
-        )
+        said = f"pipeline.devices describes {len(config.devices)} devices but a replica has {workers} workers"
+        raise ConfigurationError(f"{said}: describe one device for each")
     times = [layer.times for layer in costs]
     inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
     if config.partition == "auto":

@@ -107,15 +107,13 @@ def refuse_parameters(layer: str, module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise CostError(
-                f"layer {layer!r}: parameter {name!r} gets its shape only from the first input, as nn.LazyLinear's "
-                "does: give the sizes, as nn.Linear(in_features, out_features)"
-            )
-        if parameter.is_complex():
-            raise CostError(
-                f"layer {layer!r}: parameter {name!r} is complex ({str(parameter.dtype).removeprefix('torch.')}): keep "
-                "a real parameter with a last dimension of 2, and use torch.view_as_complex(parameter) in forward"
-            )
+            said = "gets its shape only from the first input: give the sizes, as nn.Linear(in_features, out_features)"
+        elif parameter.is_complex():
+            said = f"is complex ({str(parameter.dtype).removeprefix('torch.')}): keep a real one with a last dimension "
+            said += "of 2, and use torch.view_as_complex(parameter) in forward"
+        else:
+            continue
+        raise CostError(f"layer {layer!r}: parameter {name!r} {said}")
 
 
 @contextmanager

@@ -68,19 +68,16 @@ def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str
     """
     L = len(costs)
     if K > L:
-        raise PartitionError(
-            f"pipeline.K={K} but the model has {_count(L, 'layer')}: use pipeline.K<={L} or a deeper model"
-        )
+        said = f"pipeline.K={K} but the model has {_count(L, 'layer')}"
+        raise PartitionError(f"{said}: use pipeline.K<={L} or a deeper model")
     for layer, cost in enumerate(costs):
         if not 0 <= cost <= LARGEST_COST:
             raise PartitionError(f"the cost of layer {layer} is {cost}: give a number from 0 to {LARGEST_COST}")
     places = np.array([0, *(end for end in range(1, L + 1) if end == L or end - 1 not in inseparable)])
     if len(places) <= K:
-        raise PartitionError(
-            f"pipeline.K={K} but the model can be cut into {_count(len(places) - 1, 'cell')}: the shapes of what "
-            f"{', '.join(inseparable.values())} return depend on values, so that no cut may lie behind them: use "
-            f"pipeline.K<={len(places) - 1}"
-        )
+        cells, varying = _count(len(places) - 1, "cell"), ", ".join(inseparable.values())
+        said = f"pipeline.K={K} but the model can be cut into {cells}: what {varying} return has shapes that"
+        raise PartitionError(f"{said} depend on values: use pipeline.K<={len(places) - 1}")
     return places
 
 
@@ -179,10 +176,8 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[in
         )
     for end in accumulate(sizes[:-1]):
         if end - 1 in inseparable:
-            raise PartitionError(
-                f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape of what "
-                "is returned depends on values: move the cut, or use pipeline.partition=auto"
-            )
+            said = f"pipeline.partition={sizes} cuts behind layer {inseparable[end - 1]!r}, where the shape returned"
+            raise PartitionError(f"{said} depends on values: move the cut, or use pipeline.partition=auto")
     return sizes
 
 

@@ -29,15 +29,10 @@ def refuse_what_cannot_be_verified(settings: Settings) -> None:
         ConfigurationError: the run resumes, or its replicas share the statistics of BatchNorm.
     """
     if settings.checkpoint.resume is not None:
-        raise ConfigurationError(
-            "gpipe-verify begins at the first step: leave out checkpoint.resume; checkpoint.init_from=RUN compares "
-            "with the weights of a run"
-        )
+        raise ConfigurationError("gpipe-verify begins at the first step: leave out checkpoint.resume, or use init_from")
     if settings.pipeline.sync_batchnorm and settings.pipeline.replicas > 1:
-        raise ConfigurationError(
-            "gpipe-verify has no plain counterpart of pipeline.sync_batchnorm=true with several replicas: leave it out "
-            "to verify everything else"
-        )
+        said = "gpipe-verify has no plain counterpart of pipeline.sync_batchnorm=true with several replicas"
+        raise ConfigurationError(f"{said}: leave it out to verify everything else")
 
 
 def tolerance_of(settings: Settings) -> float:

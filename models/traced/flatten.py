@@ -94,8 +94,7 @@ def flatten(
             name, copy.meta["val"] = shared
         elif isinstance(constant, nn.Parameter) and constant.requires_grad:
             said = (
-                "here forward uses a parameter that the module has not registered, so that no optimizer gets it: use "
-                "nn.ModuleList and methods, no lists and lambdas; requires_grad_(False) where it must not learn"
+                "here forward uses a parameter that the module has not registered: use nn.ModuleList, no list or lambda"
             )
             raise Untraceable(said, place_of((*node.users, node)[0]))
         elif spec.kind == InputKind.CONSTANT_TENSOR and constant is not None:
@@ -210,10 +209,7 @@ class _Flattener:
                 said = f"here forward changes {kind}{name} in place, which recomputing would repeat"
                 raise Untraceable(said, place_of(node))
             if owner in self._counted:
-                said = (
-                    f"here the BatchNorm {owner} is called once more, and its statistics would be those of both calls"
-                )
-                raise Untraceable(f"{said}: use one for each", place_of(node))
+                raise Untraceable(f"here the BatchNorm {owner} is called once more: use one for each", place_of(node))
             self._counted.add(owner)
             env[node] = changed  # the engine counts
             return True

@@ -67,7 +67,7 @@ def layers(
         shown = module if isinstance(module, str) else f"a {type(module).__name__}"
         raise ConfigurationError(
             f"model.module={shown}: name what makes the module, as model.module._target_=torchvision.models.resnet18, "
-            "and leave model.module._partial_ as it is: it is called under the run's seed"
+            "and leave model.module._partial_ as it is"
         )
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
@@ -191,10 +191,8 @@ class TracedLayer(nn.Module):
 
     def require(self, examples: int) -> None:
         """Makes the layer refuse micro-batches of fewer examples."""
-        of_one = SizeCondition(
-            f"tensors[0].size()[0] >= {examples}", "with fewer the module itself does something else"
-        )
-        self._conditions = (*self._conditions, of_one)
+        least = SizeCondition(f"tensors[0].size()[0] >= {examples}", "with fewer the module itself does something else")
+        self._conditions = (*self._conditions, least)
 
 
 class Weights:

@@ -81,8 +81,7 @@ class Called(nn.Module):
         for mask, tokens in call.masks.items():
             if tokens not in (call.inputs or ()):
                 raise CallError(
-                    f"model.masks={{{mask}: {tokens}}} needs an input of this name: model.inputs=[{tokens}, …], a "
-                    "name for each input tensor"
+                    f"model.masks={{{mask}: {tokens}}} needs an input of this name: model.inputs=[{tokens}, …]"
                 )
         self.module, self.call = module, call
 
@@ -100,10 +99,7 @@ class Called(nn.Module):
         if call.inputs is None:
             return output_of(self.module(*values, **more), call.output)
         if len(call.inputs) != len(values):
-            raise CallError(
-                f"model.inputs={list(call.inputs)} names {len(call.inputs)} arguments, a micro-batch has {len(values)} "
-                "input tensors: name as many"
-            )
+            raise CallError(f"model.inputs={list(call.inputs)}: name as many as there are input tensors: {len(values)}")
         named = dict(zip(call.inputs, values, strict=True))
         masks = {mask: named[tokens] != call.pad_id for mask, tokens in call.masks.items()}
         return output_of(self.module(**named, **masks, **more), call.output)

@@ -80,9 +80,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
     places = [place for place, argument in enumerate(arguments) if isinstance(argument, (Tensor, SymInt))]
     others = tuple(None if place in places else argument for place, argument in enumerate(arguments))
     if not all(isinstance(argument, PLAIN) for argument in tree_iter(others)):
-        raise Untraceable(
-            f"here {function.__name__}, which has a backward of its own, is given a function or an object"
-        )
+        raise Untraceable(f"here {function.__name__}, which has a backward of its own, gets a function or an object")
     answer: Any = None
     run = OwnFunction(reference(function), others, places)
 

@@ -50,10 +50,7 @@ def refuse_module(module: object) -> None:
         Untraceable: it is scripted, or has methods of a list's layers.
     """
     if not isinstance(module, nn.Module):
-        raise CallError(
-            f"it makes a {type(module).__name__}, no nn.Module; a function that returns a list of layers is named by "
-            "model._target_ alone, without model=module"
-        )
+        raise CallError(f"it makes a {type(module).__name__}; what returns layers is named by model._target_ alone")
     for name, part in module.named_modules():
         name = name or type(part).__name__
         if isinstance(part, torch.jit.ScriptModule):
@@ -101,14 +98,16 @@ def explained(error: Exception, constructor: Constructor) -> str:
     return f"{name} cannot be traced: {f'{place}: ' if place else ''}{said}; {WAY_OUT}"
 
 
+def told_with_place(error: BaseException) -> str:
+    """Returns type and message of an exception, behind its place in the user's own code."""
+    place = place_in_users_code(error)
+    return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
+
+
 def name_of(constructor: Constructor) -> str:
     """Returns the words by which a user has named the constructor; the class of a module that a program has made."""
-    made_by = _maker(constructor)
-    typed = "the module " if getattr(constructor, "func", None) is copied else "model.module._target_="
-    return f"{typed}{made_by.__module__}.{made_by.__qualname__}"
-
-
-def _maker(constructor: Constructor) -> Any:
-    """Returns the function or class that makes the module."""
     made_by: Any = getattr(constructor, "func", constructor)
-    return type(constructor.args[0]) if isinstance(constructor, partial) and made_by is copied else made_by
+    typed = "model.module._target_="
+    if isinstance(constructor, partial) and made_by is copied:
+        typed, made_by = "the module ", type(constructor.args[0])
+    return f"{typed}{made_by.__module__}.{made_by.__qualname__}"

@@ -23,11 +23,10 @@ from torch.export.graph_signature import InputKind
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...cpu import seeded
-from ...errors import place_in_users_code
 from .flatten import CUMULATIVE, Flat, flatten, place_of
 from .module import Call, TracedFrom, Untraceable
 from .recording import ConstructorRecord, NotRecordable, recorded
-from .refusals import TraceError, explained, name_of, refuse_module
+from .refusals import TraceError, explained, name_of, refuse_module, told_with_place
 from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
@@ -125,10 +124,7 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
             with seeded(of.seed):
                 module, recording = constructor(), None
     except Exception as error:
-        place, said = place_in_users_code(error), f"{type(error).__name__}: {error}"
-        raise TraceError(
-            f"{name_of(constructor)} cannot be constructed: {f'{place}: ' if place else ''}{said}"
-        ) from error
+        raise TraceError(f"{name_of(constructor)} cannot be constructed: {told_with_place(error)}") from error
     try:
         refuse_module(module)
         for part in module.modules():

@@ -25,10 +25,6 @@ CASES = {  # target: the module's text, and what is said of it
         "def shallow():\n    return []\n",
         MADE + ": shallow() got an unexpected keyword argument 'depth'",
     ),
-    "mine_{n}.deep": (
-        "from gpipe_cli.layers import LayerBuilder\ndef deep(depth):\n    return [LayerBuilder('a', list)] * 20_001\n",
-        "returns more than 20,000 layers",
-    ),
 }
 
 

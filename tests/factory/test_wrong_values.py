@@ -25,7 +25,6 @@ def refusal(*words: str) -> str:
         (["data.languages=7"], "data.languages=7: use a list or null"),
         (["data.languages=[de,false]"], "data.languages=[de,false]: should be a valid string or null; YAML reads no"),
         (["data.languages=[fr,fr]"], "data.languages=[fr,fr]: should name each once or null"),
-        (["data.max_length=1e12"], "data.max_length=1000000000000.0: should be less than or equal to 65535"),
         (["task.logit_clip=0"], "task.logit_clip=0: should be greater than 0 or null"),
         (["optimizer=rmsprop_tf", "optimizer.eps=-1"], f"optimizer.eps=-1: {LEAST} 0"),
         (["lr_schedule=cosine", "lr_schedule.steps=null"], f"lr_schedule.steps=null: {INTEGER}"),

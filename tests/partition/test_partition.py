@@ -79,10 +79,6 @@ class TestBothObjectives:
         assert told == "pipeline.K=16 but the model has 14 layers: use pipeline.K<=14 or a deeper model"
 
 
-def test_sizes_that_are_given_are_taken_as_they_are() -> None:
-    assert partition([1, 1, 1, 9], 2, (3, 1)) == [3, 1]
-
-
 @pytest.mark.parametrize(("sizes", "K"), [([2, 2], 3), ([4, 0], 2), ([2, 1], 2), ([3, 3], 2)])
 def test_sizes_that_are_given_must_fit(sizes: list[int], K: int) -> None:
     with pytest.raises(PartitionError, match=f"pipeline.K={K} sizes of 1 or more .* the model's 4 layers"):
