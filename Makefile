@@ -29,9 +29,9 @@ $(INSTALLED): pyproject.toml
 train: $(INSTALLED) ## run the main job: 102 languages into English, cut into 16 cells
 	$(BIN)/gpipe-train model=transformer pipeline.K=16 pipeline.remat=never pipeline.schedule=zero_bubble
 
-# Two commands share the pieces, one core each. Interrupt them when you like: what is done stays done.
+# One core. Interrupt it when you like: what is done stays done.
 findings: $(INSTALLED) ## find the paper's findings in small, piece by piece: what docs/measurements/findings.md lacks
-	$(BIN)/python -m benchmarks.findings & $(BIN)/python -m benchmarks.findings; wait
+	$(BIN)/python -m benchmarks.findings
 
 PYTEST := $(BIN)/python -m pytest $(if $(SLOW),--slow) $(if $(filter 2,$(SLOW)),--slow)
 test: $(INSTALLED) ## run the tests on two cores; SLOW=1: the slow ones too; SLOW=2: all (tests/README.md)

@@ -49,6 +49,12 @@ def report(
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": list(said)}, indent=1) + "\n")
 
 
+def table_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """Returns a Markdown table of rows by the names of their columns; what a row lacks is a dash."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return markdown_table(columns, [[row.get(name, "–") for name in columns] for row in rows])
+
+
 def environment() -> dict[str, str]:
     """Returns the environment in which commands of this clone run without installation."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}

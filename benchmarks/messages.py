@@ -290,9 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read = [read_wheel(path, given.also) for path in sorted(wheels.glob("*.whl"))]
     splits = split(read, given.second_test)
     if "second_test" not in {where for where, _ in splits}:
-        made.error(
-            f"no language has {FEWEST_PAIRS} pairs, or --second-test {given.second_test} is not among the wheels"
-        )
+        made.error(f"no language has {FEWEST_PAIRS} pairs, or no wheel is that of --second-test {given.second_test}")
     digest = write(given.folder, splits)
     (given.folder / "notices").mkdir(exist_ok=True)
     for name, notice, _, _ in read:

@@ -36,7 +36,7 @@ from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.cell import build_layer
 
-WIDTH, VOCABULARY = 128, 1000
+PROCESSES, WIDTH, VOCABULARY = 2, 128, 1000
 SIZES: dict[str, Any] = {"L": 4, "H": 512, "A": 2, "d_model": WIDTH, "vocabulary": VOCABULARY}
 SIZES |= {"dropout": 0.0, "attention_dropout": 0.0}
 FAST, DELAYED = (math.inf, 0.0), (40e6, 0.0024)  # bytes a second, seconds of latency
@@ -340,11 +340,9 @@ def worker(context: Context, config: dict[str, Any]) -> list[Row]:
 
 
 def main() -> None:
-    given = parser(__doc__)
-    given.add_argument("--K", type=int, default=2, help="processes (2)")
-    options = given.parse_args()
+    options = parser(__doc__).parse_args()
     config = {"steps": 2, "rounds": 1} if options.quick else {"steps": 20, "rounds": 5}
-    rows = run_workers("benchmarks.tradeoffs:worker", options.K, config)
+    rows = run_workers("benchmarks.tradeoffs:worker", PROCESSES, config)
     report(COLUMNS, rows, options.output)
 
 

@@ -58,9 +58,8 @@ def _po(file: BinaryIO) -> Iterator[Row]:
         content = re.sub(pattern, mended, content, count=1)
     with redirect_stdout(said):  # babel prints what it passes over
         catalogue = read_po(_dateless(content), ignore_obsolete=True)
-    yield from (
-        {UNREADABLE: f"has no message: line {n} of the file"} for n in re.findall(r"on line (\d+)", said.getvalue())
-    )
+    for number in re.findall(r"on line (\d+)", said.getvalue()):
+        yield {UNREADABLE: f"has no message: line {number} of the file"}
     yield from _messages(catalogue)
 
 

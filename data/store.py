@@ -183,9 +183,8 @@ class Store:
             of_block = np.asarray(lengths[first : first + self.block]).astype(np.int64)
             pair_lengths = of_block.sum(1)
             if pair_lengths.sum() != starts[block + 1] - starts[block]:
-                raise damaged(
-                    shard_path(self.folder, *self._shards[shard], "lengths"), "they are not those of its tokens"
-                )
+                path = shard_path(self.folder, *self._shards[shard], "lengths")
+                raise damaged(path, "they are not those of its tokens")
             begins = int(starts[block]) + np.cumsum(pair_lengths) - pair_lengths
             rows["offset"][chosen] = begins[in_block]
             rows["source"][chosen], rows["target"][chosen] = of_block[in_block].T

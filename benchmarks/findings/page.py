@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.common import table_of
 from benchmarks.findings.bootstrap import bleu_difference, seed_difference
 from benchmarks.findings.pieces import Experiment, Log, Piece
 from benchmarks.findings.runs import sentences_name
 from gpipe_cli.metrics.translation_scores import LEVELS, resource_levels
-from gpipe_cli.terminal.text import markdown_table
 
 NAMES = {"loss_end": "training loss, mean of the last tenth", "grad_norm_max": "largest gradient norm"}
 NAMES |= {"nll": "loss of held-out data", "bleu_average": "BLEU, mean of languages"}
@@ -44,14 +44,9 @@ def blocks(of: Experiment, all_of: Mapping[str, Experiment], log: Log, sentences
     if of.rates and not of.seeds and any(log.record(p) for variant in of.variants for p in of.search(variant)):
         yield rates(of, log)
     if rows := list(full_runs(of, log)):
-        yield table(rows)
+        yield table_of(rows)
         if found := list(differences(of, all_of, log, sentences)):
-            yield table(found)
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> str:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return markdown_table(columns, [[row.get(name, "–") for name in columns] for row in rows])
+            yield table_of(found)
 
 
 def rates(of: Experiment, log: Log) -> str:
@@ -65,7 +60,7 @@ def rates(of: Experiment, log: Log) -> str:
             shown = f"{value:.3f}" if value is not None else "not finite" if record else "–"
             row[f"{piece.rate:g}"] = shown
         rows.append(row)
-    return table(rows)
+    return table_of(rows)
 
 
 def full_runs(of: Experiment, log: Log) -> Iterator[dict[str, object]]:

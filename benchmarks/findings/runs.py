@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,8 @@ def run(piece: Piece, log: Log, runs: Path, sentences: Path) -> Record:
         sentences.mkdir(parents=True, exist_ok=True)
         (sentences / sentences_name(piece)).write_text(json.dumps(counts, separators=(",", ":")) + "\n")
     record: Record = {"experiment": piece.experiment.name, "piece": piece.name, "seed": piece.seed}
-    record |= {"steps": piece.steps, "metrics": {name: _rounded(value) for name, value in metrics.items()}}
+    rounded = {name: float(f"{of:.6g}") if isinstance(of, float) else of for name, of in metrics.items()}
+    record |= {"steps": piece.steps, "metrics": rounded}
     steps = (json.loads(line)["seconds"] for line in (folder / "metrics.jsonl").read_text().splitlines())
     minutes = max(time.monotonic() - began, sum(steps)) / 60  # those before an interruption too
     return record | {"minutes": round(minutes, 2), "commit": commit(), "words": words}
@@ -83,12 +83,8 @@ def training_figures(folder: Path) -> dict[str, float | None]:
     return found | {"parameters": summary["parameters"], "skipped_updates": summary["skipped_updates"]}
 
 
-def _rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
 def _filled(word: str, piece: Piece, runs: Path) -> str:
-    """Replaces RUN(variant) and FOLDER(digits) by paths; writes the digits as image files where they are missing."""
+    """Replaces RUN(variant) and FOLDER(digits) by paths; writes the digits as image files."""
     word = re.sub(r"RUN\(.*\)", lambda found: str(runs / piece.source.folder) if piece.source else "", word)
     return re.sub(r"FOLDER\((\w+)\)", lambda found: str(digit_folder(runs / "digits" / found[1], found[1])), word)
 
@@ -98,23 +94,18 @@ def digit_folder(folder: Path, part: str) -> Path:
     from PIL import Image
 
     classes, most = DIGITS[part]
-    if folder.is_dir():
-        return folder
     with np.load(ROOT / "data" / "images" / "digits.npz") as stored:
         images, labels = stored["images"], stored["labels"]
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     seen = dict.fromkeys(classes, 0)
     for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
         split = "train" if number < TRAINING_IMAGES else "val"
         if label not in seen or (split == "train" and seen[label] == most):
             continue
         seen[label] += split == "train"
-        target = partial / split / str(label) / f"{number:04}.png"
+        target = folder / split / str(label) / f"{number:04}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray((image * (255 / WHITE)).round().astype("uint8"))
         picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR).convert("RGB").save(target)
-    partial.rename(folder)
     return folder
 
 

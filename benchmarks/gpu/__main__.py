@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.common import ROOT, Row
-from gpipe_cli.terminal.text import markdown_table
+from benchmarks.common import ROOT, Row, table_of
+from gpipe_cli.disk import write_whole
 
 from . import checks, speed
 from .checks import Site
@@ -77,19 +77,15 @@ def main() -> int:
             continue
         print(f"{name}: {PARTS[name].title} …", flush=True)
         limit = PARTS[name].limit * (1 if arguments.device == "cuda" else TIMES_ON_CPU)
-        records[name] = {"where": where, **run_apart(name, arguments, min(limit, left))}
+        records[name] = found = {"where": where, **run_apart(name, arguments, min(limit, left))}
         write(records, arguments.output)
-        print(
-            f"{name}: {records[name]['status']} after {records[name]['seconds']} s {records[name]['why']}", flush=True
-        )
+        print(f"{name}: {found['status']} after {found['seconds']} s {found['why']}", flush=True)
     print(f"{arguments.output} is written, and a page beside it")
     return int(any(record["status"] != "passed" for record in records.values()))
 
 
 def read(words: Sequence[str]) -> Namespace:
-    options = ArgumentParser(
-        "python -m benchmarks.gpu", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    options = ArgumentParser("python -m benchmarks.gpu", description=__doc__)
     options.add_argument("parts", nargs="*", metavar="PART", help=f"only these: {', '.join(PARTS)}")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options.add_argument("--tiny", action="store_true", help="sizes for tests")
@@ -167,15 +163,12 @@ def run_here(name: str, arguments: Namespace) -> int:
 def write(records: Mapping[str, Row], path: Path) -> None:
     """Writes the JSON file, and the page, which has its name and ends in .md."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(records, indent=1) + "\n")
     lines = ["# What has run on a GPU"]
     for name, record in records.items():
         place = f"{record['where']}, torch {record['torch']}, {record['date']}, {record['seconds']} s"
         lines += [f"## {name}", f"{PARTS[name].title}: **{record['status']}** ({place}) {record['why']}".rstrip()]
-        columns = list(dict.fromkeys(key for row in record["rows"] for key in row))
-        lines.append(markdown_table(columns, [[row.get(key) for key in columns] for row in record["rows"]]))
+        lines.append(table_of(record["rows"]))
     path.with_suffix(".md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -226,11 +226,8 @@ def same_end(one: Path, other: Path) -> bool:
     first, second = latest(one)[0], latest(other)[0]
     assert first is not None and second is not None
     same_files = first.layers == second.layers  # their digests
-    return same_files and first.step == second.step and _losses(one) == _losses(other)
-
-
-def _losses(run_dir: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [[row["loss"] for row in read_rows(of / "metrics.jsonl")[0]] for of in (one, other)]
+    return same_files and first.step == second.step and losses[0] == losses[1]
 
 
 def tests(site: Site) -> Iterator[Row]:

@@ -57,12 +57,8 @@ class Finding:
         """Returns the row of the table."""
         verdict = "refused" if not self.layers else f"{self.difference:.0e}" if self.difference else "same bits"
         verdict = verdict if verdict != "inf" else "DIFFERENT"
-        return {
-            "module": name,
-            **vars(self),
-            "verdict": verdict,
-            "cuts": "same bits" if self.same_cuts else "DIFFERENT",
-        }
+        row = {"module": name, **vars(self), "verdict": verdict}
+        return row | {"cuts": "same bits" if self.same_cuts else "DIFFERENT"}
 
 
 @dataclass

@@ -133,9 +133,8 @@ class ImageSource(DatasetSource):
         if found != self._classes:
             wrong = f"{found} classes, but data.classes={self._classes}: if these are all, set data.classes={found}"
         elif self._expected is not None and counts != list(self._expected):
-            wrong = (
-                f"{counts[0]} training and {counts[1]} evaluation images, not {' and '.join(map(str, self._expected))}"
-            )
+            wanted = " and ".join(map(str, self._expected))
+            wrong = f"{counts[0]} training and {counts[1]} evaluation images, not {wanted}"
             wrong += " (data.images): unpack it again, or set data.images=null to use what is there"
         if wrong:
             raise ConfigurationError(f"data.root={self._root} has {wrong}")

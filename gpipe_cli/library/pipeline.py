@@ -359,9 +359,7 @@ def _agreed_or_refusal(
     try:
         cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), 1
         if is_traced(builders):
-            given = Given(
-                [micro_batch], mean_loss(task), lambda named: torch.optim.SGD([one for _, one in named], 0.01)
-            )
+            given = Given([micro_batch], mean_loss(task), lambda named: torch.optim.SGD([p for _, p in named], 0.01))
             fewest = compare_at_start(builders, given, None, lambda _: None, partial(warnings.warn, stacklevel=4))
         return cut, fewest
     except ConfigurationError as error:

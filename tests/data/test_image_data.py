@@ -212,11 +212,8 @@ def tiff_of_12_bits(values: np.ndarray[Any, Any]) -> bytes:
 def test_fewer_bits_than_the_16_of_their_file_are_told_by_it_or_by_a_key_and_never_black() -> None:
     twelve = np.round(RAMP / 255 * 4095).astype(np.uint16)
     expected = torch.from_numpy(RAMP).expand(3, 8, 8)
-    for content, bits in (
-        (tiff_of_12_bits(twelve), None),
-        (array(twelve, "PNG"), 12),
-        (array(twelve >> 2, "TIFF"), 10),
-    ):
+    told = [(tiff_of_12_bits(twelve), None), (array(twelve, "PNG"), 12), (array(twelve >> 2, "TIFF"), 10)]
+    for content, bits in told:
         assert (decode(io.BytesIO(content), bits) - expected).abs().max() <= 1
     for kind in ("PNG", "TIFF"):
         with pytest.raises(ValueError, match=r"at most 12 of its 16 bits are used: set data\.bits=12 or 10, or 16"):

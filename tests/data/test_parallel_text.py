@@ -291,11 +291,7 @@ def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path:
         ("train.de", b"\n" * 300, "no pair of lines has text on both sides"),
         ("train.de", b"", "{root}/train.de is empty"),
         ("train.tsv", b"a\tb\n", "train.tsv has no language in its name"),
-        (
-            "a.de-en.tmx",
-            b"<tmx>\n<tu & />",
-            "a.de-en.tmx is no .tmx that can be read (not well-formed (invalid token): line 2",
-        ),
+        ("a.de-en.tmx", b"<tmx>\n<tu & />", "tmx is no .tmx that can be read (not well-formed (invalid token): line 2"),
         ("a.de-en.csv", b'de,en\n"' + b"a\n" * 99_999, "a.de-en.csv is no .csv that can be read (line "),
         ("a.de-en.mo", b"\xde\x12\x04\x95" + b"\0\0\0\1" * 4, "a.de-en.mo is no .mo that can be read ("),
     ],
@@ -458,10 +454,8 @@ def test_a_language_without_dev_files_has_a_share_of_its_pairs_held_out(opus: Pa
     assert (in_test["de"], in_test["fi"]) == (20, 20) and len(own["sw"]) and in_test["sw"]
     told = list[tuple[Any, ...]]()
     made.prepare(lambda *report: told.append(report))  # from the cache
-    assert told[0] == (
-        "parallel text: held out for dev, a share of training pairs",
-        *[len(own["de"]) + len(own["sw"])] * 2,
-    )
+    drawn = len(own["de"]) + len(own["sw"])
+    assert told[0] == ("parallel text: held out for dev, a share of training pairs", drawn, drawn)
     left = {"de": len(own["de"]), "sw": len(own["sw"]) + in_test["sw"], "fi": 0}
     assert made.sizes == {code: size - left[code] for code, size in parallel_folder.SIZES.items()}
     again = source(opus, held_out=0.2, preparation_workers=2, cache_dir=str(tmp_path / "two"))

@@ -1,6 +1,5 @@
 """Tests your own text: every kind of file gives the same tokens, and every defect is named with its file and line."""
 
-import gzip
 import json
 import os
 from collections import Counter
@@ -101,7 +100,8 @@ def test_an_archive_of_several_streams_is_read_whole_and_a_torn_one_is_refused(p
     made = source(write(tmp_path / f"a.txt{packed}", first + padding + second + padding))
     assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
     for torn in (first[:-9], first + second[:-1], first + b"no archive"):
-        assert "a torn archive" in refusal(write(tmp_path / f"torn.txt{packed}", torn))
+        said = refusal(write(tmp_path / f"torn.txt{packed}", torn))
+        assert f"torn.txt{packed}: cannot be read" in said and "a torn archive" in said
 
 
 def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: Path) -> None:
@@ -176,17 +176,13 @@ def test_of_a_few_long_files_the_end_of_each_is_held_out(tmp_path: Path, caplog:
 # --- the same bytes by any number of processes
 
 
-def store_bytes(made: TextFilesSource) -> dict[str, bytes]:
-    return bytes_of(made._store.folder)
-
-
 def test_the_number_of_processes_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "text" / "a.txt", "\n\n".join(documents(80)))
     write(tmp_path / "text" / "b.jsonl", as_json(documents(120)[80:]), ".gz")
     monkeypatch.setattr("gpipe_cli.data.text.source.PIECE", 500)
-    wanted = store_bytes(source(tmp_path / "text", preparation_workers=1))
-    assert len(wanted) > 15
-    assert store_bytes(source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))) == wanted
+    one = source(tmp_path / "text", preparation_workers=1)._store.folder
+    two = source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))._store.folder
+    assert len(bytes_of(one)) > 15 and bytes_of(two) == bytes_of(one)
 
 
 # --- what cannot be used
@@ -236,10 +232,9 @@ def test_a_bad_line_is_dropped_counted_and_named_or_refused(
         ("a.txt", bytes(range(256)) * 40, "a.txt, line 1: has a NUL byte"),
         ("a.txt", "Füße, Bäume, Häuser, Öl und Übel\n".encode("latin-1") * 50, "a.txt, line 1: is not UTF-8"),
         ("a.txt", "text\n".encode("utf-16") * 50, "a.txt, line 1: is not UTF-8"),
-        ("a.txt.gz", gzip.compress(b"words " * 99)[:-9], "a.txt.gz: cannot be read"),
         ("a.json", b'{\n "text": "one"\n}', "a.json, line 1: is no JSON ("),
     ],
-    ids=["empty", "binary", "latin-1", "utf-16", "torn", "object in lines"],
+    ids=["empty", "binary", "latin-1", "utf-16", "object in lines"],
 )
 def test_a_file_that_is_no_text_is_refused_by_its_name(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     write(tmp_path / "text" / name, content)

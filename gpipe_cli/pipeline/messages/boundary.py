@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -209,9 +209,7 @@ class BoundarySpec:
     @cached_property
     def paddings(self) -> tuple[tuple[int, int], ...]:
         """Returns (number of the tensor, bytes of padding behind it) of each tensor with padding."""
-        gaps = [
-            end - start - t.size for t, start, end in zip(self.tensors, self.offsets, self.offsets[1:], strict=False)
-        ]
+        gaps = [end - start - t.size for t, (start, end) in zip(self.tensors, pairwise(self.offsets), strict=True)]
         return tuple((number, padding) for number, padding in enumerate(gaps) if padding)
 
     @property
