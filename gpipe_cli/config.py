@@ -476,22 +476,11 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
 
 
 def _of_run(settings: Settings) -> Iterator[str]:
-    trainer, checkpoint, scale = settings.trainer, settings.checkpoint, settings.precision.loss_scale
+    trainer, scale = settings.trainer, settings.precision.loss_scale
     if not (trainer.steps or trainer.epochs or trainer.seconds):
         yield "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
-    late = [step for step in trainer.traced_steps if trainer.steps is not None and step > trainer.steps]
-    if late:
-        yield (
-            f"trainer.trace_steps={shown(trainer.trace_steps)} but trainer.steps={trainer.steps}: step {late[0]} never "
-            f"comes, use numbers from 1 to {trainer.steps}"
-        )
     if trainer.patience is not None and trainer.evaluate_every is None:
         yield "trainer.patience counts evaluations: set trainer.evaluate_every too, as trainer.evaluate_every=100"
-    if checkpoint.init_from is not None and checkpoint.resume not in (None, "auto"):
-        yield (
-            f"checkpoint.init_from={checkpoint.init_from} begins a new run, checkpoint.resume={checkpoint.resume} "
-            "resumes one, which has its own weights: leave out one of them"
-        )
     if scale is not None and frexp(scale)[0] != 0.5:
         yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
 

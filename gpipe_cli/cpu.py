@@ -134,7 +134,7 @@ def as_worker(threads: int | None) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Keeps freed tensors' memory in the process for the next micro-batch, if the C library is glibc.
+    """Keeps freed tensors' memory in the process for the next micro-batch.
 
     By default glibc returns it to the system and requests it again page by page: with the activations of M
     micro-batches alive, as in `gpipe`, that is thousands of page faults in every step (benchmarks/overhead.py). The
@@ -142,10 +142,8 @@ def keep_freed_memory() -> None:
     """
     if _MALLOC_SETTINGS & os.environ.keys() or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        mallopt(_M_MMAP_THRESHOLD, _KEPT)
+    for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        ctypes.CDLL(None).mallopt(setting, _KEPT)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -91,10 +91,6 @@ class LayerFile:
     sha256: str
     parameters: tuple[str, ...]
     tied: Mapping[str, Owner] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain values, with the key "tied" only where there are ties."""
-        return {key: value for key, value in asdict(self).items() if value or key != "tied"}
 
 
 @dataclass(frozen=True)
@@ -175,16 +171,12 @@ def step_directory(run_dir: Path, step: int) -> Path:
 
 
 def partial_directory(run_dir: Path, step: int) -> Path:
-    return with_suffix(step_directory(run_dir, step), PARTIAL)
+    return checkpoints_directory(run_dir) / f"step_{step:08d}{PARTIAL}"
 
 
 def layer_path(directory: Path, layer: str) -> Path:
     """Returns the file of one layer; characters that a file name cannot hold, such as ``/``, are percent-encoded."""
     return directory / "layers" / f"{quote(layer, safe='')}.safetensors"
-
-
-def with_suffix(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
 
 
 def step_of(directory: Path) -> int:

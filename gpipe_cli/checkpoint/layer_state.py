@@ -90,7 +90,12 @@ def layer_state(
         values = optimizer.state.get(parameter) if optimizer is not None else None
         if values:
             for key, value in values.items():
-                _require_storable(optimizer, name, key, value)
+                if ":" in key or not isinstance(value, Tensor | bool | int | float | str | None):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of parameter {name} as {type(value).__name__}; "
+                        "a checkpoint holds tensors, numbers, strings and None under keys without a colon: choose "
+                        "another optimizer"
+                    )
             kept[name] = dict(values)
     held = {name: weight.detach() for name, weight in weights.items()}
     return LayerState(held, buffers, kept, averages or {}, tied or {})
@@ -147,15 +152,6 @@ def names_of_parameters(
     """
     everyone = gather((layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in own)
     return {name: parameters for _, name, parameters in sorted(everyone)}
-
-
-def _require_storable(optimizer: Optimizer | None, parameter: str, key: str, value: object) -> None:
-    if isinstance(value, Tensor | bool | int | float | str | None) and ":" not in key:
-        return
-    raise CheckpointError(
-        f"{type(optimizer).__name__} keeps {key!r} of parameter {parameter} as {type(value).__name__}; a checkpoint "
-        "holds tensors, numbers, strings and None under keys without a colon: choose another optimizer"
-    )
 
 
 def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

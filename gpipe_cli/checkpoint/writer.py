@@ -127,7 +127,7 @@ class CheckpointWriter:
             try:
                 written = [write_layer(directory, step, name, state) for name, state in layers.items()]
                 sync_directory(directory / "layers")
-                write_json(part_path(directory, self._worker), [file.as_json() for file in written])
+                write_json(part_path(directory, self._worker), [asdict(file) for file in written])
             except OSError:
                 for name in layers:  # room for others: the rest is useless
                     with suppress(OSError):
@@ -179,12 +179,8 @@ def part_path(directory: Path, worker: int) -> Path:
 
 def write_manifest(info: files.CheckpointInfo) -> None:
     """Writes the manifest of a checkpoint whose files are all there."""
-    layers = [
-        {"file": info.layer_path(name).relative_to(info.path).as_posix(), **file.as_json()}
-        for name, file in info.layers.items()
-    ]
     content = {"format": files.FORMAT, "step": info.step, "state": asdict(info.state), "versions": dict(info.versions)}
-    write_json(info.path / "manifest.json", {**content, "layers": layers})
+    write_json(info.path / "manifest.json", {**content, "layers": [asdict(file) for file in info.layers.values()]})
 
 
 def versions(device: str) -> dict[str, str]:
@@ -240,7 +236,7 @@ def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> No
 
 def _discard(directory: Path) -> None:
     """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
-    target = files.with_suffix(directory, files.DISCARDED)
+    target = directory.with_name(f"{directory.name}{files.DISCARDED}")
     if target.is_symlink():
         target.unlink()
     elif target.exists():

@@ -216,12 +216,11 @@ def _start(
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
     """Returns which step of a stopped run is saved, and how the run continues from there."""
-    saved, place = step_directories(run_dir), HydraConfig.get()
+    saved = step_directories(run_dir)
     if program.conclude is not None or not saved:
         return "stopped before its end; no step is saved"
-    sweeps = place.mode == RunMode.MULTIRUN
-    key, folder = ("hydra.sweep.dir", place.sweep.dir) if sweeps else ("hydra.run.dir", run_dir)
-    words = shlex.join([f"{key}={typed(relative_paths(str(folder)))}", "checkpoint.resume=auto"])
+    key, folder = torchrun.own_place()
+    words = shlex.join([f"{key}={typed(relative_paths(folder))}", "checkpoint.resume=auto"])
     return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type the same with {words}"
 
 

@@ -21,8 +21,6 @@ def too_much(settings: Settings) -> Iterator[str]:
     most = max(16, THREADS_OF_A_CORE * cores)
     if pipeline.threads > most:
         yield f"pipeline.threads={pipeline.threads}: this machine has {cores} cores, use at most {most}"
-    if pipeline.backend == "nccl" and pipeline.device == "cpu":
-        yield "pipeline.backend=nccl is for GPUs, but pipeline.device=cpu: use pipeline.backend=auto"
     number = (1 if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
     if torchrun.world_size() is None and number * WORKER_BYTES > memory:
         yield (

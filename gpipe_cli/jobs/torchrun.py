@@ -15,6 +15,7 @@ from hydra.types import RunMode
 
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.join import joined, lasting_store, restart_count
+from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
@@ -42,12 +43,8 @@ def overrides_elsewhere(folder: str) -> list[str]:
     Args:
         folder: an empty directory to write to instead.
     """
-    return [
-        f"hydra.run.dir={folder}",
-        f"hydra.sweep.dir={folder}",
-        "hydra.sweep.subdir=.",
-        "hydra/job_logging=disabled",
-    ]
+    places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    return [*places, "hydra/job_logging=disabled"]
 
 
 def overrides_after_restart() -> list[str]:
@@ -78,18 +75,21 @@ def refuse_separate_directories(context: Context) -> None:
         )
 
 
+def own_place() -> tuple[str, str]:
+    """Returns the key and the path of this command's directory: of a sweep the one of all its jobs."""
+    place = HydraConfig.get()
+    if place.mode == RunMode.MULTIRUN:
+        return "hydra.sweep.dir", place.sweep.dir
+    return "hydra.run.dir", place.runtime.output_dir
+
+
 def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments with which `enter` calls the real entry point.
 
     They have the override that leads to this command's directory of runs again.
     """
-    place = HydraConfig.get()
-    if place.mode == RunMode.MULTIRUN:
-        key, path = "hydra.sweep.dir", place.sweep.dir
-    else:
-        key, path = "hydra.run.dir", place.runtime.output_dir
-    quoted = str(Path(path).absolute()).replace("'", "\\'")
-    return {"entry": entry, "config": config, "directory": f"{key}='{quoted}'"}
+    key, path = own_place()
+    return {"entry": entry, "config": config, "directory": f"{key}={typed(str(Path(path).absolute()))}"}
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:

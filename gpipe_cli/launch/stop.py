@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -25,19 +25,19 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in REQUESTS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            try:
-                self._previous[number] = signal.signal(number, self._note)
-            except ValueError:  # not in the main thread
-                return self
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.handle(number, self._note)
         _entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in _entered:
-            _entered.remove(self)
-            self.restore()
+        _entered.remove(self)
+        self.restore()
+
+    def handle(self, number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
+        """Sets the handler of a signal until the block ends."""
+        with suppress(ValueError):  # not in the main thread
+            self._previous[number] = signal.signal(number, handler)
 
     def restore(self) -> None:
         """Puts the previous handlers back."""

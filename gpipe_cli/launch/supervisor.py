@@ -19,8 +19,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -92,9 +92,9 @@ def launch(job: Job, on_event: OnEvent) -> Any:
     """
     with StopSignals() as signals:
         watch = _Watch(job, on_event, signals)
+        signals.handle(signal.SIGTSTP, watch.pause)
         try:
-            with watch.pausing_together():
-                failure = watch.until_end()
+            failure = watch.until_end()
         finally:
             watch.end()
     if interruption := signals.interruption():
@@ -141,11 +141,9 @@ class _Processes:
     """Holds the zygote, its workers, and a channel to each (the zygote's under the key STARTER)."""
 
     def __init__(self, job: Job, directory: Path) -> None:
-        ranks = (STARTER, *range(job.workers))
-        pairs = {rank: socket.socketpair() for rank in ranks}
-        theirs = {rank: pair[1] for rank, pair in pairs.items()}
+        pairs = {rank: socket.socketpair() for rank in (STARTER, *range(job.workers))}
         with ExitStack() as handed_over:
-            ends = {rank: handed_over.enter_context(end).fileno() for rank, end in theirs.items()}
+            ends = {rank: handed_over.enter_context(theirs).fileno() for rank, (_, theirs) in pairs.items()}
             mailboxes = [[handed_over.enter_context(end).fileno() for end in mailbox()] for _ in range(job.workers)]
             store = unnamed_memory("gpipe-store")  # which no process of another user can open
             handed_over.callback(os.close, store)
@@ -243,24 +241,11 @@ class _Watch:
                 return None
         return self._starter_failure()
 
-    @contextmanager
-    def pausing_together(self) -> Iterator[None]:
-        """Stops and continues the workers with the command at Ctrl-Z."""
-
-        def pause(*_: object) -> None:
-            self.processes.signal_all(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            self.processes.signal_all(signal.SIGCONT)
-
-        try:
-            before = signal.signal(signal.SIGTSTP, pause)
-        except ValueError:  # not in the main thread
-            yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTSTP, before)
+    def pause(self, *_: object) -> None:
+        """Stops the workers with the command at Ctrl-Z, and continues them with it."""
+        self.processes.signal_all(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.processes.signal_all(signal.SIGCONT)
 
     def end(self) -> None:
         """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""

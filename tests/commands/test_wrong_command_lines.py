@@ -26,7 +26,6 @@ CASES = {  # command line to what the answer must contain
     "train pipeline.K=4 pipeline.partition=[3,5]": "pipeline.partition=[3,5] has 2 numbers but pipeline.K=4",
     "train pipeline.M=128": "use data.batch_size>=128 or pipeline.M<=96",
     "train trainer.steps=null": "set one, as trainer.steps=1000",
-    "train checkpoint.init_from=a checkpoint.resume=b": "leave out one of them",
     "train data.pair=klingon": "klingon",
     "train data.batch_size=???": "data.batch_size needs a value: type data.batch_size=…",
     "train hydra.run.dir=/dev/null/x": "hydra.run.dir",

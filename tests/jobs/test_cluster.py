@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composed import checked, composed
+from composed import composed
 from inline_run import train_inline
 from processes import TRAIN, command
 from run_files import losses
@@ -272,12 +272,6 @@ def test_workers_follow_the_devices(
 def test_a_job_of_the_wrong_size_is_refused(changes: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         choose_workers(replace(PIPELINE, **changes), inline=False, world_size=world_size)
-
-
-def test_nccl_on_cpus_is_refused_also_for_one_worker() -> None:
-    with pytest.raises(ConfigurationError, match=r"use pipeline\.backend=auto$") as refused:
-        checked("debug=tiny", "pipeline.backend=nccl", "pipeline.device=cpu", "pipeline.workers=1")
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 from composed import checked
-from inline_run import train_inline
 from run_files import rows
 from schedule_rules import scheduled
 
 from gpipe_cli.distributed.step_message import BatchShape, StepMessage
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.trace import on_one_clock
 from gpipe_cli.pipeline.meter import Meter
@@ -98,12 +96,6 @@ def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
     assert [cell["waiting_for_gradient"] > 0 for cell in cells] == [False, True, False, False]
     assert [cell["waiting_for_activation"] > 0 for cell in cells] == [False, False, True, False]
     assert [cell["sending"] > 0 for cell in cells] == [False, True, True, False]
-
-
-@pytest.mark.parametrize("value", ["9", "[2,9]"])
-def test_a_step_that_never_comes_cannot_be_traced(value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"trainer\.trace_steps=.*step 9 never comes, use numbers from 1 to 4"):
-        train_inline(tmp_path, "debug=tiny", "trainer.steps=4", f"trainer.trace_steps={value}")
 
 
 # -- the figures, by hand ------------------------------------------------------------------------------------------
