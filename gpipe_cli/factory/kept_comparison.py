@@ -39,10 +39,9 @@ TRAINING, EVALUATION = 7, 2  # forwards' worth of one example on both sides: one
 FLOPS, PARAMETERS = 4e10, 2.5e6  # a second, of one core: parameters constructed, trained and compared on both sides
 SMALLER = "a smaller one with the same code, as by model.module.n_layer=2 or what its arguments are called"
 USUALLY = (
-    "A trace loses what forward changes in the module (counts, values kept, parameters and buffers made or replaced, "
-    "statistics of F.batch_norm), memory that two tensors share (use .clone(), or one nn.Parameter), what an autograd "
-    "function changes in place, hooks on gradients, marks on parameters, and what Python and numpy draw: use "
-    "torch.rand, and multiply by it in place of `if`, as torchvision.ops.stochastic_depth"
+    "A trace loses what forward changes in the module (counts, values kept, parameters and buffers made or replaced), "
+    "memory that two tensors share (use .clone(), or one nn.Parameter), what an autograd function changes in place, "
+    "hooks on gradients, and what Python and numpy draw (use torch.rand, and multiply by it in place of `if`)"
 )
 OURS = ("gpipe_cli.models.traced", "gpipe_cli.pipeline", "gpipe_cli.factory.module_itself")
 

@@ -19,6 +19,7 @@ gap waits for came before it on the ideal machine's clock; so the run cannot sta
 import heapq
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op
@@ -95,16 +96,10 @@ class _Worker:
 
     def reach_gap(self) -> list[Message]:
         """Ends the computation; returns the messages that are sent behind it."""
-        self.in_gap, sent = True, []
-        while (message := self._next_sent()) is not None:
-            sent.append(message)
-            self.position += 1
-        self.unposted = len(sent)
+        messages = (instruction.sent_message for instruction in self.instructions[self.position :])
+        sent = [message for message in takewhile(bool, messages) if message]
+        self.in_gap, self.position, self.unposted = True, self.position + len(sent), len(sent)
         return sent
-
-    def _next_sent(self) -> Message | None:
-        rest = self.position < len(self.instructions)
-        return self.instructions[self.position].sent_message if rest else None
 
     def leave_gap(self) -> Op | None:
         """Begins the next computation and returns its kind; None while a transfer that it waits for is not posted."""

@@ -170,10 +170,7 @@ class VerifyReport:
             return wide
         worst = max((q for q in self._quantities() if q.beyond), key=lambda q: q.relative)
         narrow = self.settings.precision.autocast or self.settings.precision.boundaries or "float32"
-        note = (
-            f"in {narrow} {worst.name} differ by more than rounding, {worst.worst}; in float64 they agree, so it is "
-            "rounding that grows from layer to layer"
-        )
+        note = f"in {narrow} {worst.name} differ, {worst.worst}; in float64 they agree, so it is rounding"
         return replace(wide, notes=[*wide.notes, note])
 
     @property

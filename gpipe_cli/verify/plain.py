@@ -255,17 +255,11 @@ class _Cell(nn.Module):
                 roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
                 if roots:
                     torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-            own = self._take_gradients()
-            gradients |= {key: gradients[key] + g if key in gradients else g for key, g in own.items()}
+            for key, parameter in self.weights.items():
+                if (own := parameter.grad) is not None:
+                    gradients[key], parameter.grad = gradients[key] + own if key in gradients else own, None
         gradients = {key: gradient / mini_batch.loss_scale for key, gradient in gradients.items()}
         return gradients, {place: [tensor.grad for tensor in _trained(tensors)] for place, tensors in given.items()}
-
-    def _take_gradients(self) -> dict[Key, Tensor]:
-        """Returns the gradients of the parameters that have one, and resets them."""
-        gradients = {key: p.grad for key, p in self.weights.items() if p.grad is not None}
-        for parameter in self.weights.values():
-            parameter.grad = None
-        return gradients
 
     def forward(
         self, mini_batch: MiniBatch, place: Place, values: Tensors, step: PlainStep | None = None

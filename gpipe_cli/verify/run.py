@@ -234,10 +234,8 @@ class Verification:
             found = checker.step(number, record, mini_batch, before, updates)
             sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
             if number == 1 and checker.batchnorms and len(sizes) > 1:
-                self._notes.append(
-                    f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}: another "
-                    "M gives another loss (paper, section 2.2), and that is no error"
-                )
+                said = f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}"
+                self._notes.append(f"{said}: another M gives another loss (paper, section 2.2), and that is no error")
             return found
 
         self._add(number, check)

@@ -98,7 +98,8 @@ def flatten(
             )
             raise Untraceable(said, place_of((*node.users, node)[0]))
         elif spec.kind == InputKind.CONSTANT_TENSOR and constant is not None:
-            name = _kept(name, constant, constants)
+            while constants.setdefault(name, constant) is not constant:  # the other graph has another of this name
+                name += "_again"
         flat.held[copy] = name
         if spec.kind == InputKind.PARAMETER or shared is not None:
             flat.parameters.add(copy)
@@ -115,14 +116,6 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
     """Returns what tensors have in common exactly when they are the same values of one memory, with gradient or not."""
     of_memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return *of_memory, tensor.shape, tensor.stride(), tensor.requires_grad
-
-
-def _kept(name: str, constant: Tensor, constants: dict[str, Tensor]) -> str:
-    """Keeps a constant under its name, or under another where the other graph has another constant of this name."""
-    while name in constants and constants[name] is not constant:
-        name += "_again"
-    constants[name] = constant
-    return name
 
 
 class _Flattener:

@@ -122,8 +122,7 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
         return tensors[min(tensors, key=lambda name: name.count("."))]
     found = tensors.get(str(wanted), getattr(answer, str(wanted), None))
     if not isinstance(found, Tensor) or wanted is None:
-        other = "nothing" if answer is None else f"no tensor but a {type(answer).__name__}"
-        named = f"the tensors {', '.join(tensors)}" if any(tensors) else other
+        named = f"the tensors {', '.join(tensors)}" if any(tensors) else f"a {type(answer).__name__}"
         raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found
 

@@ -24,16 +24,14 @@ UNTRACEABLE = {  # what torch says -> what the code does
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
     "DataDependent|data-dependent": (
-        "here the code depends on the values of a tensor, as `if x.sum() > 0`, float(x) and an assert do: use "
-        "torch.where, or multiply by a mask"
+        "here the code depends on the values of a tensor, as `if x.sum() > 0`: use torch.where, or multiply by a mask"
     ),
     "failed to unpack the object": "here a tensor's value is a size, as with pack_padded_sequence: mask the padding",
     "unhashable type: .*SymInt": "here a size that varies is the key of a cache: cut one table of the largest",
     "ufunc": "here numpy computes with a size: use math.sqrt, or torch",
     "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
-        "its forward does not take the input tensors of the data: name its arguments with model.inputs=[…], further "
-        "ones with model.arguments={…}"
+        "its forward does not take the data's tensors: name its arguments, model.inputs=[…] and model.arguments={…}"
     ),
 }
 

@@ -222,8 +222,7 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
             if fixed is not None:
                 said = (
                     f"here the code holds only for mini-batches of {fixed} examples: leave their number a size, as in "
-                    "h / len(h), math.sqrt(len(h)) or h.view(-1, 8), and compute all of them at once, in place of a "
-                    "loop"
+                    "h / len(h) or h.view(-1, 8), and compute all of them at once, in place of a loop"
                 )
                 raise FixedSize(said, fixed_at.get(fixed))
     return program

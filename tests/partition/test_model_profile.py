@@ -97,4 +97,3 @@ def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     assert found.loss is not None
     assert (found.loss.forward, found.loss.backward) == (FORWARD, BACKWARD)
     assert [layer.cost for layer in found.costs] == [FORWARD + BACKWARD, FORWARD + BACKWARD]
-    assert [layer.cost for layer in found.layers] == [FORWARD + BACKWARD, 0]
