@@ -104,11 +104,8 @@ def read(words: Sequence[str]) -> Namespace:
 
 def open_parts(records: Records, where: str) -> list[str]:
     """Returns the parts never tried on this device with this torch, then those that failed."""
-    settled = {
-        name
-        for name, record in records.items()
-        if (record["status"], record["where"], record["torch"]) == ("passed", where, torch.__version__)
-    }
+    passed = ("passed", where, torch.__version__)
+    settled = {name for name, of in records.items() if (of["status"], of["where"], of["torch"]) == passed}
     return sorted((name for name in PARTS if name not in settled), key=lambda name: name in records)  # stable
 
 

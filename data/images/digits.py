@@ -17,15 +17,15 @@ from torch.nn import functional as F
 from ...micro_batch import MicroBatch
 from ...typed_section import Part, Pixels
 from ..source import Batch, Report, permutation, read_ahead, slices_of_replica
-from ..torch_datasets import DatasetSource, Key
-from .source import typical_images
+from ..torch_datasets import Key
+from .source import SquareImages
 
 CLASSES: Literal[10] = 10
 TRAINING_IMAGES, TEST_IMAGES = 1437, 360  # these are mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
 
-class DigitsSource(DatasetSource):
+class DigitsSource(SquareImages):
     """Yields mini-batches of digits, enlarged, and in training slightly rotated, moved and scaled.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`. All images are kept in memory, enlarged;
@@ -63,10 +63,6 @@ class DigitsSource(DatasetSource):
         side = (self._image_size, self._image_size)
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
-
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
-        return typical_images(micro_batches, self._batch_size, self._image_size)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""

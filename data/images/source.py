@@ -27,7 +27,19 @@ Example: TypeAlias = "tuple[Tensor, int] | BrokenImage"
 """One transformed image, uint8 [3, S, S], and its label."""
 
 
-class ImageSource(DatasetSource):
+class SquareImages(DatasetSource):
+    """Knows the shapes of its mini-batches: bytes of three channels and `_image_size` pixels a side."""
+
+    _image_size: int
+
+    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
+        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
+        count = -(-self._batch_size // micro_batches)
+        images = torch.empty((count, 3, self._image_size, self._image_size), dtype=torch.uint8, device="meta")
+        return ((images,), (torch.empty(count, dtype=torch.int64, device="meta"),)), self._batch_size
+
+
+class ImageSource(SquareImages):
     """Yields mini-batches of images that loader processes read and transform.
 
     A micro-batch is `((images uint8 [b, 3, S, S],), (labels int64 [b],))`: bytes, which the model's first layer scales
@@ -93,10 +105,6 @@ class ImageSource(DatasetSource):
         plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
         collated = cast(Any, collate)
         super().__init__(augmented, plain, self._batch_size, self._drop_last, collated, seed=self._seed)
-
-    def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
-        return typical_images(micro_batches, self._batch_size, self._image_size)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
@@ -177,10 +185,3 @@ def loader_workers(workers: int | str, replicas: int) -> int:
     everywhere, here = (int(os.environ.get(name) or 1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     replicas_here = -(-replicas * min(here, everywhere) // everywhere)
     return max(1, min(MOST_WORKERS, usable_cores() // replicas_here))
-
-
-def typical_images(micro_batches: int, batch_size: int, image_size: int) -> tuple[MicroBatch, int]:
-    """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
-    count = -(-batch_size // micro_batches)
-    images = torch.empty((count, 3, image_size, image_size), dtype=torch.uint8, device="meta")
-    return ((images,), (torch.empty(count, dtype=torch.int64, device="meta"),)), batch_size

@@ -157,7 +157,6 @@ def cells_of(kind: str, workers: int) -> int:
 def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, realtime: bool) -> list[Seconds]:
     """Lets the contenders of each setting take turns on K processes; returns the seconds of `contenders.worker`."""
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
-    found: list[Seconds] = run_workers(
-        "gpipe_cli.bench.contenders:worker", K, config, ("torch.distributed.pipelining",)
-    )
+    preload = ("torch.distributed.pipelining",)
+    found: list[Seconds] = run_workers("gpipe_cli.bench.contenders:worker", K, config, preload)
     return found

@@ -166,18 +166,12 @@ def test_names_in_shards_may_have_dots(root: Path) -> None:
     assert equal(tensors(opened(root).evaluation(2)), wanted)
 
 
-def without_labels(content: dict[str, bytes]) -> None:
-    for of in [of for of in content if of.endswith("cls")]:
-        del content[of]
-
-
 @pytest.mark.parametrize(
     ("tar", "change", "message"),
     [
         (TRAIN, lambda all: all.pop(f"./{FIFTH}.cls"), f"{TRAIN} {ODD}: {FIFTH}"),
         (TRAIN, lambda all: all.pop(f"./{FIFTH}.jpg"), f"{TRAIN} {ODD}: {FIFTH}"),
         (TRAIN, lambda all: all.update({f"./{FIFTH}.mask.png": b""}), f"{TRAIN} {ODD}: {FIFTH}"),
-        (TRAIN, without_labels, f"{TRAIN} {ODD}"),
         (TRAIN, lambda all: all.update({f"./{FIFTH}.cls": b"cat"}), f"{TRAIN}/{FIFTH}.cls: b'cat' is not the number"),
         (VAL, lambda all: all.update({f"./{name(1)}.cls": b"3"}), f"{name(1)}.jpg is of class '3', which the training"),
         (VAL, lambda all: all.clear(), "12 training and 4 evaluation images, not 12 and 6"),

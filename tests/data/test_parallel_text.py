@@ -99,7 +99,6 @@ LAYOUTS: dict[str, tuple[Sequence[str], Callable[[Pairs], list[list[str]]], dict
     "JSON lines of two columns": (("de-en/train.json.gz",), records(CODES), {}),
     "JSON lines of named columns": (("de-en/train.ndjson",), records(NAMES), {"columns": NAMES}),
     "Parquet": (("de-en/train-00000-of-00001.parquet",), records(CODES, below=True), {}),
-    "Parquet of named columns": (("de-en/train-00000-of-00001.parquet",), records(NAMES), {"columns": NAMES}),
     "a JSON array": (("de-en/train.json",), records(CODES), {}),
     "a table with names": (("train.de-en.csv",), records(NAMES), {"columns": NAMES}),
     "a catalogue": (("locale/x.po",), records(CODES), {"train": {"de": ["locale/*.po"]}}),

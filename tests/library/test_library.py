@@ -160,8 +160,7 @@ def test_the_norm_of_all_gradients_is_torch_s_and_clips_them() -> None:
 
 def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) -> None:
     def made(K: int) -> tuple[Pipeline, torch.optim.Optimizer]:
-        layers = [LayerBuilder(str(n), partial(nn.Sequential, nn.Linear(2, 2), nn.Dropout(0.3))) for n in range(3)]
-        pipeline = Pipeline.of(layers, nn.functional.mse_loss, (X[:2], Y[:2]), K=K, M=4)
+        pipeline = pipeline_of(*(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.3)) for _ in range(3)), K=K)
         return pipeline, torch.optim.AdamW(pipeline.parameters(), lr=0.1)
 
     def losses(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> list[float]:

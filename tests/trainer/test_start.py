@@ -100,11 +100,8 @@ def check(change: int | None) -> None:
     require_equal_replicas(cast(Any, SimpleNamespace(world=world, layers=cell.layers)))
 
 
-def test_equal_replicas_may_train() -> None:
+def test_equal_replicas_may_train_and_else_the_first_layer_that_differs_is_named() -> None:
     check(None)
-
-
-def test_the_first_layer_that_differs_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"layer 'mix_2' has other weights on replica 1 than on replica 0"):
         check(4)
 
