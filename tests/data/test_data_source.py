@@ -237,25 +237,16 @@ def test_shares_follow_the_formula() -> None:
     assert temperature_shares([32, 1], 5.0).tolist() == pytest.approx([2 / 3, 1 / 3])
 
 
-class NotingReads(Numbers):
-    """Notes the indices that this process reads."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count)
-        self.read: list[int] = []
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.read.append(index)
-        return super().__getitem__(index)
-
-
-def test_loader_processes_alone_read_examples() -> None:
+def test_loader_processes_alone_read_examples(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that a data set opens at its first example would be shared by all processes forked afterwards."""
-    train, evaluation = NotingReads(8), NotingReads(4)
-    source = DatasetSource(train, evaluation, 4, workers=1)
+    read: list[int] = []  # by this process
+    monkeypatch.setattr(Numbers, "__getitem__", lambda _, index: read.append(index) or (torch.zeros(1), index))
+    source = examples(cache, workers=1)
     next(source.train(None, 2, 0, 1))
-    assert [len(batch.micro_batches) for batch in source.evaluation(2)] == [2]
-    assert train.read == evaluation.read == []
+    assert [len(batch.micro_batches) for batch in source.evaluation(2)] == [2, 2, 2]
+    assert read == []
+    next(examples(cache).train(None, 2, 0, 1))
+    assert len(read) >= 5
 
 
 # -- links in folders of data ----------------------------------------------------------------------------------------

@@ -512,16 +512,12 @@ def test_vocabularies_that_do_not_fit_are_told_together_by_our_keys_alone(root: 
 # --- a run
 
 
-def words(root: Path, cache: Path, *more: str) -> list[str]:
-    return ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={cache}", *more]
-
-
 def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp_path: Path) -> None:
     spoil(root / "train.de", 7, b"")
     spoil_both(root, 8, b"one line", b"one line")
     for run in ("first", "from the cache"):
-        command = words(root, tmp_path, "trainer.steps=1", "task.generation=null")
-        summary, events = train_inline(tmp_path / run, *command)
+        words = ["debug=tiny", "data=parallel_text", f"data.root={root}", f"data.cache_dir={tmp_path}"]
+        summary, events = train_inline(tmp_path / run, *words, "trainer.steps=1", "task.generation=null")
         assert summary["data_defects"] == {"empty": 1, "copied": 1}
         said = [event["text"] for event in events if event["kind"] == "warning"]
         counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; such as "

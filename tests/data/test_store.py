@@ -177,14 +177,7 @@ def lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return np.clip(target * draw.normal(1.2, 0.2, count), 2, 96).astype(np.int64), target
 
 
-def padded_tokens(source: np.ndarray, target: np.ndarray) -> int:
-    return len(source) * int(width_of(source.max()) + width_of(target.max()))
-
-
-Parts = list[tuple[np.ndarray, np.ndarray]]
-
-
-def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[Parts]:
+def deal(pairs: int, equal_pairs: bool, parts: int, chunks: int = 3) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Returns the source and target lengths in each micro-batch of chunks of 64 mini-batches of about `pairs` pairs."""
     made = []
     for seed in range(chunks):
@@ -217,7 +210,7 @@ def test_mini_batches_are_of_one_size_and_their_micro_batches_balanced_with_litt
     tokens = np.array([sum(target.sum() for _, target in batch) for batch in batches])
     assert {*counts} == {pairs} if equal_pairs else np.abs(tokens / tokens.mean() - 1).max() < 0.15
     assert min(counts) >= least_pairs(pairs)
-    loads = np.array([[padded_tokens(*part) for part in batch] for batch in batches])
+    loads = np.array([[len(s) * (width_of(s.max()) + width_of(t.max())) for s, t in batch] for batch in batches])
     real = sum(int(source.sum() + target.sum()) for batch in batches for source, target in batch)
     assert loads.shape == (len(batches), parts) and 1 - real / loads.sum() < 0.2
     excess = loads.max(1) / loads.mean(1)
