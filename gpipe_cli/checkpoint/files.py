@@ -36,7 +36,6 @@ from ..version import __version__
 Json: TypeAlias = Any  # a value of JSON
 
 FORMAT = 3  # 2 has other names in its configuration, and no digests of vocabularies
-OLD_SECTIONS = {"schedule": "lr_schedule"}
 OLD_TARGETS = {
     "gpipe_cli.data.translation.TranslationSource": "gpipe_cli.data.cldr.source.TranslationSource",
     "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
@@ -237,7 +236,7 @@ def read_manifest(directory: Path) -> CheckpointInfo:
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration of a checkpoint of format 2 with today's sections, keys and ``_target_``s."""
-    renamed = {OLD_SECTIONS.get(key, key): section for key, section in configuration.items() if key != "verify"}
+    renamed = {"lr_schedule" if key == "schedule" else key: of for key, of in configuration.items() if key != "verify"}
     for name, section in renamed.items():
         if isinstance(section, Mapping):
             renamed[name] = {**ADDED.get(name, {}), **{k: v for k, v in section.items() if (name, k) not in GONE}}
@@ -331,7 +330,7 @@ def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> 
     """Chooses the checkpoint that ``checkpoint.resume`` stands for.
 
     Args:
-        resume: ``auto``, a run directory, its ``checkpoints`` directory, or one checkpoint in it.
+        resume: ``auto``, a run directory, or one checkpoint in it.
         run_dir: this run's own directory; ``auto`` looks here first.
         run_root: the directory of all runs; ``auto`` then takes the run below it (one or two levels) that saved last.
 
@@ -356,11 +355,10 @@ def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
     """
     if STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file():  # one checkpoint, not a run
         return open_checkpoint(path), []
-    run_dir = _run_dir(path)
-    found, warnings = latest(run_dir)
+    found, warnings = latest(path)
     if found is None:
         raise CheckpointError(
-            f"{path} holds no complete checkpoint (looked for {checkpoints_directory(run_dir)}/step_*): "
+            f"{path} holds no complete checkpoint (looked for {checkpoints_directory(path)}/step_*): "
             "give the directory of a run that has saved one"
         )
     return found, warnings
@@ -370,7 +368,7 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
     """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
 
     Args:
-        path: a run directory, its folder of checkpoints, or one checkpoint.
+        path: a run directory, or one checkpoint.
         step: of a run directory: a number, "best" or "last".
 
     Raises:
@@ -378,17 +376,16 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
     """
     if step == "last":
         return find(path)
-    run_dir = _run_dir(path)
     if step == "best":
-        if (chosen := best_step(run_dir)) is None:
-            raise CheckpointError(f"{run_dir} has recorded no best checkpoint: use step=last, or a step it has kept")
-        return open_checkpoint(step_directory(run_dir, chosen)), []
+        if (chosen := best_step(path)) is None:
+            raise CheckpointError(f"{path} has recorded no best checkpoint: use step=last, or a step it has kept")
+        return open_checkpoint(step_directory(path, chosen)), []
     if not step.isdecimal():
         raise CheckpointError(f"step={step}: use a number, best or last")
-    directory = step_directory(run_dir, int(step))
+    directory = step_directory(path, int(step))
     if not directory.is_dir():
-        kept = ", ".join(str(step_of(kept)) for kept in step_directories(run_dir))
-        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
+        kept = ", ".join(str(step_of(kept)) for kept in step_directories(path))
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
     return open_checkpoint(directory), []
 
 
@@ -405,10 +402,6 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
     if found := problems(info):
         raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {advice(directory)}")
     return info
-
-
-def _run_dir(path: Path) -> Path:
-    return path.parent if path.name == "checkpoints" else path
 
 
 def advice(damaged: Path) -> str:

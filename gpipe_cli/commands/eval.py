@@ -89,8 +89,7 @@ def evaluate(words: Sequence[str]) -> int:
     config = {"settings": run.prepared.config, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
-        for warning in run.warnings:
-            console.warn(warning)
+        console.warn(*run.warnings)
         console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.lines[0]}")
         found = dict(run.launch("gpipe_cli.inference.evaluate:main", config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))

@@ -160,8 +160,7 @@ def _begun_with(path: Path, console: Console) -> Path:
         weight_files(path)  # refuses a folder that is not complete, before workers start
         return path
     info, warnings = checkpoints.choose(path)
-    for warning in warnings:
-        console.warn(warning)
+    console.warn(*warnings)
     return info.path
 
 
@@ -173,8 +172,7 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
     typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
     own_place = typed_place or place.mode == RunMode.MULTIRUN
     found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
-    for warning in warnings:
-        console.warn(warning)
+    console.warn(*warnings)
     if found is not None:
         require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)
     return found

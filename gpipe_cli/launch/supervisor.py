@@ -62,7 +62,6 @@ class Job:
             touch CUDA (if they do, workers are started one by one instead, with a warning).
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
-        fork: False starts every worker as a new interpreter, as where a preloaded module has started threads.
     """
 
     run_dir: Path
@@ -72,7 +71,6 @@ class Job:
     preload: tuple[str, ...] = ()
     threads: int = 1
     grace_seconds: float = 28.0
-    fork: bool = True
 
 
 def launch(job: Job, on_event: OnEvent) -> Any:

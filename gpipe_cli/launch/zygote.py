@@ -91,25 +91,20 @@ def _watch(workers: dict[int, int], control: socket.socket, parent: int) -> None
 
 def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int]:
     """Returns the rank of each process id."""
-    fork = job["fork"]
-    if fork:
-        for module in job["preload"]:
-            import_module(module)
-        if reason := _reason_not_to_fork():
-            fork = False
-            control.sendall(encode({"warning": f"{reason}: workers start one by one, which takes longer"}))
-        gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for module in job["preload"]:
+        import_module(module)
+    if reason := _reason_not_to_fork():
+        control.sendall(encode({"warning": f"{reason}: workers start one by one, which takes longer"}))
+    gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
+    sys.stdout.flush()
+    sys.stderr.flush()
     workers, parent = {}, os.getpid()
     for rank in range(job["workers"]):
-        if fork:
-            process = os.fork()
-            if process == 0:
-                control.close()
-                run_worker(job, parent, rank)
-        else:  # not by `subprocess`, which may reap a child that `os.waitpid` waits for
-            process = _spawn(job, rank)
+        # Not by `subprocess`, which may reap a child that `os.waitpid` waits for.
+        process = _spawn(job, rank) if reason else os.fork()
+        if process == 0:
+            control.close()
+            run_worker(job, parent, rank)
         workers[process] = rank
     for descriptor in (*job["channels"], *chain(*job["mailboxes"]), job["places"], job["store"]):
         os.close(descriptor)  # open here, they would hide from the command that a worker is gone

@@ -110,10 +110,11 @@ class Console(logging.Handler):
         if not self._silent:
             to_stderr(text)
 
-    def warn(self, text: str) -> None:
-        """Prints a warning on standard output and in train.log."""
-        log.warning("%s", text, extra={"shown": True})
-        self._print(f"warning: {text}", style="yellow")
+    def warn(self, *texts: str) -> None:
+        """Prints warnings on standard output and in train.log."""
+        for text in texts:
+            log.warning("%s", text, extra={"shown": True})
+            self._print(f"warning: {text}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
         if self._silent or self._lost:

@@ -28,7 +28,6 @@ GRID = ("pipeline.K", "pipeline.M")  # have columns of their own
 NO_DIFFERENCE = ("name", "pipeline.workers")  # keys that do not make another experiment
 FIGURES = ("K", "M", "workers", "loss", "examples_per_second", "bubble", "bubble_predicted", "wall_seconds")
 SETTINGS_AT_MOST = EVALUATIONS_AT_MOST = 4  # columns; `facts` has all
-NAMED_AT_MOST = 8  # keys that differ, in a note
 NOTES = (
     "×: examples/s in units of the run with the smallest K, then M, of those that differ in nothing else; ideal: "
     "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
@@ -216,8 +215,7 @@ class RunTable:
             rows.append([*row, *(run["evaluation"].get(score) for score in scores), run["outcome"]])
         drawing = self.drawing()
         plots = [] if drawing is None else [Picture(str(drawing))]
-        more = f" and {len(hidden) - NAMED_AT_MOST} more keys" if len(hidden) > NAMED_AT_MOST else ""
-        differ = [f"The runs also differ in {', '.join(hidden[:NAMED_AT_MOST])}{more}."] if hidden else []
+        differ = [f"The runs also differ in {', '.join(hidden)}."] if hidden else []
         notes = Lines([*NOTES, *differ], "* ")
         return Document(f"{len(rows)} runs of gpipe-train", [Grid([*columns, "status"], rows), *plots, notes])
 

@@ -146,23 +146,18 @@ def test_what_was_counted_otherwise_is_not_compared(tmp_path: Path, capsys: pyte
 # -- gpipe-export ----------------------------------------------------------------------------------------------------
 
 
-def test_an_exported_model_loads_into_the_plain_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_exported_into_its_directory_and_loads_into_the_plain_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     layers = {name.replace("/", "_"): layer for name, layer in make_layers().items()}
     optimizer = OPTIMIZERS["Adam"](parameters_of(layers))
     train(layers, optimizer, range(2))
     save(tmp_path / "run", 2, layers, optimizer)
-    path = tmp_path / "model.safetensors"
-    assert export.main([f"checkpoint={tmp_path / 'run'}", f"output={path}"]) == 0
+    assert export.main([str(tmp_path / "run")]) == 0
     assert "10 tensors of 4 layers" in capsys.readouterr().out
     plain = nn.ModuleDict({name.replace("/", "_"): layer for name, layer in make_layers(seed=1).items()})
-    plain.load_state_dict(load_file(path))
+    plain.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     assert not changed(plain.state_dict(), nn.ModuleDict(layers).state_dict())
-
-
-def test_a_run_alone_is_exported_into_its_directory(tmp_path: Path) -> None:
-    save(tmp_path, 1, make_layers())
-    assert export.main([str(tmp_path)]) == 0
-    assert len(load_file(tmp_path / "model.safetensors")) == 10
 
 
 def test_export_takes_the_step_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,6 @@ import sys
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +14,6 @@ from inline_run import train_inline
 from run_files import rows
 
 from gpipe_cli.commands import generate, translate
-from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import reopen
 
 Capture = pytest.CaptureFixture[str]
@@ -196,9 +193,6 @@ def test_a_prompt_may_be_empty_and_greedy_needs_no_seed(lm_run: Path, capsys: Ca
     assert continued(lm_run, capsys, "prompt=7 \udcff", "top_k=1")[0].startswith("7")  # a byte that is not UTF-8
 
 
-def test_a_run_that_translates_is_sent_to_the_other_command() -> None:
-    info = SimpleNamespace(run_dir=Path("lm_run"))
-    prepared = SimpleNamespace(config={"data": {}, "task": {"generation": {"beam": 8}}})
-    lm_run: Any = SimpleNamespace(info=info, prepared=prepared)
-    with pytest.raises(ConfigurationError, match="use gpipe-translate"):
-        generate.worker_config(lm_run, {})
+def test_a_run_that_translates_is_sent_to_the_other_command(run: Path, capsys: Capture) -> None:
+    assert generate.main([str(run), "prompt="]) == 2
+    assert "use gpipe-translate" in capsys.readouterr().err
