@@ -1,6 +1,6 @@
 """Measures how good the pipeline is that a search chooses.
 
-That is by how many per cent the answer's step is longer than what no schedule can undercut, of its cut and of any, for
+gaps: by how many per cent the answer's step is longer than what no schedule can undercut, of its cut and of any, for
 random models on random described devices, with memory between the least of all pipelines and what one that recomputes
 nothing needs.
 """
@@ -92,6 +92,7 @@ def gaps(plans: Sequence[Plan]) -> Iterator[Row]:
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("part", choices=["gaps"])
     options.add_argument("--cases", type=int, default=100, help="models (default: 100)")
     options.add_argument("--free", action="store_true", help="messages take no time, as in the bounds")
     given = options.parse_args()

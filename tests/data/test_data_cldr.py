@@ -14,7 +14,6 @@ from gpipe_cli.data.cldr.strings import locale_strings, render
 from gpipe_cli.data.prepared import in_processes
 from gpipe_cli.data.source import no_report
 from gpipe_cli.data.vocabulary import train_vocabulary
-from gpipe_cli.disk import DiskError
 from gpipe_cli.errors import ConfigurationError
 
 SMALL = ("es", "de", "ccp", "yrl")
@@ -100,7 +99,7 @@ def test_a_store_is_the_same_bytes_by_any_number_of_processes(tmp_path: Path, mo
 
 def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match=r"data\.cache_dir or GPIPE_CACHE"):
+    with pytest.raises(ConfigurationError, match=r"data\.cache_dir or GPIPE_CACHE"):
         open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
 
 
