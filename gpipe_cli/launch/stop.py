@@ -31,8 +31,9 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _entered.remove(self)
-        self.restore()
+        if self in _entered:  # not in a child that was forked inside
+            _entered.remove(self)
+            self.restore()
 
     def handle(self, number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
         """Sets the handler of a signal until the block ends."""
