@@ -113,16 +113,12 @@ class Pipeline(WorkerPipeline):
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
             raise ConfigurationError(agreed)
-        cut, fewest = agreed
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if autocast is not None:  # without its cache, as casts are kept by the engine
-            context = partial(torch.autocast, world.device.type, autocast, cache_enabled=False)
-        made = cls(builders, Cut.from_json(cut), config, task, BatchShape.of(micro_batch), world, seed, context)
+        shape, context = BatchShape.of(micro_batch), _context_of(autocast, world.device)
+        made = cls(builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context)
         for cell in made.cells:
             cell.guard_buffers()
-        refuse_fewer(made.layers, fewest)
-        made._steps = steps
-        made.engine.at_rest = made._signals.let_through
+        refuse_fewer(made.layers, agreed[1])
+        made._steps, made.engine.at_rest = steps, made._signals.let_through
         return made
 
     def close(self) -> None:
@@ -387,6 +383,11 @@ def _listed(layers: object) -> Sequence[LayerBuilder]:
     if (twice := name_used_twice(layers)) is not None:
         raise ConfigurationError(f"there are two layers named {twice!r}: rename one")
     return layers
+
+
+def _context_of(autocast: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns the maker of the context of a forward: autocast without its cache, as the engine keeps casts."""
+    return nullcontext if autocast is None else partial(torch.autocast, device.type, autocast, cache_enabled=False)
 
 
 def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
