@@ -83,9 +83,10 @@ def usable_memory() -> int:
 
 
 def free_memory() -> int:
-    """Returns the free bytes of `usable_memory`."""
+    """Returns the free bytes of `usable_memory`, or all of them where the system does not report it."""
     lines = _read(MEMORY_FACTS).splitlines()
-    return _within_limits(next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line))
+    available = (int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
+    return _within_limits(next(available, usable_memory()))
 
 
 def _within_limits(memory: int) -> int:

@@ -223,7 +223,6 @@ def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> No
         sync_directory(folder)
     _delete(run_dir, files.PARTIAL)
     _delete(run_dir, files.DISCARDED)
-    # In .hydra the command may be writing now.
     # In .hydra the command may be writing now; what lies behind a link may be others'.
     folders = [folder for folder in (*run_dir.glob("[a-z]*"), *home.glob("step_*")) if not folder.is_symlink()]
     for draft in chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders)):
