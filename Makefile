@@ -55,10 +55,11 @@ format: $(INSTALLED) ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# conf/, models/ and data/ belong to the package but lie beside it; links in one folder show mypy the whole package.
+# conf/, models/, data/ and benchmarks/tables/ belong to the package but lie beside it; links in one folder show mypy the whole package.
 types: $(INSTALLED) ## check the types
-	@rm -rf $(TYPES) && mkdir -p $(TYPES)/gpipe_cli
+	@rm -rf $(TYPES) && mkdir -p $(TYPES)/gpipe_cli/benchmarks
 	@ln -s $(CURDIR)/gpipe_cli/* $(CURDIR)/conf $(CURDIR)/models $(CURDIR)/data $(TYPES)/gpipe_cli/
+	@ln -s $(CURDIR)/benchmarks/tables $(TYPES)/gpipe_cli/benchmarks/
 	MYPYPATH=$(TYPES) $(BIN)/mypy -p gpipe_cli -p benchmarks
 
 check: lint types test ## lint, types and tests

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.bench import workers
-from gpipe_cli.bench.tables.table import cells
-from gpipe_cli.bench.workers import machine, machine_line
+from gpipe_cli.benchmarks.tables import workers
+from gpipe_cli.benchmarks.tables.table import cells
+from gpipe_cli.benchmarks.tables.workers import machine, machine_line
 from gpipe_cli.terminal.text import markdown_table
 
 WARM_UP = 2  # rounds that do not count
@@ -61,5 +61,5 @@ def environment() -> dict[str, str]:
 
 
 def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
-    """Runs a command of this clone; see `gpipe_cli.bench.workers.run_command`."""
+    """Runs a command of this clone; see `gpipe_cli.benchmarks.tables.workers.run_command`."""
     return workers.run_command(command, words, folder, environment(), codes)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.throughput import TORCH, ModelCosts, Setting, cells_of, measure
+from gpipe_cli.benchmarks.tables.throughput import TORCH, ModelCosts, Setting, cells_of, measure
 from gpipe_cli.commands.bench import parse
 
 LAYERS = 48

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from benchmarks.common import WARM_UP, Row, parser, report
-from gpipe_cli.bench.steps import CPU, Step, engine_step, make_cell, plain_step
-from gpipe_cli.bench.timing import take_turns
+from gpipe_cli.benchmarks.tables.steps import CPU, Step, engine_step, make_cell, plain_step
+from gpipe_cli.benchmarks.tables.timing import take_turns
 from gpipe_cli.cpu import keep_freed_memory
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.models.transformer import transformer

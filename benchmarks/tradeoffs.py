@@ -27,10 +27,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.bench.emulated import Link, LinkTransport
-from gpipe_cli.bench.steps import CPU, engine_step, make_cell, plain_step
-from gpipe_cli.bench.timing import StopWatch
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.emulated import Link, LinkTransport
+from gpipe_cli.benchmarks.tables.steps import CPU, engine_step, make_cell, plain_step
+from gpipe_cli.benchmarks.tables.timing import StopWatch
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.transformer_lm import transformer_lm

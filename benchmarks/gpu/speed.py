@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from gpipe_cli.bench.steps import EngineStep, Step, engine_step, plain_step
-from gpipe_cli.bench.timing import take_turns
+from gpipe_cli.benchmarks.tables.steps import EngineStep, Step, engine_step, plain_step
+from gpipe_cli.benchmarks.tables.timing import take_turns
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
 from gpipe_cli.distributed.pipeline import build_cells

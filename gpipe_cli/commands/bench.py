@@ -19,9 +19,9 @@ from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from gpipe_cli.bench.options import BenchOptions
-from gpipe_cli.bench.tables.table import Table
-from gpipe_cli.bench.workers import CommandFailed, machine, machine_line
+from gpipe_cli.benchmarks.tables.options import BenchOptions
+from gpipe_cli.benchmarks.tables.table import Table
+from gpipe_cli.benchmarks.tables.workers import CommandFailed, machine, machine_line
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.terminal.command import FAILED, read_words, run_command, show, to_stderr
@@ -64,7 +64,7 @@ def run(options: BenchOptions) -> int:
     """Measures one table, prints it and writes its files; returns the exit code."""
     assert options.table is not None
     name = MAKERS[options.table]
-    make: Callable[..., Table] = getattr(import_module(f"gpipe_cli.bench.tables.{name}"), name)
+    make: Callable[..., Table] = getattr(import_module(f"gpipe_cli.benchmarks.tables.{name}"), name)
     folder = Path(options.output)
     is_new = not folder.exists()
     require_writable("output", folder)

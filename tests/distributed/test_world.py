@@ -16,7 +16,7 @@ import torch.distributed as dist
 from own_plan import OWN, planned
 from torch.distributed import HashStore, Store
 
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.distributed import world
 from gpipe_cli.distributed.exchange import family
 from gpipe_cli.distributed.optimizer_shards import shares

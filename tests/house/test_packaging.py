@@ -23,6 +23,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 SIDE_BY_SIDE = ("conf", "models", "data")  # packages that stand beside gpipe_cli/ in the clone
+TABLES = "benchmarks/tables"  # the benchmarks that the package needs: gpipe-bench measures by them
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
@@ -51,21 +52,21 @@ BELOW = {
     "inference": "data decoding distributed launch metrics trainer",
     "verify": "checkpoint data distributed factory launch metrics models pipeline schedule tasks trainer",
     "planner": "data distributed factory launch optim partition pipeline schedule",
-    "bench": "distributed launch metrics models partition pipeline planner schedule terminal",
+    "benchmarks": "distributed launch metrics models partition pipeline planner schedule terminal",
     "jobs": "checkpoint conf data launch terminal",
-    "commands": "bench checkpoint data jobs launch metrics planner schedule tasks terminal",
+    "commands": "benchmarks checkpoint data jobs launch metrics planner schedule tasks terminal",
 }
 ROOMS = {room: set(below.split()) for room, below in BELOW.items()}
 
 
-def test_a_command_is_the_module_of_its_name() -> None:  # `bench.workers.run_command` needs no installation
+def test_a_command_is_the_module_of_its_name() -> None:  # `workers.run_command` needs no installation
     for command, target in PROJECT["project"]["scripts"].items():
         assert target == f"gpipe_cli.commands.{command.removeprefix('gpipe-')}:main"
 
 
 def source_files() -> dict[str, Path]:
     """Returns every module of the package by its name below gpipe_cli ("" is gpipe_cli itself)."""
-    roots = {"": ROOT / "gpipe_cli", **{name: ROOT / name for name in SIDE_BY_SIDE}}
+    roots = {"": ROOT / "gpipe_cli", **{name.replace("/", "."): ROOT / name for name in (*SIDE_BY_SIDE, TABLES)}}
     found = {}
     for prefix, folder in roots.items():
         for path in sorted(folder.rglob("*.py")):
@@ -160,7 +161,7 @@ def test_packages_beside_gpipe_cli_import_relatively() -> None:
 def test_the_package_list_is_the_tree() -> None:
     folders = {path.parent for path in (ROOT / "gpipe_cli").rglob("__init__.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    for name in SIDE_BY_SIDE:
+    for name in (*SIDE_BY_SIDE, TABLES):
         inside = [path.parent for path in (ROOT / name).rglob("__init__.py")]
         packages |= {".".join(["gpipe_cli", *folder.relative_to(ROOT).parts]) for folder in inside}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
@@ -179,7 +180,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy_of_clone(target: Path) -> Path:
     """Copies the files that a build reads, so that the build leaves nothing in the clone."""
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in ("gpipe_cli", *SIDE_BY_SIDE):
+    for name in ("gpipe_cli", *SIDE_BY_SIDE, TABLES):
         shutil.copytree(ROOT / name, target / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():

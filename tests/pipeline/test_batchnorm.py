@@ -8,8 +8,8 @@ import torch
 from small_models import build_all, engine_of, train_step
 from torch import nn
 
-from gpipe_cli.bench.steps import squared_loss
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.steps import squared_loss
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm, finish_batchnorm

@@ -13,7 +13,7 @@ from small_models import build_all, engine_of, other_values, token_loss, train_s
 from torch import Tensor, nn
 
 from benchmarks.subject import mini_batch, small_model
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, LayerFailed

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.pipeline.messages import boundary
 
 

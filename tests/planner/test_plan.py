@@ -11,7 +11,7 @@ import pytest
 from composed import checked
 from own_plan import ON_CPU, OWN, planned
 
-from gpipe_cli.bench.workers import run_workers
+from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch

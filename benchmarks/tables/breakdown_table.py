@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.svg import draw_shares
 
-from ...svg import draw_shares
-from ..options import BenchOptions
-from ..paper import TABLE_4
-from ..workers import run_command
+from .options import BenchOptions
+from .paper import TABLE_4
 from .table import Say, Table
+from .workers import run_command
 
 K_OF_PAPER, M_OF_PAPER = 2, 16  # K: of its load imbalance; M: its bubble of 4.1 % lies a little under (K-1)/(M+K-1)
 STEPS, QUICK_STEPS = 40, 8  # of the real run

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.svg import Curve, plot
 from gpipe_cli.terminal.runs import ideal_throughput
 
-from ...svg import Curve, plot
-from ..options import BenchOptions
-from ..throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
+from .options import BenchOptions
 from .table import Say, Table
+from .throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
 
 Row = dict[str, Any]
 IDEAL = "K·M/(M+K−1)"

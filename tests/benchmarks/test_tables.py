@@ -9,8 +9,8 @@ import torch
 from processes import command, succeeded
 from torch import nn
 
-from gpipe_cli.bench.emulated import WIDTH, SleepingLayer
-from gpipe_cli.bench.throughput import ModelCosts, Setting
+from gpipe_cli.benchmarks.tables.emulated import WIDTH, SleepingLayer
+from gpipe_cli.benchmarks.tables.throughput import ModelCosts, Setting
 from gpipe_cli.commands.bench import main, parse
 from gpipe_cli.pipeline.halves import backward_of_inputs
 

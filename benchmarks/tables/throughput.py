@@ -57,7 +57,7 @@ class ModelCosts:
 
 def count_models(sizes: Mapping[str, tuple[int, ...]]) -> list[ModelCosts]:
     """Counts models, given by family, on fake tensors in a worker process."""
-    found = run_workers("gpipe_cli.bench.contenders:costs_worker", 1, {"models": [*sizes.items()]})
+    found = run_workers("gpipe_cli.benchmarks.tables.contenders:costs_worker", 1, {"models": [*sizes.items()]})
     return [ModelCosts(family, sizes[family], *facts) for family, facts in zip(sizes, found, strict=True)]
 
 
@@ -158,5 +158,5 @@ def measure(configs: Sequence[Mapping[str, Any]], K: int, repetitions: int, real
     """Lets the contenders of each setting take turns on K processes; returns the seconds of `contenders.worker`."""
     config = {"settings": configs, "repetitions": repetitions, "realtime": realtime}
     preload = ("torch.distributed.pipelining",)
-    found: list[Seconds] = run_workers("gpipe_cli.bench.contenders:worker", K, config, preload)
+    found: list[Seconds] = run_workers("gpipe_cli.benchmarks.tables.contenders:worker", K, config, preload)
     return found

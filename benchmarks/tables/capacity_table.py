@@ -5,11 +5,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from ..options import BenchOptions
-from ..paper import TABLE_1, Capacity
-from ..throughput import BATCH
-from ..workers import run_command
+from .options import BenchOptions
+from .paper import TABLE_1, Capacity
 from .table import Say, Table
+from .throughput import BATCH
+from .workers import run_command
 
 GB = 1e9
 WORDS = {

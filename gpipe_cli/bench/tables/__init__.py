@@ -1,1 +1,0 @@
-"""Makes the tables of the paper, and a table of runs, as a page, JSON and a plot."""
