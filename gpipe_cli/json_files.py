@@ -47,11 +47,12 @@ class StepRow(TypedDict, total=False):
     samples: list[dict[str, str]]
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_json(path: Path, kind: type[T], finite: bool = True) -> T:
     """Returns the content of a file.
 
     Args:
         kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
+        finite: as in `parse_json`.
 
     Raises:
         DamagedJson: it holds something else, is no regular file, or is too large.
@@ -62,7 +63,7 @@ def read_json(path: Path, kind: type[T]) -> T:
         content = read_bytes(path, LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"it has more than {LARGEST >> 20} MB")
-        return parse_json(content, kind)
+        return parse_json(content, kind, finite)
     except NotRegular as error:
         raise DamagedJson(f"{path} is damaged: {error.strerror}") from error
     except ValueError as error:
@@ -73,7 +74,7 @@ def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
     """Returns the content of a JSON text; raises ValueError, which names the place that does not fit the model.
 
     Args:
-        finite: whether every number must be.
+        finite: refuses infinity and NaN, wherever `kind` itself would not.
     """
     _refuse_strange(from_json(content, allow_inf_nan=not finite), finite)
     try:

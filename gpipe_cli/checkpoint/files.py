@@ -14,6 +14,7 @@ layers. `writer.py` writes this layout.
 """
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,16 +22,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 from urllib.parse import quote
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from ..disk import open_regular
 from ..errors import ConfigurationError
-from ..json_files import DamagedJson, read_json
+from ..json_files import DamagedJson, parse_json, read_json
 from ..layers import Owner
+from ..typed_section import shown
 from ..version import __version__
 
 Json: TypeAlias = Any  # a value of JSON
@@ -107,7 +109,7 @@ class RunState:
 
     data_position: Json = None
     schedule: Json = None
-    scalars: Mapping[str, bool | int | float | None] = field(default_factory=dict)
+    scalars: Mapping[str, bool | int | FiniteFloat | None] = field(default_factory=dict)
     configuration: Mapping[str, Mapping[str, Json] | str | bool | int | float | None] = field(default_factory=dict)
     data_fingerprint: str | None = None
     vocabularies: Mapping[str, str] = field(default_factory=dict)
@@ -207,13 +209,13 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     """
     path = directory / "manifest.json"
     try:
-        content = read_json(path, dict[str, Any])
+        content = read_json(path, dict[str, Any], finite=False)
         if isinstance(content.get("format"), int) and content["format"] > FORMAT:
             raise NewerFormat(
                 f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install "
                 "a later gpipe-cli. Nothing of the checkpoint was touched"
             )
-        manifest = read_json(path, Manifest)
+        manifest = read_json(path, Manifest, finite=False)  # a configuration may hold infinity: data.temperature
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
     except OSError as error:
@@ -436,6 +438,18 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
             f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
             f"with its own: type checkpoint.resume={run_dir} to continue it, or choose another hydra.run.dir"
         )
+
+
+def require_writable_as_json(name: str, value: Json) -> None:
+    """Writes a value that manifests are to hold as JSON and reads it back, before a step is computed in vain.
+
+    Raises:
+        ConfigurationError: a checkpoint that holds it could not be read again.
+    """
+    try:
+        parse_json(json.dumps(value), cast(Any, object), finite=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{name}={shown(value)}: no checkpoint can hold this value: {error}") from error
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -182,30 +182,19 @@ def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, texts: dict[str, str]) -> None:
-    """Writes a safetensors file; equal content gives equal bytes.
+    """Writes a safetensors file in place of an empty one, whose permissions it keeps.
 
     Raises:
         OSError: it cannot be written.
     """
+    permissions = path.stat().st_mode
     try:
         save_file(tensors, path, texts)
-        _sort_texts(path)
+        path.chmod(permissions)  # safetensors puts a private file in its place
     except SafetensorError as error:
         if code := SYSTEM_ERROR.search(str(error)):
             raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
         raise OSError(str(error)) from error
-
-
-def _sort_texts(path: Path) -> None:
-    """Sorts the metadata in a file's header, which safetensors writes in random order."""
-    with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        content = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(content) <= size:  # as it is but for the order; spaces fill it up
-            file.seek(8)
-            file.write(content.ljust(size))
 
 
 def write_layer(directory: Path, step: int, name: str, state: LayerState) -> LayerFile:

@@ -125,11 +125,14 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     `checkpoint.init_from` is read by a new run only: a resumed one has its own weights.
 
     Raises:
+        ConfigurationError: no checkpoint could hold the configuration.
         CheckpointError: there is no checkpoint, it was made with another configuration, or the directory holds others.
     """
     config, section = prepared.config, prepared.settings.checkpoint
     if not torchrun.is_first():
         return config
+    for key, value in flat(config).items():
+        checkpoints.require_writable_as_json(key, value)
     resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)

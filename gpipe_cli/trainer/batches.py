@@ -3,13 +3,14 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ..checkpoint.files import require_writable_as_json
 from ..config import Settings, TrainerConfig
 from ..data.source import Batch, Report, Source, name_of, no_report
 from ..distributed.exchange import Exchange
@@ -20,6 +21,7 @@ from ..factory.build import build_source
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
+from ..typed_section import shown
 
 PREPARATION_TIMEOUT = timedelta(days=365)
 
@@ -248,13 +250,16 @@ class TrainingBatches:
         """Begins to read behind `position`."""
         if self.source is not None:
             world, M = self.pipeline.world, self.pipeline.M
-            batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
+            with self._continuing():
+                batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
             self._reader = BatchReader(batches, self.pipeline, Uploader(world.device))
 
     def take(self) -> list[MicroBatch] | None:
         """Returns the mini-batch offered before, to be trained on now; None on workers that do not read data."""
         if self._reader is None:
             return None
+        if not self._taken:
+            require_writable_as_json("the position of a mini-batch", self._reader.position)
         self._taken = True
         self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
         return self._reader.take()
@@ -264,7 +269,8 @@ class TrainingBatches:
         if self._reader is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 try:
-                    self._reader.advance()
+                    with self._continuing():
+                        self._reader.advance()
                 except (Exception, SystemExit) as error:
                     if not self._taken:
                         raise
@@ -274,6 +280,19 @@ class TrainingBatches:
         if reached := next((limit for limit, share in shares.items() if share >= 1), ""):
             message.write_flag(reached, True)
         message.write_flag("request", self.stop_requested())
+
+    @contextmanager
+    def _continuing(self) -> Iterator[None]:
+        """Explains an error of the source that comes from a checkpoint's `data_position`, before the first step."""
+        try:
+            yield
+        except (LookupError, TypeError) as error:
+            if self.position is None or self._taken:
+                raise
+            raise ConfigurationError(
+                f"the checkpoint's data_position, {shown(self.position)}, is none that the data source "
+                f"{name_of(cast(Source, self.source))} can continue from: {type(error).__name__}: {error}"
+            ) from error
 
     def share_done(self, step: int) -> float | None:
         """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""

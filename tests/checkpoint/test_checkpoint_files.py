@@ -5,15 +5,17 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from checkpoint_tools import Layers, make_layers, names_of, restore, save
-from own_model import WORDS
+from own_model import WORDS, layers
 from run_files import bytes_of, rows
 
 from gpipe_cli.checkpoint import files as checkpoint_files
@@ -23,8 +25,11 @@ from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
+from gpipe_cli.data.images.digits import DigitsSource
+from gpipe_cli.data.source import Batch
 from gpipe_cli.disk import DiskError
 from gpipe_cli.jobs.run_directory import require_writable
+from gpipe_cli.layers import LayerBuilder
 
 
 def layer_file(run_dir: Path, step: int, layer: str) -> Path:
@@ -60,12 +65,12 @@ def sparse(path: Path) -> None:
 
 
 def replaced(old: str, new: str) -> Callable[[Path], None]:
-    def replace(path: Path) -> None:
+    def replace_in(path: Path) -> None:
         text = re.sub(old, new, path.read_text(), flags=re.DOTALL)
         assert text != path.read_text()
         path.write_text(text)
 
-    return replace
+    return replace_in
 
 
 def test_a_worker_reads_only_the_files_of_its_own_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +199,7 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (endless, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
         (sparse, "manifest.json", r"manifest\.json is damaged: it has more than 256 MB"),
         (replaced('"versions": {', '"versions": {"torch": [],'), "manifest.json", r"versions\.torch: Input"),
-        (replaced('"best_step": null', '"best": Infinity'), "manifest.json", r"json is damaged: expected value"),
-        (replaced('"best_step": null', '"best": 1e999'), "manifest.json", "damaged: a number is not finite"),
+        (replaced('"best_step": null', '"best": Infinity'), "manifest.json", r"damaged: state\.scalars\.best"),
         (replaced('"epoch": 2', f'"a": {"[" * 99}{"]" * 99}'), "manifest.json", "nested more than 32 levels deep"),
         (replaced(r'"layers": \[.*\]', '"layers": []'), "manifest.json", r"layers: List should have at least 1 item"),
     ],
@@ -272,6 +276,54 @@ def test_keys_of_the_first_release_that_went_are_left_out_of_our_own_data(
     manifest.write_text(json.dumps(content))
     read: Any = checkpoint_files.read_manifest(manifest.parent).state.configuration["data"]
     assert [*read] == ["_target_", *(left or kept)]
+
+
+def own_layers(limit: float = 1.0) -> list[LayerBuilder]:
+    return layers()
+
+
+class Numbered(DigitsSource):
+    """Has positions that are no JSON."""
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        for number, batch in enumerate(super().train(None, M, replica, replicas)):
+            yield replace(batch, position=np.int64(number))
+
+
+class Placed(DigitsSource):
+    """Has positions of another form than its parent's."""
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        return super().train(None if position is None else position["place"], M, replica, replicas)
+
+
+OWN = [*WORDS, "model._target_=test_checkpoint_files.own_layers", "pipeline.K=1", "launch.inline=true"]
+
+
+def test_a_configuration_that_holds_infinity_is_read_again(tmp_path: Path) -> None:
+    words = [*OWN, "+model.limit=inf", f"hydra.run.dir={tmp_path}", "checkpoint.resume=auto"]
+    for steps in (1, 2):
+        assert train.main([*words, f"trainer.steps={steps}"]) == 0
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_a_value_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = f"+model.limit={'[' * 40}{']' * 40}"
+    assert train.main([*OWN, deep, f"hydra.run.dir={tmp_path / 'one'}"]) == 2
+    assert "model.limit=[[" in capsys.readouterr().err and not (tmp_path / "one").exists()
+    source = "data._target_=test_checkpoint_files.Numbered"
+    assert train.main([*OWN, source, f"hydra.run.dir={tmp_path / 'two'}"]) == 2
+    assert "the position of a mini-batch=0: no checkpoint can hold this value" in capsys.readouterr().err
+
+
+def test_a_place_in_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*OWN, "checkpoint.resume=auto", "checkpoint.allow_changes=[data]", f"hydra.run.dir={tmp_path}"]
+    assert train.main([*words, "trainer.steps=1"]) == 0
+    source = "data._target_=test_checkpoint_files.Placed"
+    assert train.main([*words, source, "trainer.steps=2"]) == 2
+    assert "data_position, {epoch:0,batch:1}, is none that" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_and_not_touched(tmp_path: Path) -> None:
