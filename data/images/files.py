@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -72,6 +72,15 @@ class ImageFiles(Images):
     def __init__(self, root: Path, names: Sequence[str], labels: Sequence[int], class_names: Sequence[str]) -> None:
         super().__init__(labels, class_names)
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
+
+    def paths(self) -> Iterator[Path]:
+        """Yields the path of every image."""
+        return (self._root / os.fsdecode(name) for name in self._names.tolist())
+
+    def only(self, chosen: Sequence[bool]) -> ImageFiles:
+        """Returns the chosen images; ``chosen`` has a value for each."""
+        names = [os.fsdecode(name) for name in self._names[np.array(chosen)].tolist()]
+        return ImageFiles(self._root, names, self.labels[np.array(chosen)].tolist(), self.class_names)
 
     def fingerprint(self) -> str:
         names = self._names.tolist()

@@ -12,10 +12,9 @@ from ...errors import ConfigurationError
 from ..source import Report
 from ..tree import by_ending, files_below, refuse_dead_links, visible_entries
 from .files import ImageFiles
+from .layout import SUFFIXES, folders_in, has_suffix, some_of
 
 log = logging.getLogger(__name__)
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 
 
 def read_folder(split: Path, report: Report, known: Sequence[str] | None = None) -> ImageFiles:
@@ -46,10 +45,20 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         names += images
         others += strangers
     report(f"listing the images of {split}", len(classes), len(classes))
+    if known is None and len(classes) == 1:
+        _warn_of_one_class(split / classes[0])
     if others:
         counts = by_ending(others)
         log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
     return ImageFiles(split, names, *numbered(names, known or classes, split))
+
+
+def _warn_of_one_class(folder: Path) -> None:
+    below = [path.name for path in folders_in(folder)]
+    meant = (
+        f"; its folders {some_of(below)} may be the classes: name them by data.root or data.folders" if below else ""
+    )
+    log.warning("%s: all images are of one class, '%s'%s", folder.parent, folder.name, meant)
 
 
 def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple[list[int], list[str]]:
@@ -77,19 +86,8 @@ def in_order(classes: Iterable[str]) -> list[str]:
     return sorted(names, key=int) if all(re.fullmatch("[0-9]+", name) for name in names) else names
 
 
-def some_of(names: Sequence[str]) -> str:
-    """Returns the first names, and how many there are, as text."""
-    shown = ", ".join(sorted(names)[:4])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
-
-
 def images_in(split: Path, name: str) -> tuple[list[str], list[str]]:
     """Returns the paths from `split` of the images in and below one of its folders, and those of other files."""
     begin = len(f"{split}/")
     files = [(of.path, has_suffix(of.name) and of.is_file()) for of in files_below(split / name, has_suffix)]
     return [path[begin:] for path, image in files if image], [path[begin:] for path, image in files if not image]
-
-
-def has_suffix(name: str) -> bool:
-    """Returns whether a file's name ends as an image's."""
-    return name.lower().endswith(SUFFIXES)

@@ -51,6 +51,7 @@ class ImageSource(SquareImages):
         classes: number of classes; checked.
         root: the folder that holds the data set.
         folders: the training and the evaluation folder of an image folder.
+        held_out: share of the training images that is evaluated on, chosen by their content; None: `folders` are two.
         images: expected numbers of training and evaluation images, to notice half-unpacked folders; None: any.
         image_size: side S in pixels.
         batch_size: images of a mini-batch, over all micro-batches and replicas.
@@ -68,6 +69,7 @@ class ImageSource(SquareImages):
         classes: Count,
         root: str | None = None,
         folders: Annotated[Sequence[str], Field(min_length=2, max_length=2)] = ("train", "val"),
+        held_out: Annotated[float, Field(gt=0, lt=1)] | None = None,
         images: Annotated[Sequence[Count], Field(min_length=2, max_length=2)] | None = None,
         image_size: Pixels = 224,
         batch_size: Examples = 64,
@@ -84,7 +86,7 @@ class ImageSource(SquareImages):
     ) -> None:
         if crop_area is not None and crop_area[0] > crop_area[1]:
             raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
-        self._dataset, self._root, self._folders = dataset, root, folders
+        self._dataset, self._root, self._folders, self._held_out = dataset, root, folders, held_out
         self._classes, self._expected = classes, images
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
         self._augmentation = (crop_area, flip, brightness, chroma, cutout)
@@ -97,7 +99,7 @@ class ImageSource(SquareImages):
         Raises:
             ConfigurationError: images are missing; the message says what `data.root` must hold and where to get it.
         """
-        train, evaluation = open_images(self._dataset, self._root, self._folders, report)
+        train, evaluation = open_images(self._dataset, self._root, self._folders, self._held_out, report)
         self._check_counts(train, evaluation)
         train.bits = evaluation.bits = self._bits
         self._names = train.fingerprint()

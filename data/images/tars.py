@@ -24,7 +24,8 @@ from ..cache import made, writing_cache
 from ..source import Report, fingerprint_of
 from ..tree import refuse_dead_links, visible_entries
 from .files import ImageFiles
-from .folders import SUFFIXES, numbered, some_of
+from .folders import numbered
+from .layout import SUFFIXES, some_of
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
 KEYS = ("names", "places", "labels")  # of an index

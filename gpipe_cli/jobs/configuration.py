@@ -22,6 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
+from gpipe_cli.data.images.layout import class_folder, folders_in
 from gpipe_cli.disk import NotRegular, read_bytes
 from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
@@ -38,10 +39,8 @@ LONGEST = 300  # characters of a library's message
 
 
 def count_folders(root: str | None, folder: str) -> int | str:
-    """Returns the number of folders in ``root/folder``, one for each class of images; `MISSING` if there are none."""
-    place = Path(root or os.devnull, folder).expanduser()
-    entries = place.iterdir() if place.is_dir() else ()
-    return sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries) or str(MISSING)
+    """Returns the number of folders of classes of images below ``root``; `MISSING` if there are none."""
+    return len(folders_in(class_folder(Path(root or os.devnull).expanduser(), folder))) or str(MISSING)
 
 
 def folder_name(*words: str | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gpipe_cli.config import PipelineConfig, Settings
 from gpipe_cli.cpu import usable_cores, usable_memory
+from gpipe_cli.data.images.layout import unsplit
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
 from gpipe_cli.jobs import torchrun
@@ -40,6 +41,10 @@ def missing_data(settings: Settings) -> Iterator[str]:
     for key in ("root", "evaluation_root", "tokenizer"):
         if data.get(key) and not os.access(Path(str(data[key])).expanduser(), os.F_OK):
             yield f"data.{key}={data[key]}: there is no {data[key]}"
+            return
+    two_splits = data.get("dataset") in ("image_folder", "imagenet") and data.get("held_out") is None
+    if two_splits and (line := unsplit(Path(str(data["root"])).expanduser(), data["folders"])):
+        yield line
 
 
 def most_workers(pipeline: PipelineConfig) -> tuple[int, str]:

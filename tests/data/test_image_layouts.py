@@ -19,6 +19,7 @@ from tiny_images import add_to_tar, write_shards
 from torch import Tensor
 
 from gpipe_cli.data.images import tars
+from gpipe_cli.data.images.datasets import open_images
 from gpipe_cli.data.images.folders import read_folder
 from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.errors import ConfigurationError
@@ -93,6 +94,50 @@ def test_classes_named_by_numbers_are_in_the_order_of_the_numbers(tmp_path: Path
         for number in (10, 2, 0):
             tiny_images.save_image(tmp_path / split / f"{number}" / "a.png", 0)
     assert read_folder(tmp_path / "train", no_report).class_names == ("0", "2", "10")
+
+
+@pytest.fixture
+def unsplit(tmp_path: Path) -> Path:
+    """Writes 40 images of each of two classes, without splits, and one of them under another name in its class."""
+    for number in range(40):
+        for label, of in enumerate(("cat", "dog")):
+            tiny_images.save_image(tmp_path / "pets" / of / f"{number}.png", label, number)
+    shutil.copy(tmp_path / "pets" / "cat" / "7.png", tmp_path / "pets" / "cat" / "again.png")
+    return tmp_path / "pets"
+
+
+HELD_OUT = {"dataset": "image_folder", "images": None, "classes": 2, "held_out": 0.25}
+
+
+def test_images_without_splits_are_held_out_by_their_content(unsplit: Path) -> None:
+    train, evaluation = open_images("image_folder", str(unsplit), ("train", "val"), 0.25, no_report)
+    assert len(train) + len(evaluation) == 81 and 10 < len(evaluation) < 32
+    held = {path.name for path in evaluation.paths() if path.parent.name == "cat"}  # type: ignore[attr-defined]
+    assert ("7.png" in held) == ("again.png" in held)
+    for path in unsplit.rglob("*.png"):
+        path.rename(path.with_name(f"renamed_{path.name}"))
+    _, renamed = open_images("image_folder", str(unsplit), ("train", "val"), 0.25, no_report)
+    names = {path.name.removeprefix("renamed_") for path in renamed.paths() if path.parent.name == "cat"}  # type: ignore[attr-defined]
+    assert names == held
+
+
+def test_a_root_with_a_single_folder_is_entered(unsplit: Path) -> None:
+    one, other = (tensors(opened(root, **HELD_OUT).evaluation(1)) for root in (unsplit, unsplit.parent))
+    assert equal(one, other)
+
+
+def test_class_folders_without_splits_are_told_with_what_to_type(unsplit: Path) -> None:
+    settings = {**HELD_OUT, "held_out": None}
+    assert "folders of images: cat, dog. If these are the classes, data.held_out=0.1" in refusal(unsplit, **settings)
+    assert "holds out 0 of 81" in refusal(unsplit, **{**HELD_OUT, "held_out": 1e-9})
+
+
+def test_a_single_class_is_warned_of_with_the_folders_in_it(unsplit: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = unsplit.parent
+    for split in ("train", "val"):
+        shutil.copytree(unsplit, root / split / "pets")
+    opened(root, **{**HELD_OUT, "held_out": None, "classes": 1})
+    assert "of one class, 'pets'; its folders cat, dog may be the classes" in caplog.text
 
 
 @pytest.mark.parametrize("tar", ["train-0001", "validation-0000"])
