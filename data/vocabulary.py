@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import sentencepiece
 
@@ -19,17 +19,27 @@ PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
 SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
+BLANKS = str.maketrans("\t\n\r", "   ")  # inside a text
 EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
+
+Normalization = Literal["identity", "nmt_nfkc"]
+"""SentencePiece's rule by which texts change before they become pieces, for good: a decoded text has the changes."""
 
 
 def train_vocabulary(
-    sentences: Iterable[str], size: int, character_coverage: float = 1.0, key: str = "vocabulary", smaller: bool = False
+    sentences: Iterable[str],
+    size: int,
+    character_coverage: float = 1.0,
+    key: str = "vocabulary",
+    smaller: bool = False,
+    normalization: Normalization = "nmt_nfkc",
 ) -> bytes:
     """Trains `size` pieces and returns the model; equal sentences in equal order give equal bytes.
 
     Digits are pieces of their own, because languages group them differently: 6.629.945 is 6,629,945.
 
     Args:
+        sentences: texts; tabs and line breaks inside them become blanks.
         character_coverage: share of the text's characters that get pieces; the rest, the rarest, become unknown.
         key: the key under `data` that holds the size; for messages.
         smaller: train fewer pieces where the sentences support fewer.
@@ -42,14 +52,14 @@ def train_vocabulary(
     soft_limit: dict[str, Any] = {"hard_vocab_limit": False} if smaller else {}  # the model's bytes hold what is given
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences),
+            sentence_iterator=(sentence.translate(BLANKS) for sentence in sentences),
             model_writer=model,
             model_type="unigram",
             vocab_size=size,
             **soft_limit,
             character_coverage=character_coverage,
             split_digits=True,
-            normalization_rule_name="nmt_nfkc",
+            normalization_rule_name=normalization,
             pad_id=PAD,
             unk_id=UNKNOWN,
             bos_id=BOS,
@@ -113,8 +123,8 @@ class Vocabulary:
         return int(self._pieces.get_piece_size())
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
-        """Returns the ids of each text, without beginning and end tokens."""
-        return list(self._pieces.encode(list(texts), out_type=int, num_threads=threads))
+        """Returns the ids of each text, without beginning and end tokens; tabs and line breaks are blanks."""
+        return list(self._pieces.encode([text.translate(BLANKS) for text in texts], out_type=int, num_threads=threads))
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.

@@ -21,7 +21,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import LanguageSummary, Numbers, Sizes, interleave, pair_ends, places_of, write_shard
-from ..vocabulary import SOURCE, TARGET, Vocabulary
+from ..vocabulary import SOURCE, TARGET, Normalization, Vocabulary
 from .folders import PairFiles
 
 LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
@@ -36,7 +36,7 @@ class Vocabularies:
     Attributes:
         source, target: pieces.
         shared: one vocabulary for both sides, of `source` pieces.
-        character_coverage: see `train_vocabulary`.
+        character_coverage, normalization: see `train_vocabulary`.
         smaller: a text that supports fewer pieces gets so many.
     """
 
@@ -45,6 +45,7 @@ class Vocabularies:
     shared: bool = False
     character_coverage: float = 0.999995
     smaller: bool = False
+    normalization: Normalization = "nmt_nfkc"
 
 
 @dataclass(frozen=True)

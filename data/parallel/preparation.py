@@ -133,7 +133,8 @@ class Preparation:
             side = key.replace("_", " ")
             self.report(f"parallel text: {side}, {size:,} pieces by {len(sentences):,} sentences", 0, 0)
             try:
-                made = train_vocabulary(sentences, size, wanted.character_coverage, key, wanted.smaller)
+                how = (wanted.character_coverage, key, wanted.smaller, wanted.normalization)
+                made = train_vocabulary(sentences, size, *how)
                 with whole_file(model) as draft:
                     draft.write_bytes(made)
             except ConfigurationError as error:

@@ -15,6 +15,7 @@ from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, no_report
 from ..store import FORMAT, Store
 from ..translation import PairSource
+from ..vocabulary import Normalization
 from .folders import Files, find_pairs
 from .pieces import Draft, ParallelText, Vocabularies
 from .preparation import Preparation
@@ -35,6 +36,7 @@ class ParallelTextSource(PairSource):
         source_vocabulary, target_vocabulary: pieces of each side's vocabulary.
         vocabulary: pieces of one vocabulary for both sides; the two keys above must then be the same number.
         character_coverage: share of the text's characters that get pieces of their own.
+        normalization: of texts before they become pieces, see `Normalization`.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
         strict: refuse the first line with a defect, which else is left out.
@@ -62,6 +64,7 @@ class ParallelTextSource(PairSource):
         target_vocabulary: Vocabulary = 32_000,
         vocabulary: Vocabulary | None = None,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.999995,
+        normalization: Normalization = "nmt_nfkc",
         smaller_vocabulary: bool = False,
         max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
         strict: bool = False,
@@ -89,7 +92,7 @@ class ParallelTextSource(PairSource):
         self._columns = None if columns is None else (columns[0], columns[1])
         self._files = {split: files for split, files in given.items() if files is not None}
         sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
-        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary)
+        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary, normalization)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, language_column)

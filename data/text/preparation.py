@@ -30,7 +30,15 @@ from ..defects import Defect, Defects
 from ..prepared import RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
-from ..vocabulary import SOURCE, TOKENIZER, Vocabulary, read_vocabulary, train_vocabulary, vocabulary_file
+from ..vocabulary import (
+    SOURCE,
+    TOKENIZER,
+    Normalization,
+    Vocabulary,
+    read_vocabulary,
+    train_vocabulary,
+    vocabulary_file,
+)
 from .files import SEPARATORS, TextPiece, documents, read_text
 
 FORMAT = 1  # raised when the same parameters would give other bytes
@@ -51,7 +59,7 @@ class TextForm:
         tokenizer: a tokenizer.json, or the .model of a run; None: SentencePiece is trained.
         end_token: see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
-        character_coverage, smaller: see `train_vocabulary`.
+        character_coverage, smaller, normalization: see `train_vocabulary`.
         piece: bytes of text that one process takes at a time.
         ends: the share is the end of each piece instead, for a few long documents.
     """
@@ -65,6 +73,7 @@ class TextForm:
     vocabulary: int
     character_coverage: float
     smaller: bool
+    normalization: Normalization
     piece: int
     ends: bool = False
 
@@ -151,7 +160,7 @@ class TextPreparation:
             why = unusable[0] if unusable else f"{self.files[0]} and the others have no document that is not held out"
             raise ConfigurationError(f"no line of the text can be used for training. {why}")
         texts = [texts[i * len(texts) // count] for i in range(count)]
-        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller)
+        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller, form.normalization)
         with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
 

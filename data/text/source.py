@@ -17,7 +17,7 @@ from ...typed_section import Count, Examples, Seed, Vocabulary
 from ..cache import mapped_array
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, fingerprint_of
-from ..vocabulary import BOS, read_vocabulary, vocabulary_file
+from ..vocabulary import BOS, Normalization, read_vocabulary, vocabulary_file
 from ..windows import WindowSource
 from .files import Ends, find_texts
 from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
@@ -91,6 +91,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
+        normalization: of the text before it becomes pieces, see `Normalization`.
         strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
@@ -116,6 +117,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         vocabulary: Vocabulary = 32_000,
         smaller_vocabulary: bool = True,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995,
+        normalization: Normalization = "nmt_nfkc",
         strict: bool = False,
         preparation_workers: Count | None = None,
         sequence_length: Count = 1024,
@@ -139,7 +141,7 @@ class TextFilesSource(WindowSource, PreparedSource):
                     f"data.vocabulary={ids}, which the model reads"
                 )
         share = held_out if evaluation_root is None else 0.0
-        pieces = (vocabulary, character_coverage, smaller_vocabulary)
+        pieces = (vocabulary, character_coverage, smaller_vocabulary, normalization)
         self.form = TextForm(document, json_key, share, corpus_seed, tokenizer, end_token, *pieces, PIECE)
 
     def prepare(self, report: Report) -> None:

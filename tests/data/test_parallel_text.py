@@ -18,6 +18,8 @@ import pytest
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import write_po
+from composed import composed
+from hydra.utils import get_class
 from inline_run import train_inline
 from parallel_folder import corpus
 from preparation_jobs import prepare
@@ -500,6 +502,30 @@ def test_a_vocabulary_may_be_as_small_as_its_text_and_says_so(root: Path, caplog
         pieces = f"{len(made.target_vocabulary):,} pieces"
         assert f"data.target_vocabulary=9000, but the text supports {pieces}" in caplog.text
     assert made.target_vocabulary.decode([8999, 5]) == made.target_vocabulary.decode([5])  # the model knows more ids
+
+
+MARKS = "你好，世界！（是）：“好”？ 20 m² ½ … ™ ﬁn می\u200cخواهم 10\u202f000\u00a0€"
+
+
+@pytest.mark.parametrize("kind", ["parallel_text", "text"])
+def test_texts_are_learnt_as_they_are_written_unless_a_rule_is_named(kind: str, tmp_path: Path) -> None:
+    lines = [f"{one} {other}" for one in MARKS.split(" ") for other in MARKS.split(" ")] * 3
+    parallel_folder.write(tmp_path / "text" / "train.de", lines)
+    parallel_folder.write(tmp_path / "text" / "train.en", lines)
+    parallel_folder.write(tmp_path / "text.txt", lines)
+    words = [f"data={kind}", f"data.root={tmp_path / ('text.txt' if kind == 'text' else 'text')}"]
+    keys = ["vocabulary"] if kind == "text" else ["source_vocabulary", "target_vocabulary"]
+    words += [*(f"data.{key}=90" for key in keys), "data.character_coverage=1.0", "data.held_out=0.1"]
+    words += ["data.document=line", "data.sequence_length=8"] if kind == "text" else []
+    for rule, same in (("identity", True), ("nmt_nfkc", False)):
+        more = [] if same else [f"data.normalization={rule}"]
+        section = composed("model=transformer_lm" if kind == "text" else "model=transformer", *words, *more)["data"]
+        assert section.pop("normalization") == rule
+        target = get_class(section.pop("_target_"))
+        made = target(**{**section, "normalization": rule, "cache_dir": str(tmp_path / "cache")})
+        made.prepare(no_report)
+        assert (made.decode(made.target_vocabulary.encode([MARKS])[0]) == MARKS) == same
+    assert made.target_vocabulary.encode(["a\tb"]) == made.target_vocabulary.encode(["a b"])
 
 
 def test_vocabularies_that_do_not_fit_are_told_together_by_our_keys_alone(root: Path) -> None:
