@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..typed_section import Count, CountOrZero, Depth, Even, ShareOrZero, Vocabulary
 from . import transformer_layers as parts
@@ -94,6 +95,7 @@ def transformer(
     depth_scale_layers: Literal["both", "one"] = "both",
     depth_scale_exponent: float = 0.5,
     tie_embeddings: bool = False,
+    share_embeddings: bool = False,
     pad_id: CountOrZero = 0,
     positions: parts.Positions = "sinusoids",
 ) -> list[LayerBuilder]:
@@ -109,9 +111,18 @@ def transformer(
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
+        share_embeddings: one table for source and target embedding; both sides must have one vocabulary.
         pad_id: the id of padding in the source.
         positions: "sinusoids" added to the embeddings, or "rotary": self-attention turns queries and keys.
+
+    Raises:
+        ConfigurationError: share_embeddings with vocabularies of two sizes.
     """
+    if share_embeddings and source_vocabulary != target_vocabulary:
+        raise ConfigurationError(
+            f"model.share_embeddings=true, but the vocabularies have {source_vocabulary} and {target_vocabulary} "
+            "tokens: both sides must have one (data.shared_vocabulary=true)"
+        )
     depth = 2 * L if depth_scale_layers == "both" else L
     init_scale = depth**-depth_scale_exponent if depth_scaled_init else 1.0
     heads = (d_model, A, dropout, attention_dropout)
@@ -122,14 +133,16 @@ def transformer(
         "cross_attention": partial(parts.CrossAttention, *heads),
         **feed_forward,
     }
-    table = {"weight": "target_embedding.weight"} if tie_embeddings else {}
+    table = "source_embedding.weight" if share_embeddings else "target_embedding.weight"
+    of_target = {"weight": table} if share_embeddings else {}
+    of_softmax = {"weight": table} if tie_embeddings else {}
     source, target = ((tokens, d_model, input_dropout, positions) for tokens in (source_vocabulary, target_vocabulary))
     return [
         LayerBuilder("source_embedding", partial(SourceEmbedding, *source, pad_id)),
         *parts.stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
-        LayerBuilder("target_embedding", partial(TargetEmbedding, *target)),
+        LayerBuilder("target_embedding", partial(TargetEmbedding, *target), tied=of_target),
         *parts.stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
-        LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, target_vocabulary), tied=table),
+        LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, target_vocabulary), tied=of_softmax),
     ]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models import transformer_layers as modules
 from gpipe_cli.models.transformer import transformer
@@ -173,3 +174,12 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
 def test_tied_embeddings_are_one_table_of_the_embedding_and_the_softmax(make: Any, table: str) -> None:
     assert find_ties(make(tie_embeddings=True)).owners[-1] == {"weight": (table, "weight")}
     assert not any(find_ties(make()).owners)
+
+
+def test_both_sides_of_one_vocabulary_share_a_table_with_the_softmax_if_it_is_tied() -> None:
+    one = {"source_vocabulary": 30, "target_vocabulary": 30, "share_embeddings": True}
+    shared = {"weight": ("source_embedding", "weight")}
+    assert [of for of in find_ties(small(**one)).owners if of] == [shared]
+    assert [of for of in find_ties(small(**one, tie_embeddings=True)).owners if of] == [shared, shared]
+    with pytest.raises(ConfigurationError, match=r"share_embeddings=true, but the vocabularies have 30 and 20 tokens"):
+        small(**{**one, "target_vocabulary": 20})
