@@ -12,8 +12,8 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, TypeVar
 
 import zstandard
 
@@ -27,14 +27,18 @@ UNPACKERS: dict[str, Callable[[], Any]] = {".xz": lzma.LZMADecompressor, ".bz2":
 UNPACKERS[".gz"] = lambda: zlib.decompressobj(wbits=31)
 UNPACKERS[".zst"] = lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+SPLITS = {"train": "train", "dev": "dev", "val": "dev", "valid": "dev", "validation": "dev"}
+SPLITS |= {"test": "test", "devtest": "test"}  # of a corpus, by the words that name them
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
 NO_FORMAT = (ValueError, SyntaxError, LookupError, RecursionError, csv.Error, struct.error)  # raised by readers
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 PACKED_BLOCK = 1 << 16  # bytes that are unpacked at once
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 
-def unpacked(path: Path) -> Path:
+
+def unpacked(path: AnyPath) -> AnyPath:
     """Returns the name of a file without the ending of its compression."""
     return path.with_suffix("") if path.suffix in PACKED else path
 
@@ -47,6 +51,19 @@ def ending_of(path: Path) -> str:
 def has_records(path: Path) -> bool:
     """Returns whether each line is a record (`texts_in`)."""
     return ending_of(path) in (*JSON, PARQUET, *ROWS_OF)
+
+
+_OF_SPLIT = re.compile(  # a file's name without its endings: "wiki.test", "validation-00000-of-00002", "dev.de-en"
+    rf"(?:.*[._-])?({'|'.join(SPLITS)})(?:[._-]?\d+(?:-of-\d+)?)?(?:\.[a-z]{{2,3}}(?:[-_][A-Za-z]{{2,4}})?)?",
+    re.IGNORECASE,
+)
+
+
+def split_of(path: PurePath) -> str | None:
+    """Returns "train", "dev" or "test" where a file's name, or else the nearest of its folders, names a split."""
+    if match := _OF_SPLIT.fullmatch(unpacked(path).stem):
+        return SPLITS[match[1].lower()]
+    return next((SPLITS[name.lower()] for name in reversed(path.parent.parts) if name.lower() in SPLITS), None)
 
 
 @contextmanager

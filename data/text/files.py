@@ -2,18 +2,32 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from ...errors import ConfigurationError
 from ..defects import KINDS, Defect, Defects
-from ..lines import BYTE_ORDER_MARK, JSON, PACKED, PARQUET, decoded, ending_of, has_records, reading, texts_in, unpacked
+from ..lines import (
+    BYTE_ORDER_MARK,
+    JSON,
+    PACKED,
+    PARQUET,
+    decoded,
+    ending_of,
+    has_records,
+    reading,
+    split_of,
+    texts_in,
+    unpacked,
+)
 from ..tree import by_ending, files_below, files_matching, refuse_dead_links
 
 log = logging.getLogger(__name__)
 
 PLAIN = (".txt", ".text", ".md")
+ABOUT = re.compile("(?i:readme|licen[cs]e|copying|notice)(?:[._-].*)?")  # files about a set, which are no text of it
 MOST_LINE = 2**23  # bytes; a longer line is dropped
 MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
 TEXT = "text"  # stands for the language in `Defect`
@@ -37,10 +51,10 @@ class Document(NamedTuple):
     text: str
 
 
-def find_texts(root: str | None, key: str, pattern: str | None = None) -> list[Path]:
-    """Returns the text files under a folder, in the order of their names, or the one file that is named.
+def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[str, list[Path]]:
+    """Returns the files of each split under a folder, in the order of their names, or the one file that is named.
 
-    Warns of files that are passed over.
+    Warns of files that are passed over. Where a pattern finds no text to train on, all that it finds is.
 
     Args:
         key: the key that holds `root`; for messages.
@@ -52,12 +66,15 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> list[P
     place = Path(root or "").expanduser()
     refuse_dead_links([place])
     if place.is_file():
-        return [place]
+        return {"train": [place]}
     seen = [] if root is None or pattern is not None else [Path(file) for file in files_below(place, _is_text)]
     found = [path for path in seen if _is_text(path.name)] if pattern is None else files_matching(place / pattern)
     if others := [path.name for path in seen if not _is_text(path.name)]:
-        counts = by_ending(others)
-        log.warning("%s: %d files are passed over (%s): data.files='**/*' reads all", root, len(others), counts)
+        about = [name for name in others if ABOUT.fullmatch(name)]
+        which = ", ".join(
+            filter(None, [in_short(about) if about else "", by_ending(name for name in others if name not in about)])
+        )
+        log.warning("%s: %d files are passed over (%s): data.files='**/*' reads all", root, len(others), which)
     if not found and pattern is not None:
         raise ConfigurationError(f"data.files={pattern}: there is no such file in {key}={root}")
     if not found:
@@ -70,11 +87,30 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> list[P
     for path in found:
         if (same := known.setdefault(unpacked(path.resolve()), path)) != path:
             raise ConfigurationError(f"{same} and {path} are one text twice: keep one of the two")
-    return found
+    splits = _divided(found, place)
+    return splits if pattern is None or "train" in splits else {"train": found}
+
+
+def _divided(found: Sequence[Path], place: Path) -> dict[str, list[Path]]:
+    """Returns the files of each split. A file whose name says none is to train on.
+
+    A file with another ending than a text's belongs to a split only if one is named train: of code, test.py is code.
+    """
+    named = {path: split_of(PurePath(os.path.relpath(path, place))) for path in found}
+    has_train, splits = "train" in named.values(), dict[str, list[Path]]()
+    for path, split in named.items():
+        splits.setdefault(split if split and (has_train or _is_text(path.name)) else "train", []).append(path)
+    return splits
+
+
+def in_short(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first names and the number of the others: "a.txt, b.txt and 7 more"; "nothing" without any."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "nothing"
 
 
 def _is_text(name: str) -> bool:
-    return ending_of(Path(name)) in PLAIN or has_records(Path(name))
+    return not ABOUT.fullmatch(name) and (ending_of(Path(name)) in PLAIN or has_records(Path(name)))
 
 
 def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[TextPiece]:

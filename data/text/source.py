@@ -19,8 +19,10 @@ from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, work
 from ..source import Report, fingerprint_of
 from ..vocabulary import BOS, Normalization, read_vocabulary, vocabulary_file
 from ..windows import WindowSource
-from .files import Ends, find_texts
+from .files import Ends, find_texts, in_short
 from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
+
+log = logging.getLogger(__name__)
 
 PIECE = 2**24  # bytes of text that one process takes at a time
 
@@ -80,12 +82,12 @@ class TextFilesSource(WindowSource, PreparedSource):
     """Reads text files, as one sequence of documents with an end token after each.
 
     Args:
-        root: a file or a folder, see `files.find_texts`.
+        root: a file or a folder, see `files.find_texts`; files named dev are evaluated on, those named test not read.
         files: a pattern of the paths in these folders, as "**/*.py"; None: files with the endings of text.
         document: what ends a document of plain text: "blank_line", "line" or "file". A record is a document.
         json_key: of the text in a line of JSON or a row of Parquet.
-        held_out: share of the documents that are held out, drawn by a hash of each.
-        evaluation_root: a file or folder that is held out, in place of a share of `root`.
+        held_out: share of the documents that are held out, drawn by a hash of each, where no file is named dev.
+        evaluation_root: a file or folder that is held out, in place of files of `root` or a share of it.
         tokenizer: a tokenizer.json, or a run's vocabulary/source.model; None: SentencePiece is trained on the text.
         end_token: the text of the tokenizer's token that ends a document; None: found by its usual names.
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
@@ -150,13 +152,11 @@ class TextFilesSource(WindowSource, PreparedSource):
         Raises:
             ConfigurationError: files are missing or no text, a defect is to be refused, or there is too little text.
         """
-        files, held_out = find_texts(self._root, "data.root", self._pattern), []
-        if self._evaluation_root is not None:
-            held_out = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
-
-        store = self._opened(self.form, files, held_out, report)
-        if by_ends := len(store.dev) < 2 and self.form.held_out > 0:
-            store = self._opened(replace(self.form, ends=True), files, held_out, report)
+        files, held_out = self._found()
+        form = replace(self.form, held_out=0.0) if held_out else self.form
+        store = self._opened(form, files, held_out, report)
+        if by_ends := len(store.dev) < 2 and form.held_out > 0:
+            store = self._opened(replace(form, ends=True), files, held_out, report)
         self._use(store)
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
@@ -172,7 +172,25 @@ class TextFilesSource(WindowSource, PreparedSource):
             )
         if by_ends:
             told = "none of the documents is held out: the last %g of each file is, of a long one of each %d MiB"
-            logging.getLogger(__name__).warning(told, self.form.held_out, self.form.piece >> 20)
+            log.warning(told, self.form.held_out, self.form.piece >> 20)
+
+    def _found(self) -> tuple[list[Path], list[Path]]:
+        """Returns the files to train on, and those that are held out as a whole; tells which are neither."""
+        splits = find_texts(self._root, "data.root", self._pattern)
+        files, held_out, others = (splits.get(split, []) for split in ("train", "dev", "test"))
+        if not files:
+            raise ConfigurationError(
+                f"data.root={self._root} has text to test on alone, as {(held_out + others)[0].name}: name other text, "
+                "or data.files='**/*', which trains on all"
+            )
+        if self._evaluation_root is not None:
+            others = held_out + others
+            named = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
+            held_out = [file for split, of in named.items() if split != "train" or len(named) == 1 for file in of]
+        if len(splits) > 1:
+            names = [in_short([file.name for file in of]) for of in (files, held_out, others)]
+            log.warning("data.root=%s: trained on: %s; evaluated on: %s; not read: %s", self._root, *names)
+        return files, held_out
 
     def _opened(self, form: TextForm, files: list[Path], held_out: list[Path], report: Report) -> TextStore:
         """Returns the store of these files, and makes it first unless it is in the cache."""

@@ -155,11 +155,46 @@ def test_what_is_passed_over_is_counted_and_a_pattern_chooses(tmp_path: Path, ca
     write(root / "a.txt", "\n\n".join(texts[:60]))
     write(root / "LICENSE", "a")
     assert len(texts_of(made := source(root))) + len(texts_of(made, "dev")) == 60
-    assert "4 files are passed over (3 .py, 1 without): data.files='**/*' reads all" in caplog.text
+    assert "4 files are passed over (LICENSE, 3 .py): data.files='**/*' reads all" in caplog.text
     made = source(root, files="**/*.py")
     assert sorted(texts_of(made) + texts_of(made, "dev")) == sorted(texts)
     assert texts_of(source(root, files=f"{root}/**/*.py")) == texts_of(made)
     assert "data.files=*.c: there is no such file in data.root=" in refusal(root, files="*.c")
+
+
+SETS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # file: the split that it is read as; keys
+    "files": ({"train.txt": "train", "validation.txt": "dev", "test.txt": ""}, {}),
+    "folders": ({"train/a.txt": "train", "valid/a.txt": "dev", "test/b.txt": ""}, {}),
+    "shards": ({"c4-train.00000-of-00002.txt": "train", "c4-validation.00000-of-00001.txt": "dev"}, {}),
+    "of a hub": ({"data/train.txt": "train", "data/test.txt": "", "README.md": "", "LICENSE.txt": ""}, {}),
+    "without a train": ({"books.txt": "train", "my-dev.txt": "dev"}, {}),
+    "by a pattern": ({"wiki.train.raw": "train", "wiki.valid.raw": "dev", "wiki.test.raw": ""}, {"files": "*.raw"}),
+    "code": ({"test.py": "train", "latest.py": "train"}, {"files": "*.py"}),
+}
+
+
+@pytest.mark.parametrize("of_set", SETS)
+def test_a_set_is_read_by_its_splits_and_what_is_about_it_is_not(
+    of_set: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (files, keys), texts, counts = SETS[of_set], documents(), Counter[str]()
+    for number, (name, split) in enumerate(files.items()):
+        write(tmp_path / "set" / name, "\n\n".join(texts[: 30 + number]))
+        counts[split] += 30 + number
+    made = source(tmp_path / "set", vocabulary=150, held_out=0.0 if counts["dev"] else 0.3, **keys)
+    trained, held_out = len(texts_of(made)), len(texts_of(made, "dev"))
+    assert trained + held_out == counts["train"] + counts["dev"] and counts["dev"] in (0, held_out)
+    for name, split in files.items():
+        assert split or Path(name).name in caplog.text
+
+
+def test_text_to_test_on_is_trained_on_only_where_it_is_named(tmp_path: Path) -> None:
+    test = write(tmp_path / "set" / "test.txt", "\n\n".join(documents()))
+    assert "has text to test on alone, as test.txt: name other text" in refusal(test.parent)
+    assert texts_of(source(test.parent, files="*.txt")) == texts_of(source(test))
+    write(test.parent / "train.txt", "\n\n".join(documents()[:60]))
+    evaluated = source(test.parent, evaluation_root=str(test), vocabulary=150)
+    assert (len(texts_of(evaluated)), len(texts_of(evaluated, "dev"))) == (60, 120)
 
 
 def test_of_a_few_long_files_the_end_of_each_is_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
