@@ -33,7 +33,7 @@ MAY_DIFFER = (
 NOT_SET = "(not set)"
 # Values that give the same bits. Earlier runs had no keys of the first kinds. These schedules add up the gradients of
 # the micro-batches from the first to the last, gpipe from the last to the first (`tests/golden`).
-SAME_BITS = {
+SAME_BITS: Mapping[str, set[object]] = {
     "model.positions": {NOT_SET, "sinusoids"},
     "model.share_embeddings": {NOT_SET, False},
     "data.normalization": {NOT_SET, "nmt_nfkc"},
