@@ -24,7 +24,7 @@ from .exchange import Exchange, StopRequested
 from .world import World
 
 STOPS = ("request", "time limit", "epochs")
-FLAGS = (*STOPS, "failed", "newly trained")
+FLAGS = (*STOPS, "failed", "trains others")
 Slots = tuple[int, ...]  # the shape of a field
 _BITS = 52  # of a float64 that add up exactly
 _TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)

@@ -23,7 +23,7 @@ from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
 from ..factory.kept_comparison import compare_at_start, is_traced, mean_loss, refuse_fewer
-from ..factory.module_itself import Given, example_of
+from ..factory.module_itself import Given, example_of, maker_of
 from ..layers import LayerBuilder, name_used_twice, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
@@ -58,6 +58,8 @@ class Pipeline(WorkerPipeline):
             raise ConfigurationError("make a pipeline by Pipeline.of(layers, loss, (inputs, targets), K=…, M=…)")
         super().__init__(*arguments)
         self._signals = Signals()
+        self._built = self._held()
+        self._trained = self._trained_names()
 
     @classmethod
     def of(
@@ -113,6 +115,8 @@ class Pipeline(WorkerPipeline):
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
             raise ConfigurationError(agreed)
+        if isinstance(layers, nn.Module):
+            share(builders, layers)
         shape, context = BatchShape.of(micro_batch), _context_of(autocast, world.device)
         made = cls(builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context)
         for cell in made.cells:
@@ -315,15 +319,44 @@ class Pipeline(WorkerPipeline):
     def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> tuple[list[MicroBatch] | None, StepPlan]:
         """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
         self.ties.spread()  # the owners' values after the optimizer's step
-        micro_batches = None
-        self.message.write_flag("newly trained", bool(self.engine.newly_trained))
+        micro_batches, trained = None, self._trained_names()
+        self.message.write_flag("trains others", trained != self._trained)
         with self._meeting():
+            self._refuse_changes()
             if self.world.reads_data:
                 micro_batches = self._divided(inputs, targets)
                 self.write_plan(micro_batches)
-        if "newly trained" in self.message.flags:
+        if "trains others" in self.message.flags:
             self.engine.describe_anew()
+            self.ties.freeze_with_owners({name for own in self.world.all_gather(sorted(trained)) for name in own})
+        self._trained = trained
         return micro_batches, self.message.read_plan(kind)
+
+    def _held(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that this process's layers hold now, by full name; a tied one in every layer."""
+        return {
+            own_name(layer.name, name): parameter
+            for layer in self.layers
+            for name, parameter in layer.module.named_parameters(remove_duplicate=False)
+        }
+
+    def _trained_names(self) -> set[str]:
+        """Returns the full names of this process's parameters that require a gradient; of a tied one its owner's."""
+        return {name for cell in self.cells for name, p in cell.parameters() if p.requires_grad}
+
+    def _refuse_changes(self) -> None:
+        """Raises ConfigurationError for what the built layers cannot follow."""
+        held = self._held()
+        if other := [n for n in {**self._built, **held} if held.get(n) is not self._built.get(n)]:
+            raise ConfigurationError(
+                f"the parameters {', '.join(other[:3])} were added, taken away or replaced since it was made: "
+                "make the pipeline anew by Pipeline.of; values alone are changed by load_state_dict"
+            )
+        if hooked := self.ties.hooked:
+            raise ConfigurationError(
+                f"{hooked[0]} is used by several layers, each with a gradient of its own, so its hook would not "
+                "get their sum: change .grad after step(), before the optimizer's step"
+            )
 
     def _divided(self, inputs: Side | None, targets: Side | None) -> list[MicroBatch]:
         """Returns the micro-batches of a mini-batch.
@@ -343,6 +376,17 @@ def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
     of = TracedFrom(partial(copied, module), Call(mean=None), seed)
     return traced_layers(of, example_of(inputs), torch.float32)
+
+
+def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
+    """Makes the layers that this process builds hold the module's own parameters and buffers."""
+    maker_of(builders[0]).share_with(module)
+    if not module.training:
+        warnings.warn(
+            "the module is in evaluation mode, and step() runs it so, without dropout: call model.train() before "
+            "Pipeline.of to train it as usual",
+            stacklevel=3,
+        )
 
 
 def _agreed_or_refusal(

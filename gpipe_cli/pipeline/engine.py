@@ -143,7 +143,6 @@ class Engine:
         self.noise, self.meter = cells[0].noise, Meter(device)
         self._transport = transport
         self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_when_sent`
-        self._trained: set[str] | None = None
         self.failed_at = 0.0  # `time.time()` of the latest failure
         # Called where no message is on its way, if a worker that fails gives the others what they await of the step:
         self.at_rest: Callable[[], None] | None = None
@@ -188,15 +187,6 @@ class Engine:
         """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
         self.boundaries.clear()
         self.messages.clear()
-        self._trained = None
-
-    @property
-    def newly_trained(self) -> set[str]:
-        """Returns the names of the parameters that take a gradient now and took none when steps began."""
-        own = {name for cell in self.cells.values() for name, p in cell.parameters() if p.requires_grad}
-        if self._trained is None:
-            self._trained = own
-        return own - self._trained
 
     def run_forward(
         self,

@@ -5,7 +5,7 @@ the sums are added in layer order, and the bits do not depend on the cut. The fi
 alone has an optimizer state, an average and a place in checkpoints.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,6 +92,22 @@ class TiedParameters:
         """Returns this worker's tied parameters whose owner is another."""
         own = (use.name for owner, *others in self._ties for use in others if use.worker == self._link.worker)
         return [self._own[name] for name in own]
+
+    @property
+    def hooked(self) -> list[str]:
+        """Returns the names of this worker's tied parameters whose gradient has a hook."""
+        return [name for name, p in self._own.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
+
+    def freeze_with_owners(self, trained: Container[str]) -> None:
+        """Freezes each use whose owner is frozen, and no other.
+
+        Args:
+            trained: full names of the owners, on all workers, that require a gradient.
+        """
+        for owner, *others in self._ties:
+            for use in others:
+                if use.name in self._own:
+                    self._own[use.name].requires_grad_(owner.name in trained)
 
     def add_gradients(self) -> list[str]:
         """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others.

@@ -203,6 +203,10 @@ class Weights:
 
     Args:
         trace, traced_from: of the module.
+
+    Attributes:
+        shared_with: a module whose own tensors the layers get, each the first layer that holds it, the others a copy;
+            None: they are made anew.
     """
 
     def __init__(self, trace: Traced, traced_from: TracedFrom) -> None:
@@ -210,6 +214,8 @@ class Weights:
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
         self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
+        self.shared_with: nn.Module | None = None
+        self._given: set[str] = set()  # of that module's tensors
 
     def announce(self, layer: str, names: Iterable[str]) -> None:
         """Notes that a layer will take these tensors."""
@@ -221,6 +227,8 @@ class Weights:
         here = torch.empty(0)
         if here.is_meta or isinstance(here, FakeTensor):
             return {name: without_values(({**trace.held, **trace.constants})[name]) for name in names}
+        if self.shared_with is not None:
+            return {name: self._of_module(name, self.shared_with) for name in names}
         if not names <= self._made.keys():
             announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
             self._waiting = announced if names <= announced.keys() else Counter(names)
@@ -228,6 +236,14 @@ class Weights:
         self._waiting.subtract(names)
         tensors = {name: self._made[name] if self._waiting[name] > 0 else self._made.pop(name) for name in names}
         return {name: _own(tensor, trace.held.get(name), name in self._made) for name, tensor in tensors.items()}
+
+    def _of_module(self, name: str, module: nn.Module) -> Tensor:
+        constants, is_given = self._trace.constants, name in self._given
+        tensor: Tensor = constants[name].clone() if name in constants else attrgetter(name)(module)
+        self._given.add(name)
+        if is_given or not isinstance(tensor, nn.Parameter):
+            return _own(tensor.detach(), self._trace.held.get(name), is_given)
+        return tensor
 
     def _construct(self, names: set[str]) -> dict[str, Tensor]:
         """Returns these tensors of a module that the constructor makes under the seed."""
@@ -262,6 +278,10 @@ class LayerMaker:
         self.held: Mapping[str, str] = segment.held
         self.seconds = trace.seconds
         self._forwards: tuple[Forward, Forward] | None = None
+
+    def share_with(self, module: nn.Module) -> None:
+        """Makes all layers hold the tensors of this module, of which the traced one was a copy."""
+        self._weights.shared_with = module
 
     def announce(self) -> None:
         """Notes that this process will build the layer."""

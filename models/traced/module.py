@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -141,7 +142,10 @@ def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module, with the parameters' marks and hooks, and memory that tensors share."""
+    """Returns a copy of a module, with the parameters' marks and hooks, and memory that tensors share.
+
+    Parts that are in evaluation mode stay in it, whatever the mode of the others becomes.
+    """
     usual: Any = Tensor.__deepcopy__
 
     def of_tensor(tensor: Tensor, memo: dict[int, Any]) -> Any:  # results, such as weight_norm's, are made anew
@@ -158,4 +162,15 @@ def copied(module: nn.Module) -> nn.Module:
         return made
 
     with patch.object(Tensor, "__deepcopy__", of_tensor), patch.object(nn.Parameter, "__deepcopy__", of_parameter):
-        return deepcopy(module)
+        made = deepcopy(module)
+    for part in made.modules():
+        if not part.training:
+            part.train = partial(_train_others, part)  # type: ignore[method-assign]
+    return made
+
+
+def _train_others(part: nn.Module, mode: bool = True) -> nn.Module:
+    """Sets the mode of the parts inside a part that stays in evaluation mode; those of them stay that have this too."""
+    for child in part.children():
+        child.train(mode)
+    return part

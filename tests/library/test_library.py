@@ -5,6 +5,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,20 +93,86 @@ def test_inputs_and_targets_of_unlike_length_are_refused_by_name() -> None:
 
 
 def test_a_module_is_traced_and_trains_as_in_a_plain_loop() -> None:
-    """Its weights are those that it has; they keep their names, and the module its values."""
+    """It holds the pipeline's weights: an optimizer over them learns, as what is frozen or loaded later counts."""
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    pipeline = Pipeline.of(module, nn.functional.mse_loss, (X[:2], Y[:2]), K=2, M=1)
-    loss = pipeline.step(X, Y)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    plain = nn.functional.mse_loss(module(X), Y)
-    plain.backward()
-    assert loss == pytest.approx(plain.item(), rel=1e-6)
-    ours = {name: parameter.grad for name, parameter in pipeline.named_parameters()}
-    for name, parameter in module.named_parameters():
-        assert torch.allclose(ours[name], parameter.grad, rtol=1e-5, atol=1e-7), name
-    assert pipeline.state_dict().keys() == before.keys()
+    pipeline, plain = Pipeline.of(module, nn.functional.mse_loss, (X[:2], Y[:2]), K=2, M=1), deepcopy(module)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (module, plain)]
+    for step in range(4):
+        for one in (module, plain):
+            if step == 2:
+                one[0].requires_grad_(False)
+                one[3].load_state_dict({"weight": torch.ones(2, 4), "bias": torch.ones(2)})
+        loss = nn.functional.mse_loss(plain(X), Y)
+        loss.backward()
+        assert pipeline.step(X, Y) == pytest.approx(loss.item(), rel=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    plain.load_state_dict({"1.running_var": module[1].running_var}, strict=False)  # of another formula than torch's
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-6)
+    assert pipeline.state_dict().keys() == module.state_dict().keys()
+
+
+def test_parts_of_a_module_in_evaluation_mode_stay_in_it() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Dropout(0.5).eval(), nn.BatchNorm1d(2))
+    module[0].running_mean += 5
+    module[0].eval()
+    plain = deepcopy(module)
+    pipeline = Pipeline.of(module, nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=1)
+    assert pipeline.step(X, Y) == pytest.approx(nn.functional.mse_loss(plain(X), Y).item(), rel=1e-5)
+    assert module[0].running_mean.eq(5).all() and not module[3].running_mean.eq(0).any()
+    with pytest.warns(UserWarning, match=r"in evaluation mode.*call model.train\(\)"):
+        pipeline = Pipeline.of(module.eval(), nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=1)
+    assert pipeline.step(X, Y) == pytest.approx(nn.functional.mse_loss(module(X), Y).item(), rel=1e-5)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+TOKENS = torch.arange(8)
+
+
+def tied(K: int) -> Pipeline:
+    layers = [
+        LayerBuilder("table", partial(nn.Embedding, 9, 4)),
+        LayerBuilder("middle", partial(nn.Linear, 4, 4)),
+        LayerBuilder("head", Head, tied={"weight": "table.weight"}),
+    ]
+    return Pipeline.of(layers, nn.functional.cross_entropy, (TOKENS[:2], TOKENS[:2]), K=K, M=4)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_tied_weight_is_frozen_and_learns_again_between_steps(K: int) -> None:
+    pipeline = tied(K)
+    weight, middle = dict(pipeline.named_parameters())["table.weight"], pipeline.layers[1].module
+    for trains in (True, False, True):
+        weight.requires_grad_(trains)
+        pipeline.zero_grad()
+        pipeline.step(TOKENS, TOKENS)
+        plain = weight.detach().clone().requires_grad_()
+        hidden = nn.functional.linear(plain[TOKENS], middle.weight.detach(), middle.bias.detach())
+        nn.functional.cross_entropy(hidden @ plain.t(), TOKENS).backward()
+        assert (weight.grad is not None) == trains
+        if weight.grad is not None:
+            assert torch.allclose(weight.grad, plain.grad, atol=1e-6)
+
+
+def test_what_built_layers_cannot_follow_is_refused() -> None:
+    pipeline = tied(2)
+    pipeline.layers[0].module.weight.register_hook(lambda gradient: 0 * gradient)
+    with pytest.raises(ConfigurationError, match=r"^table.weight is used by several layers.*change .grad after step"):
+        pipeline.step(TOKENS, TOKENS)
+    pipeline = pipeline_of(nn.Linear(2, 2))
+    pipeline.layers[0].module.adapter = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"layer 0.adapter.weight, .* were added.*by Pipeline.of"):
+        pipeline.step(X, Y)
 
 
 class Remembers(nn.Linear):
