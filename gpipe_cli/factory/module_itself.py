@@ -370,7 +370,7 @@ class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **(kwargs or {}))
-        shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
         name = function._schema.name.removesuffix("_")  # an operation in place draws the same numbers
         given = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args]  # numbers go in memory's order
         state = torch.get_rng_state()

@@ -15,6 +15,8 @@ from .module import CallError, Constructor, Untraceable, copied
 
 WAY_OUT = "change that, or write the model as a list of layers (docs/your-own-model.md)"
 NEVER_CALLED = ("begin_step", "auxiliary_loss")  # optional methods of a layer
+SEEDS = "here forward seeds the random generators, whose numbers are the engine's: make what it draws in __init__"
+REPLACED = "here forward replaces a tensor's values by .data = …, which recomputing would repeat"
 GRADIENT = "here forward computes a gradient, which a layer cannot do"
 UNTRACEABLE = {  # what torch says -> what the code does
     "an uninitialized parameter": "its parameters get a shape only from the first input (nn.LazyLinear): give sizes",
@@ -55,6 +57,16 @@ def refuse_module(module: object) -> None:
             raise Untraceable(f"its module {name} is made by TorchScript: use the class from which that was made")
         if methods := [method for method in NEVER_CALLED if callable(getattr(part, method, None))]:
             raise Untraceable(f"its module {name} has {methods[0]}(), which only a layer of a list has called")
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise Untraceable(f"its module {name} has a hook on gradients, which its layers would not call")
+        if part._state_dict_hooks or type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise Untraceable(f"its module {name} changes its state_dict by a hook or extra state, which exports lack")
+    for name, parameter in nn.Module.named_parameters(module):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise Untraceable(
+                f"its parameter {name} has a hook on its gradient, which its layers would not call: "
+                "trainer.gradient_clip, or torch.nn.utils in a loop of your own, limits gradients"
+            )
 
 
 class Following(TorchFunctionMode):
@@ -69,6 +81,8 @@ class Following(TorchFunctionMode):
             raise Untraceable("here numbers are drawn from a generator of its own; leave out generator=…")
         if function in (torch.autograd.grad, Tensor.backward):
             raise Untraceable(GRADIENT)
+        if function is Tensor.random_ and len(args) == 3:  # the overload `from`, a word of Python, in torch's code
+            return args[0].random_(args[2] - args[1]).add_(args[1])
         known, name = self._finite.get(id(next(iter(args), None))), getattr(function, "__name__", "")
         if known is not None and function is Tensor.__bool__:
             return known[1]
@@ -78,6 +92,16 @@ class Following(TorchFunctionMode):
         if known is not None and name in ("all", "any"):
             self._finite[id(answer)] = answer, known[1]
         return answer
+
+
+def refuse_seeding(*arguments: object, **more: object) -> None:
+    """Takes the place of functions that seed torch's generators."""
+    raise Untraceable(SEEDS)
+
+
+def refuse_data(tensor: Tensor, values: object) -> None:
+    """Takes the place of the assignment ``tensor.data = …``."""
+    raise Untraceable(REPLACED)
 
 
 def explained(error: Exception, constructor: Constructor) -> str:

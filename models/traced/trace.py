@@ -30,6 +30,7 @@ from .refusals import TraceError, explained, name_of, refuse_module, told_with_p
 from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
+ROUNDED = re.compile(r"math\.trunc.* == \d+$")  # a condition that int() of a size leaves
 INSIDE = "module."  # what the names in an exported program begin with
 
 
@@ -197,16 +198,24 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
     batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
     whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
-    refusals = []
+    refusals: list[Exception] = []
+    rounded = None  # a program that holds for few sizes: one of them was made an int
     for called.numbers_follow in (False, True):
         for dynamic in (whole, batch) if whole != batch else (batch,):
             called.before.restore()
             try:
-                return _export_with(called, inputs, dynamic)
+                program = _export_with(called, inputs, dynamic)
             except Exception as error:
                 refusals.append(error)
-        if not isinstance(refusals[-1], FixedSize):
+                continue
+            if not any(ROUNDED.search(code) for code in _guards(program)):
+                return program
+            rounded = rounded or program
             break
+        if rounded is None and not isinstance(refusals[-1], FixedSize):
+            break
+    if rounded is not None:
+        return rounded
     raise refusals[0 if whole == batch else 1]
 
 
@@ -240,14 +249,18 @@ def _fixed(size: Any) -> int | None:
 def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
     """Returns torch.export's assumptions about the sizes of the inputs, and the sizes that it took for constants."""
     place = _place_of_guards(inputs)
-    assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
-    codes = [code.replace("L['tensors']", "tensors") for code in assumed]
+    codes = [code.replace("L['tensors']", "tensors") for code in _guards(program)]
     for number, node in enumerate(inputs):
         for dimension, size in enumerate(node.meta["val"].shape):
             fixed = _fixed(size)
             if fixed is not None:
                 codes.append(f"tensors[{number}].size()[{dimension}] == {fixed}")
     return [SizeCondition(code, place) for code in dict.fromkeys(codes)]
+
+
+def _guards(program: ExportedProgram) -> list[str]:
+    assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
+    return assumed
 
 
 def _place_of_guards(inputs: Sequence[fx.Node]) -> str | None:

@@ -24,8 +24,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 from ...errors import place_in_users_code
 from .module import Call, Called
 from .own_backward import own_backward_kept
-from .recording import plainly, quiet
-from .refusals import Following
+from .recording import SEEDING, plainly, quiet
+from .refusals import Following, refuse_data, refuse_seeding
 
 MUTABLE = (list, dict, set, deque)
 STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
@@ -64,12 +64,20 @@ class Traceable(Called):
         super().__init__(module, call)
         self.numbers_follow = False
         self.before = Before(module)
+        named = nn.Module.named_parameters(module, remove_duplicate=False)
+        self._marks = {name: {**vars(parameter)} for name, parameter in named}  # torch.export calls with others
 
     def forward(self, *tensors: Tensor) -> Tensor:
         self.before.restore(registered=False)  # torch.export may call more than once
         with ExitStack() as stack:
-            for context in (plainly(), Following(), _data(Tensor.detach), patch.object(builtins, "len", length)):
+            data = patch.object(Tensor, "data", property(Tensor.detach, refuse_data), create=True)
+            seeding: Any = patch.multiple(torch, **dict.fromkeys(SEEDING, refuse_seeding))  # type: ignore[call-overload]
+            forks = patch.object(torch.random, "fork_rng", refuse_seeding)
+            for context in (plainly(), Following(), data, seeding, forks, patch.object(builtins, "len", length)):
                 stack.enter_context(context)
+            for name, parameter in nn.Module.named_parameters(self.module, remove_duplicate=False):
+                marks = self._marks.get(name, {})
+                vars(parameter).update({mark: value for mark, value in marks.items() if not hasattr(parameter, mark)})
             for name, symbolic in MATH.items():
                 usual = getattr(math, name)
                 for space in (vars(math), *(space for space in self.before.files if space.get(name) is usual)):
@@ -132,14 +140,15 @@ def traceable() -> Iterator[None]:
         patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
         patch.object(ShapeEnv, "evaluate_sym_node", evaluate),
         patch.object(Verifier, "allowed_op_types", lambda _: (*ALLOWED, FunctionType)),  # LOG2 is one
-        _data(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else DATA.__get__(tensor)),
+        patch.object(Tensor, "data", property(_data, DATA.__set__), create=True),
     ):
         yield
 
 
-def _data(get: Callable[[Tensor], Tensor]) -> Any:
-    """Replaces the result of a tensor's `.data`, of which torch.export would make a constant."""
-    return patch.object(Tensor, "data", property(get, DATA.__set__), create=True)
+def _data(tensor: Tensor) -> Tensor:
+    """Returns a tensor's `.data`, but a parameter itself, of whose `.data` torch.export would make a constant."""
+    data: Tensor = tensor if isinstance(tensor, nn.Parameter) else DATA.__get__(tensor)
+    return data
 
 
 def length(value: Any) -> Any:

@@ -80,12 +80,6 @@ class DropsByItself(Perceptron):
         return h if self.training and self.random.random() < 1e-4 else super().changed(h)
 
 
-class Seeds(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return super().changed(h) * torch.rand(WIDTH)
-
-
 class DrawsOutsideTracing(Perceptron):
     """Draws from a generator of its own where nothing traces."""
 

@@ -125,6 +125,25 @@ class Sizes(Perceptron):
         return self.second(h) * (math.log(len(h) + 1, 3) - math.exp(-number) + int(root + 7) / root)
 
 
+class Marked(Perceptron):
+    """Reads a mark of a parameter, and draws whole numbers in place."""
+
+    def add_parts(self) -> None:
+        self.second.weight.scale = 2.0  # type: ignore[attr-defined]
+
+    def changed(self, h: Tensor) -> Tensor:
+        drawn = torch.empty_like(h).random_(1, 4) if self.training else 0.0
+        return self.second(h) * self.second.weight.scale + drawn  # type: ignore[attr-defined]
+
+
+class Rounds(Perceptron):
+    """Sends as many rows to an expert as a share of all, rounded down (Switch Transformers)."""
+
+    def changed(self, h: Tensor) -> Tensor:
+        rows = h[:, 0].topk(int(1.25 * h.shape[0] / 2)).indices
+        return h.index_add(0, rows, self.second(h[rows]))
+
+
 class ChangesInput(Perceptron):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(2).sub_(1))
@@ -274,15 +293,14 @@ class FreezesInForward(Perceptron):
         return self.second(h)
 
 
-class WritesData(Perceptron):
-    def changed(self, h: Tensor) -> Tensor:
-        self.second.weight.data = 0.9 * self.second.weight.data
-        return self.second(h)
-
-
 class HooksParameter(Perceptron):
     def add_parts(self) -> None:
         self.second.weight.register_hook(lambda gradient: 0 * gradient)
+
+
+class HasExtraState(Perceptron):
+    def get_extra_state(self) -> int:
+        return 1
 
 
 class NormalisesTwice(Perceptron):

@@ -40,7 +40,7 @@ def line_of(code: str) -> str:
     "module",
     [
         *("OwnBackward", "Recurrent", "HalfInside", "Habits", "Masked", "Pieces", "Experts", "DrawsInPlace", "Keeps"),
-        *("Lower", "Sizes", "ChangesInput"),
+        *("Lower", "Sizes", "ChangesInput", "Marked", "Rounds"),
     ],
 )
 def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) -> None:
@@ -57,6 +57,9 @@ def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) ->
         ("spectral_norm", None, "0._u in place, which recomputing would repeat"),
         ("ScriptedPart", None, "its module second is made by TorchScript"),
         ("BeginsSteps", None, "has begin_step(), which only a layer of a list"),
+        ("HooksModule", None, "its module second has a hook on gradients"),
+        ("HooksParameter", None, "its parameter second.weight has a hook on its gradient"),
+        ("HasExtraState", None, "changes its state_dict by a hook or extra state"),
         ("scripted", None, "is made by TorchScript: use the class"),
         ("a_list", None, "named by model._target_ alone"),
     ],
@@ -134,6 +137,9 @@ def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str
         (lambda m, h: OUTSIDE(m.second(h)), "that the module has not registered"),
         (lambda m, h: h.register_hook(torch.neg) and m.second(h), "here the gradient of a tensor gets a hook"),
         (lambda m, h: h + m.second.weight.data.clamp_(-1, 1).sum(), "here forward changes the parameter second.weight"),
+        (lambda m, h: h if torch.manual_seed(3) is None else m.second(h), "here forward seeds the random generators"),
+        (lambda m, h: m.second(h + len([torch.random.fork_rng([])])), "here forward seeds the random generators"),
+        (lambda m, h: setattr(m.second.weight, "data", m.first.bias) or h, "replaces a tensor's values by .data = …"),
         (lambda m, h: h.retain_grad() or m.second(h), "leave out retain_grad()"),
         (lambda m, h: copy.deepcopy(m.second)(h), "weights are copied"),
         (lambda m, h: h + torch.rand(8, generator=torch.Generator()), "leave out generator=…"),
