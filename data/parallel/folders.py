@@ -7,14 +7,14 @@
     de-en/train.jsonl, train-00000-of-00001.parquet      records, see `lines.texts_in`
     NAME.de-en.tmx, de-en/train.po, train.de-en.csv      likewise, see `data/records.py`
 
-The language is the name beside the target language. dev may be called valid or validation. Each file may be
-compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
+The language is the name beside the target language. dev may be called val, valid or validation; a folder may say it.
+Each file may be compressed: .gz, .zst, .xz or .bz2. Several corpora of one language and split are one set.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,19 @@ from typing import Annotated
 from pydantic import Field
 
 from ...errors import ConfigurationError
-from ..lines import JSON, LANGUAGE, PACKED, PARQUET, ending_of, has_records, language_in, reading, unpacked
+from ..lines import (
+    JSON,
+    LANGUAGE,
+    PACKED,
+    PARQUET,
+    SPLITS,
+    ending_of,
+    has_records,
+    language_in,
+    reading,
+    split_of,
+    unpacked,
+)
 from ..records import CATALOGUES, MEMORIES, READING, ROWS_OF
 from ..tree import files_below, files_matching, refuse_dead_links
 
@@ -32,7 +44,6 @@ log = logging.getLogger(__name__)
 Files = Mapping[str, str | Sequence[str | Annotated[Sequence[str], Field(min_length=2, max_length=2)]]]
 """By language: files of the source side, globs or pairs of files."""
 
-SPLITS = {"train": "train", "dev": "dev", "valid": "dev", "validation": "dev", "test": "test"}
 LAYOUTS = (
     "xx-en/opus.xx-en-train.xx beside .en (OPUS-100), train.xx beside train.en, or xx-en/train.tsv (source, tab, "
     "target), .jsonl, .parquet, .csv, .tmx, .xliff, .po or .mo; dev, valid or validation, and test likewise; "
@@ -110,8 +121,7 @@ def find_pairs(
     pairs = [pair for pair in _pairs(folder, seen, target, only, language_column) if pair.split not in named]
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
-    if "train" not in {*named, *(pair.split for pair in pairs)}:
-        pairs += _of_translators(seen, target)
+    pairs += _of_translators(folder, seen, target, {*named, *(pair.split for pair in pairs)})
     found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
     for pair in pairs:
         corpora = found.setdefault((pair.language, pair.split), {})
@@ -210,7 +220,8 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
                 continue  # OPUS puts NAME.de-en.xml and NAME.de-en.ids beside the two sides
             stem = path.with_name(path.name[: match.start("ending")] + "*")
             named = corpus or match["pair"] or ("" if path.parent == root else path.parent.name)
-            of_stem = stems.setdefault((stem, SPLITS[match["split"] or "train"], named), {})
+            split = SPLITS[match["split"]] if match["split"] else split_of(path.relative_to(root)) or "train"
+            of_stem = stems.setdefault((stem, split, named), {})
             if ending in of_stem:
                 raise ConfigurationError(f"{of_stem[ending]} and {path} are one text twice: keep one of the two")
             of_stem[ending] = path
@@ -219,6 +230,8 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
             if column is not None and has_records(path):
                 yield from (PairFiles(language, split, path, None) for language in _languages_in(path, column, target))
             elif ending in _TABLES:
+                if not named and only is None and f".{ending}" in (*CATALOGUES, *MEMORIES):
+                    continue  # `_of_translators` looks inside
                 language = _language_of_table(path, named, target, only)
                 if language is not None:
                     yield PairFiles(language, split, path, None, turned=named == f"{target}-{language}")
@@ -228,12 +241,15 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
                 yield PairFiles(ending, split, path, files[target])
 
 
-def _of_translators(paths: Iterable[Path], target: str) -> Iterator[PairFiles]:
-    """Yields catalogues of English messages and translation memories of any name, to train on.
+def _of_translators(root: Path, paths: Iterable[Path], target: str, there: Collection[str]) -> Iterator[PairFiles]:
+    """Yields catalogues of English messages and translation memories of any name, of splits that are not there.
 
-    A catalogue's language is in its path, as locale/de/LC_MESSAGES/x.po or x.de.po; those of a memory are in the file.
+    Those whose names say no split are to train on. A catalogue's language is in its path, as
+    locale/de/LC_MESSAGES/x.po or x.de.po; those of a memory are in the file.
     """
     for path in paths:
+        if (split := split_of(path.relative_to(root)) or "train") in there:
+            continue
         if (ending := ending_of(path)) in CATALOGUES and not (ending == ".mo" and path.with_suffix(".po").exists()):
             match = _CATALOGUE.match(str(unpacked(path).with_suffix("")))
             code = (match["folder"] or match["name"]) if match else "en"
@@ -241,12 +257,12 @@ def _of_translators(paths: Iterable[Path], target: str) -> Iterator[PairFiles]:
             if match is None:
                 log.warning("%s has no language in its name, and is left out: data.train={xx: [FILE]} names it", path)
             elif _is_english(source) != _is_english(target):
-                yield PairFiles(source, "train", path, None)
+                yield PairFiles(source, split, path, None)
         elif ending in MEMORIES:
             with reading(path) as lines:
                 names = {name for line in islice(lines, FIRST_UNITS) for name in json.loads(line)}
             others = {name for name in names if re.fullmatch("[a-z]{2,3}", name) and not target.startswith(name)}
-            yield from (PairFiles(name, "train", path, None) for name in sorted(others) if target in names)
+            yield from (PairFiles(name, split, path, None) for name in sorted(others) if target in names)
 
 
 def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:

@@ -146,5 +146,5 @@ class ParallelTextSource(PairSource):
             sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
         for split, drawn in store.drawn.items():
             report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
-        used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used"
+        used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used; in all splits"
         self._warn(self._strict, used, sides)

@@ -276,6 +276,24 @@ def test_pairs_are_turned_by_their_names_and_a_catalogue_by_english(tmp_path: Pa
     assert """'data.train={xx: ["german.po"]}'""" in refusal(tmp_path / "po")
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("memory.tmx", "test.tmx"),
+        ("locale/de/LC_MESSAGES/django.po", "my-test.de.po"),
+        ("train/Both.de-en.tmx", "test/Both.de-en.tmx"),
+        ("de-en/train.tsv", "DevTest.de.xlf"),
+    ],
+)
+def test_what_is_named_test_is_never_trained_on_whatever_its_format(train: str, test: str, tmp_path: Path) -> None:
+    pairs: Pairs = [(pair.source, pair.target) for pair in parallel_folder.pairs_of("de", 320)]
+    for name, of in ((train, pairs[:300]), (test, pairs[300:])):
+        lines = ["\t".join(pair) for pair in of] if name.endswith(".tsv") else records(CODES)(of)[0]
+        write_lines(tmp_path / "text" / name, lines)
+    made = source(tmp_path / "text")
+    assert made.sizes == {"de": 300} and {of.reference for of in made.held_out("test")} == {of for _, of in pairs[300:]}
+
+
 @pytest.mark.parametrize("place", [None, "absent", "empty", "unknown"])
 def test_a_root_without_text_says_what_was_expected(place: str | None, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -470,7 +488,7 @@ def test_dev_text_without_training_text_of_that_name_is_told(opus: Path, caplog:
     assert [*source(opus).sizes] == ["de", "fi", "swa"]
     assert "opus.sw-en-train.swa is taken as language 'swa', which is not in the name 'sw-en'" in caplog.text
     assert "sw (2 such files) is left out: there is no training text from 'sw'" in caplog.text
-    assert "are used: found 1 no dev; such as" in caplog.text
+    assert "are used; in all splits: found 1 no dev; such as" in caplog.text
 
 
 def test_pairs_that_are_held_out_are_dropped_copied_ones_are_kept_and_both_are_counted(root: Path) -> None:
@@ -546,7 +564,9 @@ def test_what_was_left_out_is_said_once_and_counted_in_every_run(root: Path, tmp
         summary, events = train_inline(tmp_path / run, *words, "trainer.steps=1", "task.generation=null")
         assert summary["data_defects"] == {"empty": 1, "copied": 1}
         said = [event["text"] for event in events if event["kind"] == "warning"]
-        counts = "parallel text: 299 of 300 training pairs are used: dropped 1 empty; kept 1 copied; such as "
+        counts = (
+            "parallel text: 299 of 300 training pairs are used; in all splits: dropped 1 empty; kept 1 copied; such as "
+        )
         counts += f"{root}/train.de, line 7: source is empty; which ones: "
         assert [text.startswith(counts) and text.endswith("defects.json") for text in said] == [True]
         assert not [event for event in events if event["kind"] == "preparation" and event["done"] > event["total"] > 0]
