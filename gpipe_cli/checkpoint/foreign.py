@@ -24,6 +24,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
 LISTED = 8  # patterns in a message
 WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt file may hold the weights
+WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")  # of replicated and of compiled modules
 
 
 # -- which files -------------------------------------------------------------------------------------------------------
@@ -45,12 +46,9 @@ def weight_files(path: Path) -> list[Path]:
     Raises:
         CheckpointError: a file is missing, or of another kind.
     """
-    if path.is_file():
-        found = [path]
-    elif index := next((path / _index(name) for name in NAMES if (path / _index(name)).is_file()), None):
-        found = [path / name for name in _of_index(index)]
-    else:
-        found = [path / name for name in NAMES if (path / name).is_file()][:1]
+    places = [path] if path.is_file() else [path / form for name in NAMES for form in (name, _index(name))]
+    first = next(place for place in places if place.is_file())  # a single file before its index, as transformers does
+    found = [path / name for name in _of_index(first)] if first.suffix == ".json" else [first]
     for file in found:
         if file.suffix not in SUFFIXES:
             raise CheckpointError(f"{file} holds no weights by its name: expected {', '.join(SUFFIXES)}, or a run")
@@ -90,15 +88,18 @@ class SavedTensor:
     read: Callable[[], Tensor]
 
 
-def open_foreign(path: Path) -> dict[str, SavedTensor]:
+def open_foreign(path: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]:
     """Returns all tensors at a path by their names; their values are read later.
+
+    Args:
+        warn: receives a line about further weights that a file holds and that are not used, as averaged ones.
 
     Raises:
         CheckpointError: a file is missing or damaged, or would run code.
     """
     found: dict[str, SavedTensor] = {}
     for file in weight_files(path):
-        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file)
+        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file, warn)
     if not found:
         raise CheckpointError(f"{path} holds no tensors")
     return found
@@ -115,7 +116,7 @@ def _of_safetensors(file: Path) -> dict[str, SavedTensor]:
     return {name: SavedTensor(shape, partial(opened.get_tensor, name)) for name, shape in shapes.items()}
 
 
-def _of_torch(file: Path) -> dict[str, SavedTensor]:
+def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]:
     import torch
 
     try:
@@ -125,10 +126,19 @@ def _of_torch(file: Path) -> dict[str, SavedTensor]:
             f"{file} is damaged, or holds more than weights, which could run code: save model.state_dict(), or a "
             f"safetensors file ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
+
+    def are_tensors(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
+
     for key in WRAPPED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            if others := [name for name, value in content.items() if name != key and value and are_tensors(value)]:
+                warn(
+                    f"{file} holds weights under {key}, which are used, and under {', '.join(others)}, which are not: "
+                    "to begin with those, save them alone"
+                )
             content = content[key]
-    if not isinstance(content, Mapping) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
+    if not are_tensors(content):
         raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names")
     return {name: SavedTensor(tuple(tensor.shape), tensor.detach) for name, tensor in content.items()}
 
@@ -189,11 +199,14 @@ def match_names(
 
 
 def _renamed(model: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """Returns a name for each in the file: as it is, or with one first part more or less where that fits more."""
-    known = set(model)
+    """Returns a name for each in the file: as it is, or with one first part more or less where that fits more.
+
+    What torch's wrappers put into names, such as ``module._orig_mod.``, does not matter.
+    """
+    known, bare = set(model), {name: WRAPPERS.sub("", name) for name in saved}
     renamed = [{name: name for name in saved}]
-    for part in sorted({f"{name.partition('.')[0]}." for name in model}):
-        renamed.append({name: name if name in known else part + name for name in saved})
-    for part in sorted({f"{name.partition('.')[0]}." for name in saved if "." in name}):
-        renamed.append({name: name.removeprefix(part) for name in saved})
+    for part in sorted({"", *(f"{name.partition('.')[0]}." for name in model)}):
+        renamed.append({name: own if own in known else part + own for name, own in bare.items()})
+    for part in sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name}):
+        renamed.append({name: own.removeprefix(part) for name, own in bare.items()})
     return max(renamed, key=lambda names: len(known.intersection(names.values())))  # of equal ones the first

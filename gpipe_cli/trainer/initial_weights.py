@@ -27,7 +27,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     config, world, layers = assembly.settings.checkpoint, assembly.world, assembly.pipeline.layers
     path, left_out = Path(cast(str, config.init_from)), config.init_except
     if is_foreign(path):
-        saved = open_foreign(path)
+        saved = open_foreign(path, journal.warn)
     else:
         info = open_checkpoint(path)
         if world.rank == 0:

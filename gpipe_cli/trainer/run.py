@@ -18,6 +18,7 @@ from ..disk import writing
 from ..errors import ConfigurationError
 from ..factory.build import build_task, build_trackers, try_lr_schedule
 from ..factory.kept_comparison import compare_at_start, given_by, is_traced, refuse_fewer
+from ..factory.module_itself import maker_of
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..version import __version__
@@ -58,6 +59,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     journal = Journal(context.run_dir, emit, settings, task, trackers) if writes else Notices(emit, False)
     assembly = assemble_model(context, settings, world, task, journal)
     if is_traced(assembly.builders):
+        if was := getattr(maker_of(assembly.builders[0]).traced_from.constructor, "was", ""):
+            journal.message(f"the weights were {was} and learn in float32: model.module.dtype={was} keeps their type")
         with context.where.doing("comparing the layers with the module itself"):
             compare_module(assembly, journal)
     if resumed is not None and world.rank == 0:

@@ -26,7 +26,7 @@ from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
-from .module import Call, Constructor, TracedFrom
+from .module import Call, Constructor, InFloat32, TracedFrom
 from .own_backward import OwnFunction
 from .recording import ConstructorRecord, NotRecordable, recorded
 from .segments import Code, Segment, segments_of
@@ -72,7 +72,7 @@ def layers(
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
-    of = TracedFrom(module, call, seed)
+    of = TracedFrom(InFloat32(module), call, seed)
 
     def known(text: str | None = None) -> Traced:
         if key not in _known:

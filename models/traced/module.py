@@ -60,6 +60,30 @@ class TracedFrom:
     seed: int
 
 
+class InFloat32:
+    """Makes a module whose weights learn in float32, unless `dtype` is among the arguments that it is made with.
+
+    A file's weights are often bfloat16, of which an update of a millionth moves few. A module with weights of several
+    types has code for them and stays as it is.
+
+    Attributes:
+        func: what the user has named: the class, or the function.
+        was: the 16-bit type that the weights had, such as "bfloat16"; empty: they are as the module was made.
+    """
+
+    def __init__(self, make: Constructor) -> None:
+        self._make, self.func, self.was = make, getattr(make, "func", make), ""
+        self._is_typed = bool({"dtype", "torch_dtype"} & getattr(make, "keywords", {}).keys())
+
+    def __call__(self) -> nn.Module:
+        module = self._make()
+        types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+        if not self._is_typed and types in ({torch.bfloat16}, {torch.float16}):
+            self.was = str(types.pop()).removeprefix("torch.")
+            return module.float()
+        return module
+
+
 class CallError(ValueError):
     """Raised where a module cannot be called as the keys of model=module say; names the key."""
 

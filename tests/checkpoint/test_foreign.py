@@ -9,11 +9,12 @@ import pytest
 import torch
 from checkpoint_tools import saved
 from inline_run import train_inline
+from own_model import DIGITS
 from refusals import refusal_of
 from run_files import rows
 from safetensors.torch import save_file
 from tiny_images import CLASSES, image_folder
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
 from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
@@ -67,7 +68,7 @@ def test_every_form_of_weights_is_read(write: Callable[[Path, dict[str, Tensor]]
     wanted = weights()
     place = tmp_path / "weights"
     place.mkdir()
-    saved = open_foreign(write(place, wanted))
+    saved = open_foreign(write(place, wanted), pytest.fail)
     assert {name: tensor.shape for name, tensor in saved.items()} == {n: tuple(t.shape) for n, t in wanted.items()}
     assert all(torch.equal(saved[name].read(), tensor) for name, tensor in wanted.items())
 
@@ -126,7 +127,7 @@ def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest
         "notes.txt": "holds no weights by its name",
     }.items():
         with pytest.raises(CheckpointError, match=message):
-            open_foreign(tmp_path / name)
+            open_foreign(tmp_path / name, print)
     assert "has run" not in capsys.readouterr().out
     for file, message in ("../secret.safetensors", "must lie beside"), ("gone.safetensors", "is missing"):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
@@ -137,11 +138,41 @@ def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest
     assert not is_foreign(tmp_path)  # a run whose weights were exported into its directory
 
 
-def test_names_that_lack_a_first_part_are_matched(tmp_path: Path) -> None:
-    saved = open_foreign(one_file(tmp_path, {"h.0.weight": torch.zeros(2), "head.weight": torch.ones(2)}))
-    model = {"transformer.h.0.weight": [2], "head.weight": [2]}
-    named = {"transformer.h.0.weight": "h.0.weight", "head.weight": "head.weight"}
-    assert match_names(model, saved, [], [], tmp_path) == named
+@pytest.mark.parametrize(
+    "named", ["h.0.{}", "module._orig_mod.transformer.h.0.{}", "_orig_mod.module.h.0._orig_mod.{}"]
+)
+def test_first_parts_and_wrappers_of_names_do_not_matter(named: str, tmp_path: Path) -> None:
+    names = {"transformer.h.0.weight": named.format("weight"), "head.weight": "head.weight"}
+    saved = open_foreign(one_file(tmp_path, {name: torch.zeros(2) for name in names.values()}), print)
+    assert match_names({name: [2] for name in names}, saved, [], [], tmp_path) == names
+
+
+def test_a_single_file_is_taken_before_an_index_that_an_earlier_save_has_left(tmp_path: Path) -> None:
+    folder(tmp_path, weights(1))
+    later = one_file(tmp_path, weights(2))
+    assert weight_files(tmp_path) == [later]
+
+
+def test_averaged_weights_beside_those_that_are_used_are_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    of_both = {"model": weights(1), "model_ema": weights(2), "optimizer": {"state": {}, "param_groups": []}, "step": 3}
+    torch.save(of_both, tmp_path / "both.pt")
+    saved = open_foreign(tmp_path / "both.pt", said.append)
+    assert torch.equal(saved["softmax.bias"].read(), weights(1)["softmax.bias"])
+    assert len(said) == 1 and "weights under model, which are used, and under model_ema, which are not" in said[0]
+
+
+def of_16_bits(dtype: str = "bfloat16") -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10)).to(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("typed", [[], ["model.module.dtype=bfloat16"]])
+def test_weights_of_16_bits_learn_in_float32_unless_their_type_is_typed(typed: list[str], tmp_path: Path) -> None:
+    words = ["model=module", "model.module._target_=test_foreign.of_16_bits", *DIGITS, "trainer.steps=1", *typed]
+    _, events = train_inline(tmp_path, *words, "trainer.evaluate_every=null", "pipeline.K=1")
+    held = export_state_dict(read_manifest(step_directory(tmp_path, 1)))
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16 if typed else torch.float32}
+    assert any("were bfloat16 and learn in float32" in event.get("text", "") for event in events) != bool(typed)
 
 
 # -- another run: the paper's transfer, end to end on tiny images ----------------------------------------------------
