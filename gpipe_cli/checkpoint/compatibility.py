@@ -31,13 +31,18 @@ MAY_DIFFER = (
     *(f"{section}.{key}" for section, keys in _MAY_DIFFER_IN.items() for key in keys.split()),
 )
 NOT_SET = "(not set)"
-# Values that give the same bits. Earlier runs had no keys of the first kinds. These schedules add up the gradients of
-# the micro-batches from the first to the last, gpipe from the last to the first (`tests/golden`).
+# Values that give the same bits. These schedules add up the gradients of the micro-batches from the first to the last,
+# gpipe from the last to the first (`tests/golden`). Earlier runs lacked the other keys.
 SAME_BITS: Mapping[str, set[object]] = {
-    "model.positions": {NOT_SET, "sinusoids"},
-    "model.share_embeddings": {NOT_SET, False},
-    "data.normalization": {NOT_SET, "nmt_nfkc"},
     "pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"},
+    "model.positions": {NOT_SET, "sinusoids"},
+    "data.normalization": {NOT_SET, "nmt_nfkc"},
+    "precision.deterministic": {NOT_SET, True},
+    **{key: {NOT_SET, None} for key in ("precision.boundaries", "precision.loss_scale", "optimizer.groups")},
+    **{
+        key: {NOT_SET, False}
+        for key in ("pipeline.compile", "precision.tf32", "data.smaller_vocabulary", "model.share_embeddings")
+    },
 }
 # Where the data lie: free where the checkpoint has their fingerprint, which is compared (`require_same_data`).
 COMPARED_BY_CONTENT = ("data.root", "data.train", "data.dev", "data.test", "data.columns")

@@ -38,21 +38,14 @@ from ..version import __version__
 Json: TypeAlias = Any  # a value of JSON
 
 FORMAT = 3  # 2 has other names in its configuration, and no digests of vocabularies
-OLD_TARGETS = {
+RENAMED = {  # targets of format 2
     "gpipe_cli.data.translation.TranslationSource": "gpipe_cli.data.cldr.source.TranslationSource",
     "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
     "gpipe_cli.trainer.lr_schedules.inverse_sqrt": "gpipe_cli.optim.lr_schedules.inverse_sqrt",
 }
-# Keys that are new since format 2, with the value that does what was done before.
-ADDED: Mapping[str, Mapping[str, Any]] = {
-    "data": {"smaller_vocabulary": False},
-    "precision": {"boundaries": None, "loss_scale": None, "tf32": False, "deterministic": True},
-    "pipeline": {"compile": False, "shard_optimizer": False},
-    "optimizer": {"groups": None},
-}
-GONE = {("model", "average"), ("optimizer", "decay_only")}  # keys of format 2; `optimizer.groups` replaces the latter
-GONE_SINCE = {  # keys of 0.1.0 that our own models and data no longer have
-    "model": ("dilate",),
+GONE = {  # keys that our own models, data and optimizers had in format 2 or in 0.1.0
+    "model": ("average", "dilate"),
+    "optimizer": ("decay_only",),
     "data": (
         *("broken_images_limit", "download", "on_defect"),
         *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
@@ -223,13 +216,7 @@ def read_manifest(directory: Path) -> CheckpointInfo:
     except DamagedJson as error:
         raise CheckpointError(str(error)) from error
     state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
-    if manifest["format"] == 2:
-        state = replace(state, configuration=with_todays_names(state.configuration))
-    for name, gone in GONE_SINCE.items():
-        section = state.configuration.get(name)
-        if isinstance(section, Mapping) and str(section.get("_target_")).startswith("gpipe_cli."):
-            kept = {key: value for key, value in section.items() if key not in gone}
-            state = replace(state, configuration={**state.configuration, name: kept})
+    state = replace(state, configuration=with_todays_names(state.configuration))
     info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
     if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
         raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
@@ -237,15 +224,13 @@ def read_manifest(directory: Path) -> CheckpointInfo:
 
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a checkpoint of format 2 with today's sections, keys and ``_target_``s."""
+    """Returns the configuration of an earlier release with today's sections, keys and ``_target_``s."""
     renamed = {"lr_schedule" if key == "schedule" else key: of for key, of in configuration.items() if key != "verify"}
     for name, section in renamed.items():
-        if isinstance(section, Mapping):
-            renamed[name] = {**ADDED.get(name, {}), **{k: v for k, v in section.items() if (name, k) not in GONE}}
-            if (target := section.get("_target_")) in OLD_TARGETS:
-                renamed[name]["_target_"] = OLD_TARGETS[target]
-            if section.get("decay_only") == "matrices":
-                renamed[name]["groups"] = [{"only": "vectors", "weight_decay": 0.0}]
+        target = str(section.get("_target_")) if isinstance(section, Mapping) else ""
+        if target.startswith("gpipe_cli."):
+            kept = {key: value for key, value in section.items() if key not in GONE.get(name, ())}
+            renamed[name] = {**kept, "_target_": RENAMED.get(target, target)}
     return renamed
 
 
