@@ -25,8 +25,9 @@ from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
+from ..schedule.early import post_early
 from ..schedule.instruction import Instruction, InstructionLists
-from ..schedule.posting import Posts, post_ahead, post_when_sent
+from ..schedule.posting import Posts, post_ahead
 from ..schedule.schedule import StepSchedule, forward_only
 from ..tasks.base import Task
 from .step_message import BatchShape, StepMessage
@@ -171,7 +172,7 @@ class WorkerPipeline:
     def _own(self, lists: InstructionLists) -> tuple[Sequence[Instruction], Posts]:
         """Returns this worker's list, and when it posts its receives."""
         own = lists[self.world.worker]
-        return own, post_when_sent(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
+        return own, post_early(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
 
 
 def build_cells(

@@ -142,7 +142,7 @@ class Engine:
             cell.where = self.where
         self.noise, self.meter = cells[0].noise, Meter(device)
         self._transport = transport
-        self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_when_sent`
+        self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_early`
         self.failed_at = 0.0  # `time.time()` of the latest failure
         # Called where no message is on its way, if a worker that fails gives the others what they await of the step:
         self.at_rest: Callable[[], None] | None = None

@@ -162,8 +162,8 @@ def messages_held(largest: Mapping[Op, int], M: int, workers: int, wire: Wire) -
         else:
             messages += ahead * size
     if wire is not Wire.SHARED_MEMORY:
-        posted = min(M, RECEIVES_AHEAD if wire is Wire.GLOO else 1)
-        messages += posted * sum(largest.get(op, 0) for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT))
+        awaited = largest.get(Op.RECEIVE_ACTIVATION, 0) + largest.get(Op.RECEIVE_GRADIENT, 0)
+        messages += min(M, RECEIVES_AHEAD) * awaited
     return {MESSAGES: messages, SHARED: shared}
 
 

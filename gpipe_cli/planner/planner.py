@@ -26,6 +26,7 @@ from ..partition.cutter import durations, instruction_lists
 from ..partition.fake_layers import CostError
 from ..partition.model_profile import ModelProfile
 from ..partition.tie_search import Ties, find_ties
+from ..schedule.early import post_early
 from ..schedule.instruction import Instruction
 from ..schedule.simulate import simulate
 from .bound import CellLoad, bound_of_any_cut, step_bound
@@ -34,7 +35,7 @@ from .fitting_cut import held_bytes, limits_of_workers, memory_of_workers
 from .measure.kept_profile import profiled
 from .measure.layer_facts import LayerFacts, ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, update_seconds, workers_on_a_gpu
-from .memory import most_alive, wire_of
+from .memory import Wire, most_alive, wire_of
 from .memory_check import optimizer_state_bytes
 from .options import Options
 from .plan import ModelBytes, Plan, cell_plans, worker_plans
@@ -184,9 +185,10 @@ class Planner:
         def latency(sent: Instruction) -> float:
             return self._times.transfer(sizes[sent.cell].by_message[sent.op])
 
-        timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host)
-        model = list(self._model_bytes(cells, pipeline))
         wire = wire_of(pipeline, self.device.kernels == "cpu")
+        posts = post_early(lists) if wire is Wire.NCCL else None
+        timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
+        model = list(self._model_bytes(cells, pipeline))
         alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
         workers = list(worker_plans(cells, model, alive, self.limits(pipeline)))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)

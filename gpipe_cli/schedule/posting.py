@@ -10,8 +10,8 @@ the transfers too. Then two workers wait for each other for ever if one posts to
 
 So the lists are run once on an ideal machine with these rules, where a receive is posted in the first gap of its worker
 that finds the message sent. This never stalls: a worker that waits for its send waits for a computation to end. In the
-run each receive is posted in the gap found here. The same gaps meet, whatever the computations take, and whatever a
-gap waits for came before it on the ideal machine's clock; so the run cannot stall either.
+run each receive is posted in the gap found here. The order of gaps is the same for any durations, and a gap waits only
+for earlier ones, so the run cannot stall either. `early.py` moves these receives, so that they overlap.
 
 `Receives` posts what is due while a step runs.
 """
@@ -28,9 +28,9 @@ from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op
 Posts = Mapping[int, Sequence[Instruction]]
 Pending = TypeVar("Pending")
 
-RECEIVES_AHEAD = 2  # by `post_ahead`, of each kind: a late one costs gloo up to 2 ms, an early one memory
+RECEIVES_AHEAD = 2  # of each kind, at most: a late one costs gloo up to 2 ms, an early one memory
 
-_UNITS = {Op.BACKWARD: 2}  # of time; any other computation takes 1
+UNITS = {Op.BACKWARD: 2}  # of time; any other computation takes 1
 
 
 def post_ahead(instructions: Sequence[Instruction]) -> Posts:
@@ -73,7 +73,7 @@ def post_when_sent(lists: InstructionLists) -> list[Posts]:
                 del under_way[message]
         for number, worker in enumerate(workers):
             if worker.in_gap and (operation := worker.leave_gap()) is not None:
-                heapq.heappush(running, (now + _UNITS.get(operation, 1), number))
+                heapq.heappush(running, (now + UNITS.get(operation, 1), number))
     return [worker.posts for worker in workers]
 
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
+from .posting import Posts
 
 Seconds = float  # or any other unit, the same for durations and latency
 
@@ -58,6 +59,7 @@ def simulate(
     duration: Callable[[Instruction], Seconds],
     latency: Seconds | Callable[[Instruction], Seconds] = 0.0,
     host: Seconds = 0.0,
+    posts: Sequence[Posts] | None = None,
 ) -> Timeline:
     """Simulates the lists on an ideal machine, where each worker starts an instruction as soon as possible.
 
@@ -68,20 +70,26 @@ def simulate(
         latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
             travel while workers compute and while other messages travel.
         host: time that each send and each receive takes from its own worker; a receive takes it while it waits.
+        posts: for each worker when it posts its receives, where a message travels only from then on (NCCL).
 
     Raises:
         ScheduleError: the workers wait for each other in a circle.
     """
     clock = [0.0] * len(lists)
-    arrival: dict[Message, Seconds] = {}
+    sent_at: dict[Message, Seconds] = {}
+    travels: dict[Message, Seconds] = {}
+    posted_at: dict[Instruction, Seconds] = {}
     spans: list[list[Span]] = [[] for _ in lists]
     for worker, instruction in execution_order(lists):
         start = end = clock[worker]
+        if posts is not None:
+            posted_at |= dict.fromkeys(posts[worker].get(len(spans[worker]), ()), start)
         if (sent := instruction.sent_message) is not None:
             end = start + host
-            arrival[sent] = end + (latency(instruction) if callable(latency) else latency)
+            sent_at[sent], travels[sent] = end, latency(instruction) if callable(latency) else latency
         elif (awaited := instruction.awaited_message) is not None:
-            end = max(start + host, arrival[awaited])
+            begins = max(sent_at[awaited], posted_at.get(instruction, 0.0))
+            end = max(start + host, begins + travels[awaited])
         else:
             end = start + duration(instruction)
         clock[worker] = end

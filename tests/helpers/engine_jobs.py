@@ -18,8 +18,8 @@ from gpipe_cli.pipeline.cell import BuiltLayer
 from gpipe_cli.pipeline.engine import StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
-from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT
 
 STEPS = 3
@@ -68,7 +68,7 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
     engine = small.engine_of(layers, sizes_of(layers, case.K), placement=placement, transport=transport, worker=worker)
     cells = [*engine.cells.values()]
     lists = scheduled(case.kind, placement, case.M, case.remat)
-    posts = post_when_sent(lists)[worker] if transport is not None and transport.blocks_device else None
+    posts = post_early(lists)[worker] if transport is not None and transport.blocks_device else None
     seen = []
     for step in range(STEPS):
         micro_batches = mini_batch(step, case.examples, case.M)

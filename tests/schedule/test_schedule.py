@@ -9,9 +9,11 @@ import pytest
 from processes import run, succeeded
 from schedule_rules import Policy, check_rules, scheduled
 
+from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.instruction import BACK, Instruction, Op, ScheduleError
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.picture import draw_panels, draw_text
+from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept
 from gpipe_cli.schedule.simulate import Timeline, cost_durations, simulate, unit_durations
 
@@ -203,6 +205,24 @@ def test_even_cells_have_the_bubble_of_the_formula(kind: str, v: int, M: int) ->
 
 def test_a_message_takes_its_latency() -> None:
     assert simulate(forward_only(range(3), 1), range(3), unit_durations, latency=0.5).span == 4
+
+
+def test_a_message_travels_only_from_the_post_of_its_receive_where_posts_are_given() -> None:
+    # Worker 1 posts behind F1.0, which ends at 2.5: the message sent at 2 arrives at 3.
+    receive = Instruction.parse("ra1.1")
+    late = simulate(forward_only((0, 1), 2), (0, 1), unit_durations, 0.5, posts=[{}, {2: [receive]}])
+    assert start_of(late, "F1.1") == 3
+
+
+def test_messages_of_gpipe_travel_while_workers_compute_with_receives_posted_early() -> None:
+    lists = scheduled("gpipe", range(8), 32, "never")
+    for transfer in (0.1, 0.45):
+        steps = [
+            simulate(lists, range(8), cost_durations([1.0] * 8), transfer, posts=posts).span
+            for posts in (None, post_early(lists), post_when_sent(lists))
+        ]
+        assert steps[0] == pytest.approx(steps[1])
+        assert steps[2] > steps[1] * (1 + 0.4 * transfer)
 
 
 def test_sends_and_receives_keep_their_worker_busy_for_the_host_s_time() -> None:
