@@ -95,7 +95,7 @@ class Subject:
 
         steps = {
             f"engine, {remat}": engine_step(
-                cells, cut.placement, 0, None, batch, "1f1b", remat, task.loss, 1 / self.units, device, autocast
+                cells, cut.placement, 0, None, batch, "1f1b", remat, task.loss, self.units, device, autocast
             )
             for remat in ("never", "always")
         }

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput
+from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 
@@ -43,12 +44,11 @@ class EngineStep:
 
     engine: Engine
     instructions: Sequence[Instruction]
-    step_input: StepInput
-    micro_batches: Sequence[MicroBatch] | None
+    plan: StepPlan
 
     def __call__(self) -> None:
         self.engine.meter.begin_step()
-        self.engine.train_step(self.instructions, self.step_input, self.micro_batches)
+        self.engine.train_step(self.instructions, self.plan)
         self.engine.meter.read_step()
 
 
@@ -67,7 +67,7 @@ def engine_step(
     kind: str = "gpipe",
     remat: str | Sequence[int] = "never",
     loss: Loss = squared_loss,
-    scale: float = 1.0,
+    weight: float = 1.0,
     device: torch.device = CPU,
     autocast: Autocast = nullcontext,
 ) -> EngineStep:
@@ -77,13 +77,14 @@ def engine_step(
         placement: worker of every cell.
         remat: a policy, as `kept_graphs` takes it.
         micro_batches: every worker passes the same shapes; only the first worker's values count.
-        scale: factor of every loss: 1 / weight of the mini-batch.
+        weight: of the mini-batch, by which every loss is divided.
     """
     engine = Engine(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
     M = len(micro_batches)
     instructions = schedule(kind, placement, M, kept_graphs(remat, len(placement), M))[rank]
     shapes = tuple(tuple(tensor.shape for tensor in inputs + targets) for inputs, targets in micro_batches)
-    return EngineStep(engine, instructions, StepInput(0, 1, shapes, scale), micro_batches if rank == 0 else None)
+    plan = StepPlan(shapes, weight, steps=1, micro_batches=micro_batches if rank == 0 else None)
+    return EngineStep(engine, instructions, plan)
 
 
 def plain_step(

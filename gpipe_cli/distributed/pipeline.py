@@ -6,7 +6,6 @@ gpipe-train uses it; `library/pipeline.py` makes of it what loops of one's own u
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,11 +17,11 @@ from ..layers import LayerBuilder, Owner, announce, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
-from ..pipeline.engine import TASK, Caches, Engine, StepInput, StepRecord
+from ..pipeline.engine import TASK, Caches, Engine
 from ..pipeline.gradients import UnusedParameters
 from ..pipeline.messages.transport import Transport, connect_workers
 from ..pipeline.randomness import NoiseSource
-from ..pipeline.step import StepPlan
+from ..pipeline.step import StepPlan, StepRecord
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
 from ..position import Position
 from ..schedule.early import post_early
@@ -32,24 +31,6 @@ from ..schedule.schedule import StepSchedule, forward_only
 from ..tasks.base import Task
 from .step_message import BatchShape, StepMessage
 from .world import World
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """Holds a mini-batch to be trained on.
-
-    Attributes:
-        plan: the same on every worker.
-        micro_batches: on the worker of cell 0; None elsewhere.
-        step, steps: number of the training step, from 0, and of all steps; 0 where the latter is not known.
-        loss_scale: factor of the gradients.
-    """
-
-    plan: StepPlan
-    micro_batches: Sequence[MicroBatch] | None
-    step: int
-    steps: int = 0
-    loss_scale: float = 1.0
 
 
 class WorkerPipeline:
@@ -145,17 +126,10 @@ class WorkerPipeline:
         """Writes this replica's next mini-batch into the message; no micro-batches are left after its last."""
         self.message.write_plan(micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
-    def train_step(self, mini_batch: MiniBatch, timed: bool = True) -> StepRecord:
-        """Runs forward and backward of one mini-batch.
-
-        Args:
-            timed: as in `Engine.train_step`.
-        """
-        plan = mini_batch.plan
+    def train_step(self, plan: StepPlan, timed: bool = True) -> StepRecord:
+        """Runs forward and backward of one mini-batch; ``timed`` as in `Engine.train_step`."""
         instructions, posts = self._training(len(plan.signatures))
-        scale = mini_batch.loss_scale / plan.total_weight if plan.total_weight else 0.0
-        step_input = StepInput(mini_batch.step, mini_batch.steps, plan.signatures, scale, plan.empty)
-        return self.engine.train_step(instructions, step_input, mini_batch.micro_batches, posts, timed)
+        return self.engine.train_step(instructions, plan, posts, timed)
 
     def run_forward(
         self,

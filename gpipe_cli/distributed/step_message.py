@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ..micro_batch import MicroBatch
-from ..pipeline.engine import StepRecord
 from ..pipeline.meter import KINDS_OF_TIME, PHASES, TIME_OF, WORKER_NUMBERS, Meter, peak_memory
-from ..pipeline.step import StepPlan, StepResult
+from ..pipeline.step import StepPlan, StepRecord, StepResult
 from ..schedule.instruction import COMPUTE
 from ..tasks.base import Task
 from .exchange import Exchange, StopRequested

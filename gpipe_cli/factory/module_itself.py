@@ -35,8 +35,9 @@ from ..models.traced.recording import Generators, plainly, quiet
 from ..models.traced.trace import INSIDE, Example
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer, Cell
-from ..pipeline.engine import Engine, StepInput
+from ..pipeline.engine import Engine
 from ..pipeline.randomness import NoiseSource
+from ..pipeline.step import StepPlan
 from ..schedule.schedule import forward_only, schedule
 from .counts import Counts, Place
 from .wrappers import widened
@@ -177,7 +178,7 @@ class _Layers:
             cell.train(trains)
         signatures = ((trains, *(tensor.shape for side in micro_batch for tensor in side)),)
         if trains:
-            self._engine.train_step(self._training, StepInput(0, 0, signatures, 1.0), [micro_batch])
+            self._engine.train_step(self._training, StepPlan(signatures, 1.0, micro_batches=[micro_batch]))
             finish_batchnorm([norm for cell in self._cells for norm in cell.batchnorms], None)
         else:
             self._engine.run_forward(self._evaluation, signatures, [micro_batch], self._keep)

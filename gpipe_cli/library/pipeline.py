@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, get_type_hints
@@ -18,7 +18,7 @@ from ..checkpoint.files import RunState, choose
 from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
 from ..checkpoint.writer import CheckpointWriter
 from ..config import PipelineConfig
-from ..distributed.pipeline import MiniBatch, WorkerPipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
@@ -30,9 +30,9 @@ from ..models.traced.layers import traced_layers
 from ..models.traced.module import Call, TracedFrom, copied
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.engine import SenderFailed, StepRecord
+from ..pipeline.engine import SenderFailed
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
-from ..pipeline.step import StepPlan
+from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values
@@ -122,7 +122,7 @@ class Pipeline(WorkerPipeline):
         for cell in made.cells:
             cell.guard_buffers()
         refuse_fewer(made.layers, agreed[1])
-        made._steps, made.engine.at_rest = steps, made._signals.let_through
+        made._steps, made.engine.frees_peers = steps, True
         return made
 
     def close(self) -> None:
@@ -211,14 +211,13 @@ class Pipeline(WorkerPipeline):
         own = [*self.parameters(), *self.ties.users]
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
-            micro_batches, plan = self._plan(inputs, targets, "train")
+            plan = self._plan(inputs, targets, "train")
             record, replicas = StepRecord(), self.world.replica_group
             if replicas is not None:  # whose sum has the gradients of this step alone
                 _put_back(own, [None] * len(own))
             with self._meeting():
                 try:
-                    mini_batch = MiniBatch(plan, micro_batches, self.steps_done, self._steps)
-                    record = self.train_step(mini_batch, timed=False)
+                    record = self.train_step(plan, timed=False)
                 finally:
                     self.unused.fill(self.parameters())
                     self.unused.owners = self.ties.add_gradients()
@@ -245,9 +244,9 @@ class Pipeline(WorkerPipeline):
             found[micro_batch] = outputs, targets
 
         with self._together(), self.evaluating():
-            micro_batches, plan = self._plan(inputs, targets, "evaluate")
+            plan = self._plan(inputs, targets, "evaluate")
             with self._meeting():
-                self.run_forward(plan.signatures, micro_batches, keep)
+                self.run_forward(plan.signatures, plan.micro_batches, keep)
         return [found[number] for number in sorted(found)]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -302,6 +301,7 @@ class Pipeline(WorkerPipeline):
         failure: BaseException | None = None
         try:
             yield
+            self._signals.let_through()  # no message is on its way
         except BaseException as error:
             failure = error
         self.message.write_flag("failed", failure is not None)
@@ -316,8 +316,8 @@ class Pipeline(WorkerPipeline):
             raise failure
         raise failed_there(rank, described) from failure
 
-    def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> tuple[list[MicroBatch] | None, StepPlan]:
-        """Returns the micro-batches on rank 0, and their plan on every worker, whose tied parameters agree then."""
+    def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> StepPlan:
+        """Returns the plan of a mini-batch, on every worker, whose tied parameters agree then."""
         self.ties.spread()  # the owners' values after the optimizer's step
         micro_batches, trained = None, self._trained_names()
         self.message.write_flag("trains others", trained != self._trained)
@@ -330,7 +330,8 @@ class Pipeline(WorkerPipeline):
             self.engine.describe_anew()
             self.ties.freeze_with_owners({name for own in self.world.all_gather(sorted(trained)) for name in own})
         self._trained = trained
-        return micro_batches, self.message.read_plan(kind)
+        plan = self.message.read_plan(kind)
+        return replace(plan, micro_batches=micro_batches, step=self.steps_done, steps=self._steps)
 
     def _held(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that this process's layers hold now, by full name; a tied one in every layer."""

@@ -10,12 +10,17 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 `Engine` lives as long as the run. Every step gets an interpreter of its own, `_TrainingStep` or `_ForwardStep`, with
 `StepBuffers` of its own: what a step holds ends with it.
+
+What passes between two cells is described by a `BoundarySpec`, made in the first forward of each signature and then
+kept. An output requires a gradient in the next cell exactly where it does in this one. Where that may differ from one
+micro-batch to the next, each message of activations says it; and each message of gradients says which have come back,
+because what the cells behind have not used has none, as in torch.
 """
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,7 +30,7 @@ from torch import Tensor
 from ..errors import ConfigurationError
 from ..micro_batch import Loss, MicroBatch, Tensors
 from ..position import Position
-from ..schedule.instruction import COMPUTE, Instruction, Op
+from ..schedule.instruction import Instruction, Op
 from ..schedule.posting import Posts, Receives, post_ahead
 from .cell import Cell, failed
 from .halves import WeightHalf, backward_of_inputs
@@ -34,8 +39,10 @@ from .messages.grouping import grouped, grouping_of
 from .messages.process_group import Wait
 from .messages.transport import Transport
 from .meter import Meter
+from .step import StepPlan, StepRecord
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
+SENDS, RECEIVES = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT), (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 
 Sink = Callable[[int, Tensors, Tensors], None]
 Caches = dict[tuple[int, int], list[dict[str, Any]]]  # of generation, by (cell, micro-batch): one dict a layer
@@ -48,50 +55,17 @@ class SenderFailed(RuntimeError):
     """Raised where a worker gets nothing, since the one before it has failed."""
 
 
-@dataclass(frozen=True)
-class StepInput:
-    """Describes a mini-batch, as every worker of a replica must know it before the step begins.
-
-    Attributes:
-        step: number of the training step; the noise depends on it.
-        steps: of the whole run, for layers with a schedule of their own.
-        signatures: one for each micro-batch; two are equal exactly when all input shapes are equal.
-        scale: 1 / weight of the whole mini-batch, over all replicas; times a factor of all gradients.
-        empty: micro-batches of weight 0: whatever their loss is, such as the mean of no numbers, it does not count.
-    """
-
-    step: int
-    steps: int
-    signatures: tuple[Hashable, ...]
-    scale: float
-    empty: frozenset[int] = frozenset()
-
-
-@dataclass
-class StepRecord:
-    """Holds the results of a training step on one worker.
-
-    Attributes:
-        losses: unscaled sums by (layer, micro-batch): auxiliary losses under the index of their layer, the task's under
-            `TASK`. One number each, so that adding them up gives the same bits for every K.
-        statistics: sums of the task's statistics, on the last cell's worker.
-    """
-
-    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    statistics: Tensor | None = None
-
-
 @dataclass
 class StepBuffers:
     """Holds the tensors that one step has made or received and not yet used up, by (cell, micro-batch).
 
     Attributes:
-        inputs: the boundary in front of the cell.
-        outputs: the boundary behind it, until it is sent; those require a gradient that take one.
+        inputs: the boundary in front of the cell; those require a gradient that did where they were made.
+        outputs: the boundary behind it, until it is sent; likewise.
         graphs: from forward or recompute to backward.
         weight_halves: second halves of backwards.
-        input_gradients: of the boundary in front of the cell, for each of its `takers`; None where nothing flowed back.
-        output_gradients: of the boundary behind it, received, likewise.
+        input_gradients: one for each input of the cell; None where nothing flowed back.
+        output_gradients: one for each output of the cell, received; likewise.
         targets: by micro-batch, until the step ends.
     """
 
@@ -107,21 +81,28 @@ class StepBuffers:
 class Engine:
     """Runs one worker's share of a replica's pipeline.
 
+        engine = Engine(cells, placement, transport, loss, targets=1, device=device)
+        record = engine.train_step(instructions, plan)      # gradients are in the parameters' .grad now
+
     Args:
-        cells: of this worker, in order.
+        cells: this worker's cells, in order.
         placement: worker of every cell.
         transport: to the other workers; None when there are none.
         loss: (outputs, targets) of the last cell to (sum, statistics); it may raise ConfigurationError.
-        targets: how many of the tensors of a message are targets.
-        device: of this worker.
+        targets: number of targets among the tensors of a message.
+        device: this worker's.
         autocast: makes the context in which forward runs.
         where: kept up to date with what runs, for error reports.
 
     Attributes:
         running: the instruction whose layers run, for hooks on them.
+        frees_peers: True: a worker that fails sends zeros, and receives, so that its peers can finish the step.
+        failed_at: `time.time()` of the latest failure.
     """
 
     running: Instruction
+    frees_peers = False
+    failed_at = 0.0
 
     def __init__(
         self,
@@ -143,10 +124,7 @@ class Engine:
         self.noise, self.meter = cells[0].noise, Meter(device)
         self._transport = transport
         self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_early`
-        self.failed_at = 0.0  # `time.time()` of the latest failure
-        # Called where no message is on its way, if a worker that fails gives the others what they await of the step:
-        self.at_rest: Callable[[], None] | None = None
-        # Shapes that occurred, by (cell in front of the boundary, signature of the micro-batch):
+        # Descriptions by (cell in front of the boundary, signature of the micro-batch):
         self.boundaries: dict[tuple[int, Hashable], BoundarySpec] = {}  # what a cell of this worker puts out
         self.messages: dict[tuple[int, Hashable], BoundarySpec] = {}  # what is sent or received: with the targets
 
@@ -157,19 +135,13 @@ class Engine:
         return self._transport
 
     def train_step(
-        self,
-        instructions: Sequence[Instruction],
-        step_input: StepInput,
-        micro_batches: Sequence[MicroBatch] | None,
-        posts: Posts | None = None,
-        timed: bool = True,
+        self, instructions: Sequence[Instruction], plan: StepPlan, posts: Posts | None = None, timed: bool = True
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
         Args:
             instructions: this worker's list of the schedule.
-            step_input: describes the mini-batch.
-            micro_batches: of the mini-batch, on the worker of cell 0; None elsewhere.
+            plan: describes the mini-batch.
             posts: when receives are posted; None: `post_ahead`.
             timed: the engine's meter records every instruction.
 
@@ -177,16 +149,11 @@ class Engine:
             LayerFailed: an exception in a layer, with the layer's own as cause.
         """
         with self.noise.restored():
-            step = _TrainingStep(self, instructions, step_input.signatures, micro_batches, posts, step_input)
+            step = _TrainingStep(self, instructions, plan, posts)
             step.run(self.meter if timed else None)
         for cell in self.cells.values():
             cell.end_step()
         return step.record
-
-    def describe_anew(self) -> None:
-        """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
-        self.boundaries.clear()
-        self.messages.clear()
 
     def run_forward(
         self,
@@ -202,7 +169,7 @@ class Engine:
 
         Args:
             instructions: this worker's list of a forward-only schedule.
-            signatures: as in `StepInput`; distinct from those of training.
+            signatures: as in `StepPlan`; distinct from those of training.
             micro_batches: on the worker of cell 0.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
@@ -211,6 +178,11 @@ class Engine:
         """
         with torch.no_grad(), self.noise.restored():
             _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches, number).run(None)
+
+    def describe_anew(self) -> None:
+        """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
+        self.boundaries.clear()
+        self.messages.clear()
 
     def forget_failure(self) -> None:
         """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""
@@ -234,10 +206,9 @@ class Engine:
         message = instruction.awaited_message
         assert message is not None
         key, is_activation = (message.boundary, signatures[message.micro_batch]), message.direction == "activation"
-        spec = (self.messages if is_activation else self.boundaries).get(key)
-        if spec is None and is_activation and self.receives_block_device:
-            spec = self.messages[key] = self.transport.receive_spec(message.boundary)
-        if spec is None:
+        if key not in self.messages and is_activation and self.receives_block_device:
+            self.messages[key] = self.transport.receive_spec(message.boundary)
+        if (spec := self.messages.get(key)) is None:
             return None
         return self.transport.post(message, spec if is_activation else spec.gradients)
 
@@ -249,13 +220,12 @@ def _named_in_profile(i: Instruction) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"{i.op.name.lower()}, cell {i.cell}, micro-batch {i.micro_batch}")
 
 
-@dataclass
 class _Step:
     """Interprets the instruction list of one step, in the part that training and forward-only steps share.
 
     Args:
-        engine: of this worker.
-        instructions: of this worker.
+        engine: this worker's.
+        instructions: this worker's list.
         signatures: of the micro-batches.
         micro_batches: on the worker of cell 0.
         posts: when receives are posted; None: `post_ahead`.
@@ -263,24 +233,25 @@ class _Step:
 
     HANDLERS: ClassVar[Handlers]
 
-    engine: Engine
-    instructions: Sequence[Instruction]
-    signatures: Sequence[Hashable]
-    micro_batches: InitVar[Sequence[MicroBatch] | None]
-    posts: InitVar[Posts | None]
-    buffers: StepBuffers = field(default_factory=StepBuffers, init=False)
-
-    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        instructions: Sequence[Instruction],
+        signatures: Sequence[Hashable],
+        micro_batches: Sequence[MicroBatch] | None,
+        posts: Posts | None,
+    ) -> None:
+        self.engine, self.instructions, self.signatures = engine, instructions, signatures
+        self.buffers = StepBuffers()
         for number, (inputs, targets) in enumerate(micro_batches or ()):
             self.buffers.inputs[0, number] = self._to_device(inputs)
             self.buffers.targets[number] = self._to_device(targets)
-        post = partial(self.engine.post_receive, self.signatures)
-        self._receives = Receives(post_ahead(self.instructions) if posts is None else posts, post)
+        post = partial(engine.post_receive, signatures)
+        self._receives = Receives(post_ahead(instructions) if posts is None else posts, post)
 
     def run(self, meter: Meter | None) -> None:
         """Executes the list, with a time for every instruction where there is a meter."""
-        where, handlers = self.engine.where, self.HANDLERS
-        position, op = -1, Op.FORWARD
+        where, position, op = self.engine.where, -1, Op.FORWARD
         try:
             self._begin()
             for position, instruction in enumerate(self.instructions):
@@ -289,57 +260,40 @@ class _Step:
                 where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
                 started = None if meter is None else meter.mark()
                 with _named_in_profile(instruction):
-                    handlers[op](self, instruction)
-                if self.engine.at_rest is not None and op in COMPUTE:
-                    self.engine.at_rest()
-                if meter is not None and started is not None:
+                    self.HANDLERS[op](self, instruction)
+                if meter is not None:
                     meter.record(instruction, started)
         except BaseException as error:
             self.engine.failed_at = time.time()
-            sends = op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)  # and has not sent
-            if self.engine.at_rest is not None and (op in COMPUTE or sends or isinstance(error, SenderFailed)):
-                self._send_nothing(position + (not sends))
+            is_lost = op in RECEIVES and not isinstance(error, SenderFailed)  # the peer, or the connection
+            if self.engine.frees_peers and not is_lost:
+                self._send_nothing(position if op in SENDS else position + 1)  # a send that fails has not sent
             raise
         where.leave()
         self.engine.drain()
-        if self.engine.at_rest is not None:
-            self.engine.at_rest()
 
     def _begin(self) -> None:
-        """Makes the step's inputs, seeds and receives ready, before the first instruction."""
+        """Makes the layers ready, before the first instruction."""
 
     def _send_nothing(self, position: int) -> None:
-        """Sends zeros from this position of the list on, and receives: the other workers go on to the step's end.
+        """Goes through the list from this position on without computing: receives, and sends zeros.
 
-        A message whose shapes they do not know yet is described as empty; who receives that fails, too.
+        A message whose shapes its receiver does not know yet is described as empty; who receives that fails, too.
         """
-        engine, nothing = self.engine, BoundarySpec(())
-        self.buffers = StepBuffers()
+        engine, self.buffers = self.engine, StepBuffers()
         for place, i in enumerate(self.instructions[position:], position):
             self._receives.post_due(place)
-            key = i.cell, self.signatures[i.micro_batch]
-            if i.op is Op.RECEIVE_ACTIVATION:
-                self._description_of_inputs(i)
-            elif i.op is Op.SEND_ACTIVATION and key not in engine.messages:
-                engine.boundaries[key] = engine.messages[key] = nothing
-                engine.transport.send_spec(i.cell, nothing)
-            elif i.op is Op.RECEIVE_GRADIENT:
-                engine.boundaries.setdefault(key, nothing)
             if i.awaited_message is not None:
                 self._receive(i)
-            if i.sent_message is not None:
-                of = engine.messages[i.sent_message.boundary, key[1]]
-                spec = of if i.op is Op.SEND_ACTIVATION else of.gradients
+            elif i.sent_message is not None:
+                key = i.sent_message.boundary, self.signatures[i.micro_batch]
+                if key not in engine.messages:
+                    engine.messages[key] = BoundarySpec(())
+                    engine.transport.send_spec(i.cell, engine.messages[key])
+                spec = engine.messages[key] if i.op is Op.SEND_ACTIVATION else engine.messages[key].gradients
                 zeros = (torch.zeros(one.shape, dtype=one.dtype, device=engine.device) for one in spec.tensors)
-                self._send(i, grouped(zeros, spec.grouping), spec)
+                self._send(i, tuple(zeros), spec)
         engine.drain()
-
-    def _description_of_inputs(self, i: Instruction) -> BoundarySpec:
-        """Returns the description of the activations that the instruction receives, with the targets."""
-        messages, key = self.engine.messages, (i.cell - 1, self.signatures[i.micro_batch])
-        if key not in messages:
-            messages[key] = self.engine.transport.receive_spec(i.cell - 1)
-        return messages[key]
 
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
         return tuple(tensor.to(self.engine.device, non_blocking=True) for tensor in tensors)
@@ -349,16 +303,12 @@ class _Step:
         placement = self.engine.placement
         return placement[cell] == placement[cell + 1]
 
-    def _pass_on(self, i: Instruction, outputs: Tensors, takers: Collection[int] = ()) -> None:
-        """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows.
-
-        Args:
-            takers: indices of the outputs that take a gradient in this micro-batch.
-        """
+    def _pass_on(self, i: Instruction, leaves: Tensors) -> None:
+        """Gives a cell's outputs to the next cell: at once inside a worker, else with the send that follows."""
         if self._is_local(i.cell):
-            self.buffers.inputs[i.cell + 1, i.micro_batch] = fresh_leaves(outputs, takers)
+            self.buffers.inputs[i.cell + 1, i.micro_batch] = leaves
         else:
-            self.buffers.outputs[i.cell, i.micro_batch] = fresh_leaves(outputs, takers)
+            self.buffers.outputs[i.cell, i.micro_batch] = leaves
 
     def _send_activation(self, i: Instruction) -> None:
         """Sends activations and, behind them, the micro-batch's targets, which travel on to the last cell."""
@@ -379,30 +329,43 @@ class _Step:
         self.engine.transport.send(i.sent_message, tensors, spec)
 
     def _receive_activation(self, i: Instruction) -> None:
-        engine, spec = self.engine, self._description_of_inputs(i)
+        engine = self.engine
         tensors = self._receive(i, separate=engine.n_targets)  # targets stay until the step ends
         if not tensors:
             raise SenderFailed("the worker of the cell before has failed")
-        split = len(tensors) - engine.n_targets
+        spec, split = engine.messages[i.cell - 1, self.signatures[i.micro_batch]], len(tensors) - engine.n_targets
         flags = [True] * len(spec.takers) if spec.flags is None else tensors[spec.flags].tolist()
-        for number, takes in zip(spec.takers, flags, strict=True):
-            tensors[number].requires_grad_(bool(takes))  # it collects the gradient that will be sent back
+        for number, requires_grad in zip(spec.takers, flags, strict=True):
+            tensors[number].requires_grad_(bool(requires_grad))  # it collects the gradient that will be sent back
         self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[: split - spec.varies], spec.grouping)
         self.buffers.targets[i.micro_batch] = tensors[split:]
 
     def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
+        """Waits for a message, the first one of its shapes behind its description."""
+        key = i.cell - 1, self.signatures[i.micro_batch]
+        if i.op is Op.RECEIVE_ACTIVATION and key not in self.engine.messages:
+            self.engine.messages[key] = self.engine.transport.receive_spec(i.cell - 1)
         wait = self._receives.take(i) or self.engine.post_receive(self.signatures, i)
         assert wait is not None  # its shapes are known by now
         return wait(separate)
 
 
-@dataclass
 class _ForwardStep(_Step):
     """Interprets a forward-only list; ``sink``, ``caches`` and ``number`` as in `Engine.run_forward`."""
 
-    sink: Sink
-    caches: Caches | None
-    number: Sequence[int]
+    def __init__(
+        self,
+        engine: Engine,
+        instructions: Sequence[Instruction],
+        signatures: Sequence[Hashable],
+        micro_batches: Sequence[MicroBatch] | None,
+        posts: Posts | None,
+        sink: Sink,
+        caches: Caches | None,
+        number: Sequence[int],
+    ) -> None:
+        super().__init__(engine, instructions, signatures, micro_batches, posts)
+        self.sink, self.caches, self.number = sink, caches, number
 
     def _forward(self, i: Instruction) -> None:
         place, cell = (i.cell, i.micro_batch), self.engine.cells[i.cell]
@@ -425,7 +388,6 @@ class _ForwardStep(_Step):
     }
 
 
-@dataclass
 class _TrainingStep(_Step):
     """Interprets a training list.
 
@@ -433,34 +395,33 @@ class _TrainingStep(_Step):
         record: the results of the step.
     """
 
-    given: StepInput
-    record: StepRecord = field(default_factory=StepRecord, init=False)
-
-    def __post_init__(self, micro_batches: Sequence[MicroBatch] | None, posts: Posts | None) -> None:
-        super().__post_init__(micro_batches, posts)
+    def __init__(
+        self, engine: Engine, instructions: Sequence[Instruction], plan: StepPlan, posts: Posts | None
+    ) -> None:
+        super().__init__(engine, instructions, plan.signatures, plan.micro_batches, posts)
+        self.plan, self.record = plan, StepRecord()
         self._waits: dict[int, dict[int, bool]] = {}  # by cell: see `backward_of_inputs`
-        self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
+        self._recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
 
     def _begin(self) -> None:
         for cell in self.engine.cells.values():
-            cell.begin_step(self.given.step, self.given.steps)
+            cell.begin_step(self.plan.step, self.plan.steps)
 
     def _forward(self, i: Instruction) -> None:
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
         is_last, key = i.cell == self.engine.last, (i.cell, self.signatures[i.micro_batch])
         spec = self.engine.boundaries.get(key)
-        # Only a graph shows which outputs take a gradient: the first run with new shapes builds one, and every run
+        # Only a graph shows which outputs require a gradient: the first run with new shapes builds one, and every run
         # where it varies.
         if keeps_graph or not (is_last or (spec is not None and not spec.varies)):
             outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
             if not is_last:
-                spec = self.engine.boundaries[key]
-                self._pass_on(i, outputs, [number for number in spec.takers if outputs[number].requires_grad])
+                self._pass_on(i, fresh_leaves(outputs))
         else:
             with torch.no_grad(), self.engine.autocast():
                 outputs, _ = self._run(i, first_time=True, counts=False)  # [1]
             if spec is not None:
-                self._pass_on(i, outputs, spec.takers)
+                self._pass_on(i, fresh_leaves(outputs, spec.takers))
 
     def _recompute(self, i: Instruction) -> None:
         self._run_with_graph(i, first_time=False, counts=True)  # [3]
@@ -477,45 +438,40 @@ class _TrainingStep(_Step):
             if is_last and counts:
                 losses[TASK] = self._score(outputs, i.micro_batch)
         if not is_last:
-            self._look_for_takers(i, outputs)
+            self._describe(i, outputs)
         if counts:
             self.record.losses |= {(layer, i.micro_batch): loss.detach().clone() for layer, loss in losses.items()}
             # The last cell's outputs (logits) are not needed once the loss is known; its graph keeps what it needs.
             self.buffers.graphs[i.cell, i.micro_batch] = () if is_last else outputs, list(losses.values())
         return outputs
 
-    def _look_for_takers(self, i: Instruction, outputs: Tensors) -> None:
-        """Describes the boundary behind the cell at its first run; later no further output may take a gradient.
+    def _describe(self, i: Instruction, outputs: Tensors) -> None:
+        """Describes the boundary behind the cell at its first run; later no further output may require a gradient.
 
-        Unless the cell's graph is fixed, any output may take one later, as after a dropped modality, if the cell or
+        Unless the cell's graph is fixed, any output may require one later, as after a dropped modality, if the cell or
         what comes before it is trained.
         """
-        cell, key = self.engine.cells[i.cell], (i.cell, self.signatures[i.micro_batch])
-        if (spec := self.engine.boundaries.get(key)) is not None:
+        engine, cell, signature = self.engine, self.engine.cells[i.cell], self.signatures[i.micro_batch]
+        if (spec := engine.boundaries.get((i.cell, signature))) is not None:
             cell.refuse_new_takers(outputs, spec.takers, i.micro_batch)
             return
-        any_may = cell.graph_varies and (cell.is_trained or bool(self._takers_in_front(i)))
+        before = (i.cell - 1, signature)
+        in_front = engine.boundaries.get(before) or engine.messages.get(before)
+        any_may = cell.graph_varies and (cell.is_trained or (in_front is not None and bool(in_front.takers)))
         takers = [
             number
             for number, tensor in enumerate(outputs)
             if tensor.requires_grad or (any_may and (tensor.is_floating_point() or tensor.is_complex()))
         ]
-        self.engine.boundaries[key] = BoundarySpec.of(outputs).with_takers(takers)
-
-    def _takers_in_front(self, i: Instruction) -> tuple[int, ...]:
-        """Returns the indices of the cell's inputs that may take a gradient."""
-        if i.cell == 0:
-            return ()
-        key = i.cell - 1, self.signatures[i.micro_batch]
-        return (self.engine.boundaries if self._is_local(i.cell - 1) else self.engine.messages)[key].takers
+        engine.boundaries[i.cell, signature] = BoundarySpec.of(outputs).with_takers(takers)
 
     def _run(self, i: Instruction, first_time: bool, counts: bool) -> tuple[Tensors, dict[int, Tensor]]:
         cell, number = self.engine.cells[i.cell], i.micro_batch
         inputs, targets = self.buffers.inputs[i.cell, number], self.buffers.targets[number]
         if not counts:  # hooks that layers put on their inputs must not be there twice
-            inputs = fresh_leaves(inputs, [n for n, tensor in enumerate(inputs) if tensor.requires_grad])
+            inputs = fresh_leaves(inputs)
         with cell.weights_cast(self.engine.device):
-            return cell.run_training(inputs, targets, self.given.step, number, self.signatures[number], first_time)
+            return cell.run_training(inputs, targets, self.plan.step, number, self.signatures[number], first_time)
 
     def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         self.engine.where.enter(self.engine.last, micro_batch, "the task's loss")
@@ -527,62 +483,62 @@ class _TrainingStep(_Step):
             text = f"cell {self.engine.last}, the task's loss, micro-batch {micro_batch}"
             raise failed(text, type(error)) from error
         noise, seen = self.engine.noise, self.record.statistics
-        noise.seed_backward(noise.seeds(self.given.step, micro_batch, [TASK])[0], [loss])
+        noise.seed_backward(noise.seeds(self.plan.step, micro_batch, [TASK])[0], [loss])
         self.record.statistics = statistics if seen is None else seen + statistics
-        return torch.zeros_like(loss) if micro_batch in self.given.empty else loss
+        return torch.zeros_like(loss) if micro_batch in self.plan.empty else loss
 
     def _backward(self, i: Instruction) -> None:
         """Runs B_k, or with INPUT_GRADIENT its first half."""
         place = i.cell, i.micro_batch
-        (made, losses), inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
-        arrived = self._take_output_gradients(i)
-        roots = [(made[n], gradient) for n, gradient in arrived if made[n].requires_grad]
-        roots += [(loss, torch.full_like(loss, self.given.scale)) for loss in losses if loss.requires_grad]
-        outputs, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
+        (outputs, losses), inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
+        arrived = zip(outputs, self._output_gradients(i), strict=True)
+        roots = [(output, gradient) for output, gradient in arrived if gradient is not None and output.requires_grad]
+        roots += [(loss, torch.full_like(loss, self.plan.scale)) for loss in losses if loss.requires_grad]
+        tensors, gradients = [root for root, _ in roots], [gradient for _, gradient in roots]
         with self.engine.cells[i.cell].going_backward(i.micro_batch):
             if i.op is Op.INPUT_GRADIENT:
                 waits = self._waits.setdefault(i.cell, {})
-                self.buffers.weight_halves[place] = backward_of_inputs(outputs, gradients, inputs, waits)
+                self.buffers.weight_halves[place] = backward_of_inputs(tensors, gradients, inputs, waits)
             elif roots:
-                torch.autograd.backward(outputs, gradients)
+                torch.autograd.backward(tensors, gradients)
         if i.cell > 0:
             self.buffers.input_gradients[place] = [
                 None if tensor.grad is None else canonical_gradient(tensor.grad, is_channels_last(tensor))
-                for tensor in (inputs[number] for number in self._takers_in_front(i))
+                for tensor in inputs
             ]
 
     def _weight_gradient(self, i: Instruction) -> None:
         with self.engine.cells[i.cell].going_backward(i.micro_batch):
             self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
-    def _take_output_gradients(self, i: Instruction) -> list[tuple[int, Tensor]]:
-        """Returns the gradients that have come back to a cell's outputs, each with the index of its output."""
+    def _output_gradients(self, i: Instruction) -> Gradients:
+        """Returns the gradient that has come back to each of the cell's outputs; None where nothing flowed."""
         if i.cell == self.engine.last:
-            return []
+            return ()
         if self._is_local(i.cell):
-            gradients = self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
-        else:
-            gradients = self.buffers.output_gradients.pop((i.cell, i.micro_batch))
-        takers = self.engine.boundaries[i.cell, self.signatures[i.micro_batch]].takers
-        return [(number, gradient) for number, gradient in zip(takers, gradients, strict=True) if gradient is not None]
+            return self.buffers.input_gradients.pop((i.cell + 1, i.micro_batch))
+        return self.buffers.output_gradients.pop((i.cell, i.micro_batch))
 
     def _send_gradient(self, i: Instruction) -> None:
-        spec = self.engine.messages[i.cell - 1, self.signatures[i.micro_batch]].gradients  # it came with activations
-        gradients = self.buffers.input_gradients.pop((i.cell, i.micro_batch))
-        device = self.engine.device
+        """Sends a gradient for each tensor that may require one, zeros where nothing flowed, and which of them are."""
+        received = self.engine.messages[i.cell - 1, self.signatures[i.micro_batch]]
+        made = self.buffers.input_gradients.pop((i.cell, i.micro_batch))
+        gradients = [made[number] for number in received.takers]
         content = tuple(
-            torch.zeros(described.shape, dtype=described.dtype, device=device) if gradient is None else gradient
-            for gradient, described in zip(gradients, spec.tensors, strict=False)
+            torch.zeros(described.shape, dtype=described.dtype, device=self.engine.device) if one is None else one
+            for one, described in zip(gradients, received.gradients.tensors, strict=False)
         )
-        flags = (_flags([gradient is not None for gradient in gradients]),) if gradients else ()
-        self._send(i, content + flags, spec)
+        flags = (_flags([one is not None for one in gradients]),) if gradients else ()
+        self._send(i, content + flags, received.gradients)
 
     def _receive_gradient(self, i: Instruction) -> None:
-        *gradients, flags = self._receive(i) or (None,)
-        there = [] if flags is None else flags.tolist()
-        self.buffers.output_gradients[i.cell, i.micro_batch] = [
-            gradient if is_there else None for gradient, is_there in zip(gradients, there, strict=True)
-        ]
+        spec = self.engine.boundaries[i.cell, self.signatures[i.micro_batch]]
+        found: list[Tensor | None] = [None] * len(spec.tensors)
+        if arrived := self._receive(i):
+            *gradients, flags = arrived
+            for number, gradient, flowed in zip(spec.takers, gradients, flags.tolist(), strict=True):
+                found[number] = gradient if flowed else None
+        self.buffers.output_gradients[i.cell, i.micro_batch] = found
 
     HANDLERS: ClassVar[Handlers] = {
         Op.FORWARD: _forward,
@@ -598,5 +554,5 @@ class _TrainingStep(_Step):
 
 
 def _flags(values: Sequence[bool]) -> Tensor:
-    """Returns what a message says of the tensors that may take, or be, a gradient."""
+    """Returns what a message says of the tensors that may require, or are, a gradient: a byte for each."""
     return torch.tensor(values, dtype=torch.uint8)

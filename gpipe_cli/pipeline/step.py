@@ -1,30 +1,60 @@
-"""Defines a step's plan, which all workers know before it begins, and its result, when they have met."""
+"""Defines what is said of a training step: its plan, the record of one worker, the result that all know."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Describes one mini-batch over all replicas.
+    """Says what is to be done with one mini-batch.
 
     Attributes:
-        signatures: of this replica's micro-batches; equal when all shapes and types are. Empty: nothing to do here.
-        total_weight: of the whole mini-batch, over all replicas.
+        signatures: shapes and types of each micro-batch of this replica; no micro-batches: nothing to do here.
+        total_weight: weight of the whole mini-batch, over all replicas.
         total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
-        examples: of the whole mini-batch.
-        empty: numbers of this replica's micro-batches of weight 0, whose loss does not count.
+        examples: examples of the whole mini-batch.
+        empty: numbers of this replica's micro-batches of weight 0, whose loss does not count, whatever it is.
         stop: why training ends before this mini-batch; "" where it goes on. It ends with the data of the first
             replica, because a mini-batch needs all.
+        step, steps: number of the training step, from 0, on which the noise depends; and of all steps, 0: not known.
+        loss_scale: factor of all gradients.
+        micro_batches: inputs and targets, on the worker of cell 0; None elsewhere.
     """
 
     signatures: tuple[tuple[object, ...], ...]
     total_weight: float
-    total_micro_batches: int
-    examples: int
+    total_micro_batches: int = 0
+    examples: int = 0
     empty: frozenset[int] = frozenset()
     stop: str = ""
+    step: int = 0
+    steps: int = 0
+    loss_scale: float = 1.0
+    micro_batches: Sequence[MicroBatch] | None = field(default=None, repr=False)
+
+    @property
+    def scale(self) -> float:
+        """Returns the factor of every loss before its backward."""
+        return self.loss_scale / self.total_weight if self.total_weight else 0.0
+
+
+@dataclass
+class StepRecord:
+    """Holds what one worker has measured in a training step.
+
+    Attributes:
+        losses: unscaled sums by (layer, micro-batch): auxiliary losses under the index of their layer, the task's under
+            `TASK`. One number each, so that adding them up gives the same bits for every K.
+        statistics: sums of the task's statistics, on the last cell's worker.
+    """
+
+    losses: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    statistics: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 
 from ..distributed.exchange import StopRequested
-from ..distributed.pipeline import MiniBatch
 from ..distributed.world import machine_id
 from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
 from ..metrics.records import Progress, TrainedStep
 from ..metrics.trace import Recording, on_one_clock
-from ..pipeline.engine import StepRecord
-from ..pipeline.step import StepPlan, StepResult
+from ..pipeline.step import StepPlan, StepRecord, StepResult
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
@@ -89,35 +87,36 @@ class Trainer:
         meter, where = self.pipeline.engine.meter, self.where
         where.step = step + 1  # as the console counts
         meter.begin_step()
-        mini_batch = MiniBatch(plan, self.batches.take(), step, self.settings.trainer.steps or 0, scale)
-        record = self.pipeline.train_step(mini_batch)
-        result, next_plan = self._meet(record, mini_batch)
+        taken, steps = self.batches.take(), self.settings.trainer.steps or 0
+        plan = replace(plan, micro_batches=taken, step=step, steps=steps, loss_scale=scale)
+        record = self.pipeline.train_step(plan)
+        result, next_plan = self._meet(record, plan)
         lr = self.updater.learning_rate
         with meter.phase("update", on_device=True), self.around_update(result), where.doing("updating the weights"):
             overflowed = self._update(result)
         seconds, cause = time.perf_counter() - began, None
         if not result.finite and not overflowed:
-            cause = find_cause(result, self.pipeline, mini_batch)
+            cause = find_cause(result, self.pipeline, plan)
             self.updater.forget_step()
         self._write_down(TrainedStep(result, plan, lr, seconds, cause))
         if cause is not None:
             self._warn_of_non_finite(cause)
         return next_plan
 
-    def _meet(self, record: StepRecord, mini_batch: MiniBatch) -> tuple[StepResult, StepPlan | None]:
+    def _meet(self, record: StepRecord, plan: StepPlan) -> tuple[StepResult, StepPlan | None]:
         """Meets the other workers: returns the step's result, and the plan of the next step or None."""
         meter, message, unused = self.pipeline.engine.meter, self.message, self.pipeline.unused
         with meter.phase("data"):  # a GPU computes meanwhile
             self._offer()
         with meter.phase("gradients", on_device=True), self.where.doing("adding up the gradients"):
-            self.updater.reduce_gradients(mini_batch.loss_scale)
+            self.updater.reduce_gradients(plan.loss_scale)
             squares, reached = self.updater.squared_norms(), meter.mark()
             message.write_result(record, squares, unused.used())  # waits for the GPU
         message.write_times(meter, *meter.read_step(reached), self.batches.seconds_waited)
         with meter.phase("exchange"), self.where.doing("exchanging the results of the step"):
             message.run()
             unused.clear(message.read_used)
-        return message.read_result(mini_batch.plan.total_weight), self._read_plan(mini_batch.step + 1)
+        return message.read_result(plan.total_weight), self._read_plan(plan.step + 1)
 
     def _offer(self) -> None:
         self.batches.offer()

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed.pipeline import MiniBatch, WorkerPipeline
+from ..distributed.pipeline import WorkerPipeline
 from ..errors import PlainError
 from ..metrics.records import Progress
 from ..pipeline.messages.grouping import as_tensors
-from ..pipeline.step import StepResult
+from ..pipeline.step import StepPlan, StepResult
 
 LARGEST = 2.0**24
 GROWS_AFTER = 2000  # steps without overflow, as in torch's GradScaler
@@ -51,7 +51,7 @@ def adjust_scale(progress: Progress, result: StepResult) -> bool:
     return overflowed
 
 
-def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBatch) -> str:
+def find_cause(result: StepResult, pipeline: WorkerPipeline, plan: StepPlan) -> str:
     """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
 
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
@@ -68,7 +68,7 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, mini_batch: MiniBat
     with ExitStack() as hooks:
         for layer in pipeline.layers:
             hooks.callback(layer.module.register_forward_hook(partial(look, layer.name)).remove)
-        pipeline.train_step(mini_batch, timed=False)
+        pipeline.train_step(plan, timed=False)
     everyone = sorted((place for places in world.all_gather(found) for place in places), key=lambda place: place[:3])
     symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
     mask = f"; -inf in layer {everyone[0][3]!r} may be a mask" if everyone and everyone[0][4] else ""

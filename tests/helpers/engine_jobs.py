@@ -15,9 +15,9 @@ from benchmarks.subject import mini_batch, small_model
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer
-from gpipe_cli.pipeline.engine import StepInput
 from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
 from gpipe_cli.schedule.schedule import REMAT
@@ -73,9 +73,9 @@ def run_case(case: Case, placement: Sequence[int], worker: int, transport: Trans
     for step in range(STEPS):
         micro_batches = mini_batch(step, case.examples, case.M)
         signatures = tuple(tuple(inputs[0].shape) for inputs, _ in micro_batches)
-        step_input = StepInput(step, STEPS, signatures, 1 / small.weight_of(micro_batches))
-        mine = micro_batches if placement[0] == worker else None
-        record = engine.train_step(lists[worker], step_input, mine, posts)
+        mine, weight = micro_batches if placement[0] == worker else None, small.weight_of(micro_batches)
+        plan = StepPlan(signatures, weight, step=step, steps=STEPS, micro_batches=mine)
+        record = engine.train_step(lists[worker], plan, posts)
         finish_batchnorm([b for cell in cells for b in cell.batchnorms], None)
         if transport is not None:
             dist.barrier()  # in the trainer the exchange separates the steps

@@ -23,7 +23,7 @@ from nccl_rules import Call
 from torch import Tensor, nn
 
 from gpipe_cli.config import PipelineConfig
-from gpipe_cli.distributed.pipeline import MiniBatch, WorkerPipeline
+from gpipe_cli.distributed.pipeline import WorkerPipeline
 from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder, Owner
@@ -184,12 +184,11 @@ class Run:
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         updater = Updater(pipeline, optimizer, schedule, None, None)
         result: Any = SimpleNamespace(finite=True, gradient_norm=1.0)
-        plan = StepPlan(((),) * self.M, 1.0, self.M, self.M)
-        micro_batches = [((torch.ones(1, 2),), (torch.ones(1, 2),))] * self.M if pipeline.world.reads_data else None
+        given = [((torch.ones(1, 2),), (torch.ones(1, 2),))] * self.M if pipeline.world.reads_data else None
         pipeline.ties.spread()
         pipeline.message.run()
         for step in range(2):
-            pipeline.train_step(MiniBatch(plan, micro_batches, step))
+            pipeline.train_step(StepPlan(((),) * self.M, 1.0, step=step, micro_batches=given))
             updater.reduce_gradients()
             updater.squared_norms()
             calls += [Call("compute", "norms"), Call("read", "norms")]

@@ -21,7 +21,8 @@ from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Engine, StepInput, _TrainingStep
+from gpipe_cli.pipeline.engine import Engine, _TrainingStep
+from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.schedule.instruction import Instruction
 
@@ -53,9 +54,11 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     cells, ties, engine = whole.cells, whole.ties, whole.engine
     ties.spread()
     instructions = whole.schedule.lists(pipeline.M)[world.worker]
-    plan = StepInput(0, 1, (("train",),) * pipeline.M, 1.0)
     first = cut.placement[0] == world.worker
-    engine.train_step(instructions, plan, [real(micro_batch) for _ in range(pipeline.M)] if first else None)
+    plan = StepPlan((("train",),) * pipeline.M, 1.0, steps=1)
+    given = [real(micro_batch) for _ in range(pipeline.M)] if first else None
+    engine.train_step(instructions, replace(plan, micro_batches=given))
+    del given
     parameters = [p for cell in cells for _, p in cell.parameters()]
     held = {p.data_ptr(): p for p in (*parameters, *ties.users)}
     buffers = [b for cell in cells for layer in cell.layers for b in layer.module.buffers()]
@@ -68,8 +71,8 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     tracker = Tracker()
     tracker.ignore([*held.values(), *buffers, *gradients])
     with tracker:
-        micro_batches = [real(micro_batch) for _ in range(pipeline.M)] if first else None
-        inputs = inputs_held(engine, lambda: engine.train_step(instructions, plan, micro_batches))
+        given = [real(micro_batch) for _ in range(pipeline.M)] if first else None
+        inputs = inputs_held(engine, lambda: engine.train_step(instructions, replace(plan, micro_batches=given)))
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {
         "weights": sum(map(size_of, [*held.values(), *buffers])),

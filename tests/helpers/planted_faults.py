@@ -169,10 +169,10 @@ def targets_of_another_micro_batch(score: Any, step: Any, outputs: Any, micro_ba
     return score(step, outputs, (micro_batch + 1) % 4)
 
 
-@fault(STEP, "_take_output_gradients", c.GRADIENTS, said=r"layer norm \(cell 1\)", words=NO_AUXILIARY)
-def boundary_gradient_halved(take: Any, step: Any, i: Any) -> list[tuple[int, Tensor]]:
+@fault(STEP, "_output_gradients", c.GRADIENTS, said=r"layer norm \(cell 1\)", words=NO_AUXILIARY)
+def boundary_gradient_halved(take: Any, step: Any, i: Any) -> list[Tensor | None]:
     """Halves the gradient that crosses one boundary, as if it were averaged over two senders."""
-    return [(number, gradient * (0.5 if i.cell == 1 else 1.0)) for number, gradient in take(step, i)]
+    return [None if gradient is None else gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i)]
 
 
 @fault(HANDLERS, "WEIGHT_GRADIENT", c.GRADIENTS, said="layer mix_3", words=("pipeline.schedule=zero_bubble",))

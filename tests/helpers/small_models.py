@@ -13,9 +13,10 @@ from benchmarks.subject import WIDTH, WORDS
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell, build_layer
-from gpipe_cli.pipeline.engine import Engine, StepInput, StepRecord
+from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.randomness import NoiseSource
+from gpipe_cli.pipeline.step import StepPlan, StepRecord
 
 CPU = torch.device("cpu")
 Steps = Sequence[dict[str, Any]]
@@ -107,8 +108,8 @@ def train_step(
         others: of `Engine.train_step`.
     """
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
-    step_input = StepInput(step, step + 1, signatures, 1 / (weight or weight_of(batch)))
-    return engine.train_step(scheduled(kind, engine.placement, len(batch), remat)[0], step_input, batch, **others)
+    plan = StepPlan(signatures, weight or weight_of(batch), step=step, steps=step + 1, micro_batches=batch)
+    return engine.train_step(scheduled(kind, engine.placement, len(batch), remat)[0], plan, **others)
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

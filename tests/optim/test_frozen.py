@@ -16,8 +16,8 @@ from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
 from gpipe_cli.distributed.step_message import BatchShape, StepMessage
 from gpipe_cli.distributed.world import World
-from gpipe_cli.pipeline.engine import StepRecord
 from gpipe_cli.pipeline.gradients import UnusedParameters
+from gpipe_cli.pipeline.step import StepRecord
 from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")

@@ -266,9 +266,16 @@ def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
     return tuple(t.view_of(message, start) for t, start in zip(spec.tensors, spec.offsets, strict=False))
 
 
-def fresh_leaves(tensors: Tensors, takers: Collection[int]) -> Tensors:
-    """Returns the boundary in front of a cell: detached; the tensors of the indices ``takers`` collect gradients."""
-    leaves = (tensor.detach().requires_grad_(number in takers) for number, tensor in enumerate(tensors))
+def fresh_leaves(tensors: Tensors, takers: Collection[int] | None = None) -> Tensors:
+    """Returns the boundary in front of a cell: detached tensors, of which some collect gradients.
+
+    Args:
+        takers: their indices; None: those that require a gradient now.
+    """
+    leaves = (
+        tensor.detach().requires_grad_(tensor.requires_grad if takers is None else number in takers)
+        for number, tensor in enumerate(tensors)
+    )
     return grouped(leaves, grouping_of(tensors))
 
 
