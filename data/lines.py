@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import lzma
-import os
 import re
 import struct
 import zlib
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import zstandard
 
-from ..disk import open_regular
+from ..disk import refuse_pointer
 from ..errors import ConfigurationError
 from .records import ROWS_OF, UNREADABLE, json_array
 
@@ -86,7 +85,7 @@ def reading(path: Path) -> Iterator[BinaryIO]:
 
 def _opened(path: Path) -> BinaryIO:
     ending = ending_of(path)
-    os.close(open_regular(path))  # none of the readers below may wait for a pipe
+    refuse_pointer(path)  # and a pipe, for which the readers below would wait
     if ending == PARQUET:
         return _buffered(_as_lines(_parquet_rows(path)))
     file = _buffered(_unpacked_blocks(path)) if path.suffix in PACKED else path.open("rb")

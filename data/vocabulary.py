@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import sentencepiece
 
-from ..disk import read_bytes
+from ..disk import read_bytes, refuse_pointer
 from ..errors import ConfigurationError
 from .source import Batch, Source
 
@@ -209,6 +209,8 @@ def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | To
     Raises:
         ConfigurationError: it is neither, or damaged.
     """
+    if path.is_file():
+        refuse_pointer(path)
     if path.suffix == ".model" and path.is_file():
         return Vocabulary(read_bytes(path), path)
     return TokenizerFile(path, end_token)

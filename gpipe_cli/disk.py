@@ -22,6 +22,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # what
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EROFS, errno.EINVAL, *OF_PATHS)
 SCARCE = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
 FEW_BYTES = 16_384
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a file that was not fetched
 DRAFT = ".partial-"  # the names of drafts, which a killed process leaves, begin with it
 
 
@@ -81,6 +82,12 @@ def read_bytes(path: Path, most: int = -1) -> bytes:
     """
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(most)
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises ConfigurationError for a pointer of Git LFS, which stands where a large file was not fetched."""
+    if read_bytes(path, len(LFS_POINTER)) == LFS_POINTER:
+        raise ConfigurationError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
 
 
 def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...disk import refuse_pointer
 from ...errors import ConfigurationError
 from ..source import fingerprint_of
 
@@ -92,6 +93,8 @@ class ImageFiles(Images):
         try:
             return decode(file, self.bits)
         except Exception as error:  # a decoder may raise anything on a broken file
+            if path.is_file():
+                refuse_pointer(path)
             raise BrokenImage(
                 f"{path} is broken ({type(error).__name__}: {error}), or none of {', '.join(FORMATS)}: replace it, or "
                 "take it out of the data"

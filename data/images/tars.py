@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import cache_folder, open_regular
+from ...disk import cache_folder, open_regular, refuse_pointer
 from ...errors import ConfigurationError
 from ..cache import made, writing_cache
 from ..source import Report, fingerprint_of
@@ -129,6 +129,7 @@ def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
     names, places, labels = list[bytes](), list[tuple[int, int, int]](), list[int]()
     for number, tar in enumerate(tars):
         images, classes = dict[str, tuple[int, int]](), dict[str, int]()
+        refuse_pointer(tar)
         with os.fdopen(open_regular(tar), "rb") as file:
             for name, first, size in _members(file, tar):
                 if name.lower().endswith(SUFFIXES):

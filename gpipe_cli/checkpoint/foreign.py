@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict
 
+from ..disk import refuse_pointer
 from ..json_files import read_json
 from .files import CheckpointError, is_named, shorten
 
@@ -99,6 +100,7 @@ def open_foreign(path: Path, warn: Callable[[str], None]) -> dict[str, SavedTens
     """
     found: dict[str, SavedTensor] = {}
     for file in weight_files(path):
+        refuse_pointer(file)
         found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file, warn)
     if not found:
         raise CheckpointError(f"{path} holds no tensors")
