@@ -1,6 +1,7 @@
 """Gives the tests a home folder of their own, and leaves out slow ones unless they are asked for."""
 
 import os
+import signal
 import site
 import tempfile
 
@@ -11,7 +12,13 @@ PAST_HOME = ("GPIPE_CACHE", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME",
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes an empty HOME for the session; xdist's workers and every process of a test inherit it with its caches."""
+    """Makes an empty HOME for the session; xdist's workers and every process of a test inherit it with its caches.
+
+    Where signals are ignored (nohup, cron, `make test &` in a script), the processes of tests would ignore them, too.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if hasattr(config, "workerinput"):
         return
     home = tempfile.TemporaryDirectory(prefix="gpipe-tests-home-", ignore_cleanup_errors=True)

@@ -37,8 +37,16 @@ ADVICE: dict[str | re.Pattern[str], str] = {  # on errors whose own words do not
     "The same words with pipeline.device=cpu name the layer",
     "deterministic implementation": "precision.deterministic=false runs it; its last bits vary",
     "Resource temporarily unavailable": "this machine or account allows no more threads or memory (ulimit -a)",
-    "/dev/shm": "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
+    "Expected more than 1 value per channel": "BatchNorm needs several examples in each micro-batch: lower "
+    "pipeline.M or raise data.batch_size",
+    "/dev/shm/nccl": "NCCL needs more shared memory than this container has: docker run --shm-size=8g",
 }
+# torch's words for a loader process that finds no room for a batch in the memory it shares with the worker.
+LOADER = re.compile(r"shared memory\(shm\)|</torch_\w+>|DataLoader worker .*(Bus error|shared memory)")
+NO_ROOM_FOR_LOADERS = (
+    "the loader processes of data.workers need more shared memory than /dev/shm has: start the container with more "
+    "(docker run --shm-size=8g), or type data.workers=0"
+)
 SIGNAL_NAMES = {int(number): number.name for number in signal.Signals}
 OF_SIGKILL = " (usually the kernel's out-of-memory killer: see `dmesg`, and use less memory per worker)"
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # sent from outside
@@ -99,13 +107,14 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     """Describes the end of a worker by an exception, in this worker."""
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
+    plain = NO_ROOM_FOR_LOADERS if LOADER.search(said) else plain
     advice = next((f"\n{advice}" for words, advice in ADVICE.items() if re.search(words, said)), "")
     shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
     return Failure(
         rank=rank,
         suspicion=echo,
         time=time.time(),
-        text=f"{_name(rank)} failed{_place(where)}:\n{shown}{advice}" if plain is None else plain,
+        text=f"{_name(rank)} failed{_place(where)}:\n{shown}{advice}" if plain is None else plain + advice,
         cause=f"{_name(rank)} failed: " + f"{type(error).__name__}: {error}".splitlines()[0],
         place=describe_place(where),
         is_plain=plain is not None,

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Slurm announces the end of a job's time by SIGUSR1 or SIGUSR2, if asked to.
+OF_BATCH_SYSTEMS = (signal.SIGUSR1, signal.SIGUSR2)
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *OF_BATCH_SYSTEMS)
 
 
 class StopSignals:
-    """Records SIGINT, SIGTERM and SIGHUP inside its `with` block, where they no longer interrupt anything.
+    """Records `REQUESTS` inside its `with` block, where they no longer interrupt anything.
 
     SIGINT is noted even where it was ignored (`command &` in a script), so that `kill -INT` works; an ignored SIGHUP
     stays ignored, for `nohup`. Outside the main thread Python cannot handle signals, so nothing is noted there. Forked
@@ -60,10 +62,15 @@ class StopSignals:
         self.received.append(signal.Signals(number))
 
     def interruption(self) -> BaseException | None:
-        """Returns the exception that ends the command; a sweep does not take it for a failed job."""
+        """Returns the exception that ends the command; a sweep does not take it for a failed job.
+
+        A handler that was set before (submitit queues the job again at SIGUSR2) is called first, now that all is saved.
+        """
         if not self.received:
             return None
         first = self.received[0]
+        if first in OF_BATCH_SYSTEMS and callable(signal.getsignal(first)):
+            signal.raise_signal(first)
         return KeyboardInterrupt() if first == signal.SIGINT else SystemExit(128 + first)
 
 

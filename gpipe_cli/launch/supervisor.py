@@ -86,7 +86,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
         WorkerFailed: a worker raised or died; the message is for the console.
         DiskError: what the workers need cannot be written.
         ConfigurationError: a worker refused the configuration.
-        KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by SIGTERM or SIGHUP (code 128 + number).
+        KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by another signal (code 128 + number).
     """
     with StopSignals() as signals:
         watch = _Watch(job, on_event, signals)

@@ -32,6 +32,7 @@ from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel, encode, open_place
 from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.messenger import Messenger
+from gpipe_cli.launch.stop import OF_BATCH_SYSTEMS
 from gpipe_cli.parent import child_command, die_with_parent, outlive_parent
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def run_zygote(job: dict[str, Any], parent: int) -> None:
     Args:
         parent: the command. Until the workers run, this process is killed with it (`child_command`).
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the supervisor sends SIGTERM to the whole process group
+    for number in (signal.SIGINT, signal.SIGTERM, *OF_BATCH_SYSTEMS):  # they may be sent to every process of a job
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=job["control"])
     control.set_inheritable(False)
@@ -220,13 +221,14 @@ def redirect_output(log: Path) -> None:
 
 
 def _keep_running_on_signals() -> None:
-    """Ignores SIGINT, and on SIGTERM only writes all stacks to the log, even inside C++: the command decides to stop.
+    """Ignores requests to stop, on which the command decides; on SIGTERM writes all stacks to the log, even inside C++.
 
-    Batch systems send SIGTERM to every process of a job at once; a worker that died of it could not save any more.
+    Batch systems send a signal to every process of a job at once; a worker that died of it could not save any more.
     The workers' own children keep the default rules, or `multiprocessing.Pool.terminate` would wait for ever. A signal
     sent to a child that has not restored them yet waits until it has: SIGTERM is blocked for as long as a fork takes.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *OF_BATCH_SYSTEMS):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM)

@@ -24,11 +24,6 @@ MARK = "GPIPE_TEST_MARK"
 Found = TypeVar("Found")
 
 
-def _hear_hang_up() -> None:
-    """Restores the default for SIGHUP: tests under nohup would pass on that it is ignored."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 def children_of(process: int) -> list[int]:
     try:
         return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
@@ -67,7 +62,6 @@ class Command:
             stderr=self.errors.open("w"),
             text=True,
             start_new_session=True,  # as a terminal's foreground job: its own process group, for Ctrl-C
-            preexec_fn=_hear_hang_up,
         )
         self.ready: list[dict[str, Any]] = []
 

@@ -22,14 +22,27 @@ import launch_jobs
 import pytest
 import torch
 from launch_command import Command, children_of, free_port, wait_for
+from processes import run, succeeded
 from small_disk import small_disk
 from torch.distributed import DistBackendError
 
 from gpipe_cli.cpu import usable_cores
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.join import adopt_step
+from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.supervisor import Job, WorkerFailed, launch
 from gpipe_cli.launch.zygote import bootstrap
+
+LOADS = """if True:
+    import torch
+    from torch.utils.data import DataLoader
+    from gpipe_cli.launch.report import failure_of
+    try:
+        list(DataLoader(torch.zeros(8, 1 << 20), num_workers=1, batch_size=4))
+    except RuntimeError as error:
+        print(failure_of(0, error, {}).text)
+"""
 
 
 @pytest.fixture
@@ -163,12 +176,25 @@ def test_echoes_of_a_peers_end_are_told_from_causes() -> None:
         (RuntimeError("CUDA error: device-side assert triggered"), "token or label .* pipeline.device=cpu name"),
         (RuntimeError("cumsum does not have a deterministic implementation"), "precision.deterministic=false"),
         (DistBackendError("NCCL error: no room in /dev/shm/nccl-1"), "--shm-size"),
+        (ValueError("Expected more than 1 value per channel when training"), "lower pipeline.M or raise data.batch"),
+        (
+            ConfigurationError("layer 'x': Expected more than 1 value per channel"),
+            "lower pipeline.M or raise data.batch",
+        ),
     ],
 )
-def test_an_error_of_a_device_ends_with_what_to_do(error: Exception, advice: str) -> None:
+def test_an_error_that_says_too_little_ends_with_what_to_do(error: Exception, advice: str) -> None:
     around = LookupError("cell 1, layer 'head'")
     around.__cause__ = error
     assert re.search(advice, report.failure_of(0, around, {}).text.splitlines()[-1])
+
+
+def test_loader_processes_without_shared_memory_are_one_line(tmp_path: Path) -> None:
+    inside = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} -c '{LOADS}'"
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs root, and a mount namespace")
+    said = succeeded(run("unshare", "--mount", "sh", "-c", inside))
+    assert "--shm-size=8g" in said and "data.workers=0" in said and said.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------- processes that are killed
@@ -223,10 +249,16 @@ def test_a_killed_starter_ends_the_job(command: Any, entry: str) -> None:
 # -------------------------------------------------------------------------------------------------- asked to stop
 
 
-SIGNALS = [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+SIGNALS = [
+    (signal.SIGINT, -2),
+    (signal.SIGTERM, 143),
+    (signal.SIGHUP, 129),
+    (signal.SIGUSR1, 138),
+    (signal.SIGUSR2, 140),
+]
 
 
-@pytest.mark.parametrize(("number", "expected"), SIGNALS, ids=["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize(("number", "expected"), SIGNALS, ids=lambda value: getattr(value, "name", ""))
 def test_the_first_signal_lets_the_run_save_and_end(command: Any, number: signal.Signals, expected: int) -> None:
     started = command("run_until_stopped")
     started.wait_until_ready(3)
@@ -279,13 +311,26 @@ def test_ctrl_c_works_where_a_script_has_put_the_command_in_the_background(comma
     assert (started.run_dir / "saved").exists()
 
 
-def test_workers_outlive_a_sigterm_that_a_batch_system_sends_to_every_process(command: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_workers_outlive_a_signal_that_a_batch_system_sends_to_every_process(command: Any, number: int) -> None:
     started = command("run_until_stopped", 2)
     started.wait_until_ready(2)
     for process in (*(event["pid"] for event in started.ready), started.ready[0]["parent"], started.process.pid):
-        os.kill(process, signal.SIGTERM)
-    assert started.end()[0] == 143
+        os.kill(process, number)
+    assert started.end()[0] == 128 + number
     assert (started.run_dir / "saved").exists()
+
+
+def test_a_handler_of_the_batch_system_s_runs_when_all_is_saved() -> None:
+    called = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: called.append("queued again"))
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGUSR2)
+            assert not called
+        assert isinstance(signals.interruption(), SystemExit) and called == ["queued again"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_failure_while_stopping_is_told(command: Any) -> None:
