@@ -1,6 +1,6 @@
 """Makes a source of two PyTorch data sets."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, cast
 
@@ -109,12 +109,17 @@ class DatasetSource(Source):
                     yield [(current, index) for index in indices[mine]]
             batch = 0
 
-    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
+    def read(self, examples: Dataset[Any], keys: Sequence[Key]) -> MicroBatch:
+        """Returns a micro-batch of some examples, read in this process."""
         seeded = _Seeded(examples, self._seed)
+        return self._collate([seeded[key] for key in keys])
+
+    def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
         if not self._workers:
-            return (self._collate([seeded[key] for key in of_one]) for of_one in keys)
+            return (self.read(examples, of_one) for of_one in keys)
         # Loader processes alone read examples: a file opened before a fork is not safe to read after it.
         how: dict[str, Any] = {"batch_sampler": keys, "collate_fn": self._collate, "num_workers": self._workers}
+        seeded = _Seeded(examples, self._seed)
         return iter(DataLoader(seeded, **how, generator=torch.Generator()))  # else it draws from that of dropout
 
 

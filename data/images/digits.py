@@ -3,7 +3,7 @@
 They show that a model learns; they are no benchmark, because 360 test images cannot separate two good models.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -20,7 +20,7 @@ from ..source import Batch, Report, permutation, read_ahead, slices_of_replica
 from ..torch_datasets import Key
 from .source import SquareImages
 
-CLASSES: Literal[10] = 10
+DIGITS: Literal[10] = 10
 TRAINING_IMAGES, TEST_IMAGES = 1437, 360  # these are mostly of writers who are not in the training set
 WHITE = 16  # the brightest value of the stored images
 
@@ -44,7 +44,7 @@ class DigitsSource(SquareImages):
     def __init__(
         self,
         batch_size: Annotated[int, Field(ge=1, le=1437)] = 64,
-        classes: Literal[10] = CLASSES,
+        classes: Literal[10] = DIGITS,
         image_size: Pixels = 32,
         rotate: Annotated[float, Field(ge=0, le=180)] = 10.0,
         shift: Part = 0.06,
@@ -53,6 +53,7 @@ class DigitsSource(SquareImages):
     ) -> None:
         train, test = (cast(Any, range(images)) for images in (TRAINING_IMAGES, TEST_IMAGES))
         super().__init__(train, test, batch_size, seed=seed)
+        self.class_names = [str(digit) for digit in range(DIGITS)]
         self._image_size = image_size
         self._affine = (float(np.deg2rad(rotate)), scale, 2 * shift, 2 * shift)  # grids reach from −1 to 1
 
@@ -64,17 +65,20 @@ class DigitsSource(SquareImages):
         self._images = F.interpolate(images[:, None] * (255 / WHITE), side, mode="bilinear", align_corners=False)
         self._labels = labels.to(torch.int64)
 
+    def first_images(self, count: int) -> Tensor:
+        """Returns the first images of the first epoch as they are trained on, uint8 [n, 3, S, S]."""
+        return next(self._train(0, 0, [slice(0, count)])).micro_batches[0][0][0]
+
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to make."""
         start = position or {"epoch": 0, "batch": 0}
         slices = slices_of_replica(self._batch_size, M, replica, replicas, "data.batch_size")
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
-    def _load(self, examples: Any, keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
+    def read(self, examples: Any, keys: Sequence[Key]) -> MicroBatch:
         """Returns test images, unchanged."""
-        for of_one in keys:
-            numbers = [TRAINING_IMAGES + index for _, index in of_one]
-            yield _micro_batch(self._images[numbers], self._labels[numbers])
+        numbers = [TRAINING_IMAGES + index for _, index in keys]
+        return _micro_batch(self._images[numbers], self._labels[numbers])
 
     def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
         for current in count(epoch):

@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn.functional import one_hot
+from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
+from ...disk import own_folder, write_whole
 from ...errors import ConfigurationError
 from ...micro_batch import MicroBatch
-from ...typed_section import Count, CountOrZero, Examples, Part, PartAboveZero, Pixels
+from ...typed_section import Count, CountOrZero, Examples, NotNegative, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, read_ahead
 from ..torch_datasets import DatasetSource, stack_examples
 from .datasets import Name, open_images
-from .files import BrokenImage, Images
-from .transforms import Transform, evaluation_transform, training_transform
+from .files import BrokenImage, ImageFiles, Images
+from .transforms import Transform, evaluation_transform, mixture, training_transform
 
 MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
 
 Example: TypeAlias = "tuple[Tensor, int] | BrokenImage"
 """One transformed image, uint8 [3, S, S], and its label."""
 
+MixedExample: TypeAlias = "tuple[Tensor, Tensor] | BrokenImage"
+"""One transformed image, uint8 [3, S, S], and the shares of the classes, float32 [classes]."""
+
+
+CLASSES = "classes.json"  # in a run's folder of vocabularies: the names of the classes
+
 
 class SquareImages(DatasetSource):
-    """Knows the shapes of its mini-batches: bytes of three channels and `_image_size` pixels a side."""
+    """Knows the shapes of its mini-batches: bytes of three channels and `_image_size` pixels a side.
+
+    Attributes:
+        class_names: names of the classes, by label.
+    """
+
+    class_names: Sequence[str] = ()
 
     _image_size: int
+    _mixed: tuple[float, float, int] | None = None
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
         """Returns a micro-batch on the meta device, without data, and the examples of a mini-batch."""
         count = -(-self._batch_size // micro_batches)
         images = torch.empty((count, 3, self._image_size, self._image_size), dtype=torch.uint8, device="meta")
-        return ((images,), (torch.empty(count, dtype=torch.int64, device="meta"),)), self._batch_size
+        labels = torch.empty(count, dtype=torch.int64, device="meta")
+        shares = None if self._mixed is None else torch.empty(count, self._mixed[2], device="meta")
+        return ((images,), (labels if shares is None else shares,)), self._batch_size
+
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Writes the names of the classes, by which a run's predictions are named."""
+        write_whole(own_folder(folder) / CLASSES, json.dumps(list(self.class_names), indent=0) + "\n")
+
+    def first_images(self, count: int) -> Tensor:
+        """Returns the first images of the first epoch as they are trained on, uint8 [n, 3, S, S]."""
+        return self.read(self._train_set, next(self._keys(0, 0, 1, 0, 1))[:count])[0][0]
+
+    def evaluation_image(self, index: int) -> Tensor:
+        """Returns an image as an evaluation sees it, uint8 [3, S, S]."""
+        return self.read(self._evaluation_set, [(0, index)])[0][0][0]
 
 
 class ImageSource(SquareImages):
@@ -56,7 +87,9 @@ class ImageSource(SquareImages):
         image_size: side S in pixels.
         batch_size: images of a mini-batch, over all micro-batches and replicas.
         drop_last: leave out an epoch's last images if they do not fill a mini-batch.
-        crop_area, flip, brightness, chroma, cutout: see `transforms.training_transform`.
+        crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing: see `transforms.training_transform`.
+        mixup, cutmix: see `transforms.mixture`; each training image is then mixed with another of the data set, which
+            is drawn, and targets are the classes' shares, float32 [b, classes], in evaluations too.
         bits: that images of 16 bits use, as 12; None: as the file says, else 16.
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
@@ -79,6 +112,10 @@ class ImageSource(SquareImages):
         brightness: Part = 0.0,
         chroma: Part = 0.0,
         cutout: Part = 0.0,
+        rand_augment: Annotated[int, Field(ge=0, le=10)] = 0,
+        random_erasing: Part = 0.0,
+        mixup: NotNegative = 0.0,
+        cutmix: NotNegative = 0.0,
         evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0,
         workers: Literal["auto"] | CountOrZero = "auto",
         seed: int = 0,
@@ -89,7 +126,8 @@ class ImageSource(SquareImages):
         self._dataset, self._root, self._folders, self._held_out = dataset, root, folders, held_out
         self._classes, self._expected = classes, images
         self._image_size, self._evaluation_crop = image_size, evaluation_crop
-        self._augmentation = (crop_area, flip, brightness, chroma, cutout)
+        self._augmentation = (crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing)
+        self._mixed = (mixup, cutmix, classes) if mixup or cutmix else None
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
         self._loaders, self._bits = workers, bits
 
@@ -102,9 +140,13 @@ class ImageSource(SquareImages):
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._held_out, report)
         self._check_counts(train, evaluation)
         train.bits = evaluation.bits = self._bits
-        self._names = train.fingerprint()
-        augmented = TransformedImages(train, training_transform(self._image_size, *self._augmentation))
-        plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
+        self._names, self.class_names = train.fingerprint(), train.class_names
+        augmented, plain = (
+            TransformedImages(train, training_transform(self._image_size, *self._augmentation)),
+            TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop)),
+        )
+        if self._mixed is not None:
+            augmented, plain = MixedImages(augmented, *self._mixed), MixedImages(plain, 0, 0, self._classes)
         collated = cast(Any, collate)
         super().__init__(augmented, plain, self._batch_size, self._drop_last, collated, seed=self._seed)
 
@@ -150,6 +192,40 @@ class ImageSource(SquareImages):
             raise ConfigurationError(f"data.root={self._root} has {wrong}")
 
 
+class ImagesToPredict(ImageSource):
+    """Yields images without labels, in order, as an evaluation sees them; for training one mini-batch, all black.
+
+    Args:
+        files: paths of the images.
+        image_size, evaluation_crop, bits, batch_size: as in `ImageSource`.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        image_size: Pixels,
+        batch_size: Examples = 64,
+        evaluation_crop: float = 1.0,
+        bits: int | None = None,
+    ) -> None:
+        self._image_size, self._batch_size, self._seed, self._loaders = image_size, batch_size, 0, "auto"
+        images = ImageFiles(Path(), files, [0] * len(files), ())
+        images.bits = bits
+        self._evaluation_set = TransformedImages(images, evaluation_transform(image_size, evaluation_crop))
+        self._collate = cast(Any, collate)
+
+    def prepare(self, report: Report) -> None:
+        """Does nothing: the files are named."""
+
+    def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields the one mini-batch, which shows the shapes."""
+        images = torch.zeros((1, 3, self._image_size, self._image_size), dtype=torch.uint8)
+        yield Batch([((images,), (torch.zeros(1, dtype=torch.int64),))] * M, None)
+
+    def keep_vocabularies(self, folder: Path) -> None:
+        """Writes nothing: the classes are those of the run."""
+
+
 # -- in loader processes -----------------------------------------------------------------------------------------------
 
 
@@ -174,8 +250,29 @@ class TransformedImages(Dataset[Example]):
             return error  # raised here, it would come with the traceback of a loader process
 
 
-def collate(examples: list[Example]) -> MicroBatch | BrokenImage:
-    """Returns a micro-batch: uint8 [b, 3, S, S] and int64 [b]; or the first broken image."""
+class MixedImages(Dataset[MixedExample]):
+    """Mixes each image with another, which is drawn; where neither alpha is given, it only makes shares of labels."""
+
+    def __init__(self, images: TransformedImages, mixup: float, cutmix: float, classes: int) -> None:
+        self._images, self._classes, self._mix = images, classes, mixture(mixup, cutmix, classes)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> MixedExample:
+        chosen = [index] if self._mix is None else [index, int(torch.randint(len(self._images), ()))]
+        pair = [self._images[place] for place in chosen]
+        for read in pair:
+            if isinstance(read, BrokenImage):
+                return read
+        images, labels = cast("MicroBatch", default_collate(pair))
+        return (
+            (images[0], one_hot(labels, self._classes)[0].float()) if self._mix is None else self._mix(images, labels)
+        )
+
+
+def collate(examples: list[Example | MixedExample]) -> MicroBatch | BrokenImage:
+    """Returns a micro-batch: uint8 [b, 3, S, S] and labels or their shares; or the first broken image."""
     broken = next((example for example in examples if isinstance(example, BrokenImage)), None)
     return stack_examples(examples) if broken is None else broken
 

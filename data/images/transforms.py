@@ -21,7 +21,14 @@ RED, GREEN, BLUE = (0.0, 1.402), (-0.344136, -0.714136), (1.772, 0.0)  # shares 
 
 
 def training_transform(
-    image_size: int, crop_area: Sequence[float] | None, flip: bool, brightness: float, chroma: float, cutout: float
+    image_size: int,
+    crop_area: Sequence[float] | None,
+    flip: bool,
+    brightness: float,
+    chroma: float,
+    cutout: float,
+    rand_augment: int,
+    random_erasing: float,
 ) -> Transform:
     """Returns the random transform of training.
 
@@ -31,6 +38,8 @@ def training_transform(
         flip: mirror every other image, left to right.
         brightness, chroma: largest shift, as a share of the brightest value.
         cutout: side of the square that is cut out, as a share of S; 0: none.
+        rand_augment: number of operations of RandAugment (Cubuk et al., 2020), of magnitude 9; 0: none.
+        random_erasing: probability that a rectangle is filled with grey (Zhong et al., 2020).
     """
     from torchvision.transforms import v2  # type: ignore[import-untyped] # two seconds, only for image files
 
@@ -42,11 +51,39 @@ def training_transform(
         steps.append(v2.RandomResizedCrop(image_size, scale=area, ratio=CROP_SHAPES, antialias=True))
     if flip:
         steps.append(v2.RandomHorizontalFlip())
+    if rand_augment:
+        steps.append(v2.RandAugment(rand_augment, fill=GREY))
     if brightness or chroma:
         steps.append(partial(shift_colours, brightness=brightness, chroma=chroma))
     if cutout:
         steps.append(partial(cut_out, share=cutout))
+    if random_erasing:
+        steps.append(v2.RandomErasing(random_erasing, value=GREY))
     return cast(Transform, v2.Compose(steps))
+
+
+Mixture = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""uint8 [2, 3, S, S] and labels int64 [2] to one image, uint8 [3, S, S], and the shares of the classes, float32 [C]."""
+
+
+def mixture(mixup: float, cutmix: float, classes: int) -> Mixture | None:
+    """Returns what mixes two images by MixUp, by CutMix, or by either with equal probability; None: by neither.
+
+    Args:
+        mixup, cutmix: parameter α of the Beta distribution that an image's share is drawn from; 0: never.
+        classes: number C of classes.
+    """
+    from torchvision.transforms import v2
+
+    kinds = [
+        kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha
+    ]
+    return partial(_mix, kinds) if kinds else None
+
+
+def _mix(kinds: Sequence[Mixture], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    mixed, shares = kinds[int(torch.randint(len(kinds), ()))](images.float(), labels)  # MixUp refuses bytes
+    return mixed[0].round().to(torch.uint8), shares[0]
 
 
 def evaluation_transform(image_size: int, crop: float) -> Transform:

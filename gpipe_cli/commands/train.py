@@ -45,7 +45,7 @@ Groups (group=option; * is the default, unless the model chooses another):
 
 -m runs a sweep, --cfg job prints the whole configuration, --config-dir DIR adds YAML files of your own.
 Every key with its meaning: the YAML files in conf/. More: README.md and docs/.
-Also: gpipe-plan (before a run), gpipe-verify, -eval, -translate, -generate, -report, -bench and -export.
+Also: gpipe-plan (before a run), gpipe-verify, -eval, -translate, -generate, -predict, -report, -bench and -export.
 """  # --help prints this
 
 from __future__ import annotations

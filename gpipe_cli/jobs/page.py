@@ -13,12 +13,13 @@ from gpipe_cli.disk import read_bytes
 from gpipe_cli.jobs.trust import PATHS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
+from gpipe_cli.terminal.classes import classes_shown, draw_sheet
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
 from gpipe_cli.terminal.runs import FinishedRun, read_run
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, seconds_text, size_text
 from gpipe_cli.typed_section import typed
 
-PAGE, PLAN = "report.html", "plan.json"
+PAGE, PLAN, CLASSES = "report.html", "plan.json", "classes.json"
 WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 WORTH_IT = 0.02  # a plan that is less faster is none
@@ -48,7 +49,7 @@ def run_page(folder: Path, running: bool = False) -> Document:
         plan = read_json(planned, dict[str, dict[str, Any]])
     parts = {
         "Did it work": chain(
-            _did_it_work(run, rows), [Lines([] if running else damage + more)], _evaluated(rows, evaluations)
+            _did_it_work(run, rows), [Lines([] if running else damage + more)], _evaluated(folder, rows, evaluations)
         ),
         "Where did the time go": _where_time_went(run, rows, plan.get("own") or {}),
         "What would make it faster": _what_would_be_faster(run, plan),
@@ -83,7 +84,7 @@ def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
     )
 
 
-def _evaluated(rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Block]:
+def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Block]:
     """Yields the first and the last evaluation, loss, quality by language or class, and samples."""
     last = evaluations[-1] if evaluations else {}
     if last:
@@ -100,6 +101,8 @@ def _evaluated(rows: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Bloc
         yield Picture(str(plot(drawn, ("language", "BLEU"), "BLEU from the most to the least training data")))
     for sample in last.get("samples", ()):
         yield Facts(list(sample.items()))
+    if (folder / CLASSES).is_file():
+        yield from classes_shown(read_json(folder / CLASSES, dict[str, Any]))
 
 
 def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
@@ -210,6 +213,8 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
+    if (sheet := run.folder / "pictures" / "augmented.png").is_file():
+        yield Picture(str(draw_sheet(read_bytes(sheet, WHOLE))))
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
     named = {".".join(key.split(".")[:2]) for key, value in run.settings.items() if value is not None}
     files = [f"data.{key}" for key in PATHS if f"data.{key}" in named]  # which a command reads only if they are typed

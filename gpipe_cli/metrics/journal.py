@@ -10,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Settings
-from ..disk import DiskError, cannot_write, own_folder, write_whole, writing
+from ..data.images.source import SquareImages
+from ..data.source import Source
+from ..disk import DiskError, cannot_write, own_folder, whole_file, write_whole, writing
 from ..json_files import skipped
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .breakdown import mean_breakdown
+from .class_report import png, sheet
 from .metrics_file import MetricsFile, json_safe
 from .records import Evaluation, Progress, TrainedStep
 from .trace import Recording, draw_step, trace
 from .trackers import TensorBoard, Tracking
 
+CLASSES, AUGMENTED = "classes.json", "augmented.png"
+SHOWN = 25  # images
 SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
 SIMULATION_SHARE = 0.001  # of the run's time, for longer ones
 
@@ -52,6 +57,7 @@ class Notices:
     def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
     def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
+    def augmented(self, source: Source | None) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
     def picture(self, recordings: Sequence[Recording]) -> None: ...
     def summary(self, values: Mapping[str, Any]) -> None: ...
@@ -179,11 +185,25 @@ class Journal(Notices):
         with self._tried(self._evaluations_file.path):
             self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})
+        if result.classes:
+            with self._tried(self._run_dir / CLASSES):
+                write_whole(self._run_dir / CLASSES, json.dumps({"step": progress.step, **result.classes}) + "\n")
         told = {"numbers": json_safe(result.numbers), "signature": result.signature}
         self._emit({"kind": "evaluation", "step": progress.step, **told})
         if samples:
             self._emit({"kind": "samples", "rows": samples})
             self._track("samples", progress.step, samples)
+
+    def augmented(self, source: Source | None) -> None:
+        """Writes pictures/augmented.png: images as the network sees them in its first step."""
+        if not isinstance(source, SquareImages):
+            return
+        path = self._run_dir / "pictures" / AUGMENTED
+        with self._tried(path.parent):
+            own_folder(path.parent)
+            with whole_file(path) as draft:
+                draft.write_bytes(png(sheet(source.first_images(SHOWN))))
+            self._track("picture", path.stem, path)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
         """Writes one step of all ranks to trace/, and draws it."""

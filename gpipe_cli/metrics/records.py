@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..pipeline.step import StepPlan, StepResult
 
@@ -76,6 +77,7 @@ class Evaluation:
         signature: of sacreBLEU: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
         translations: all of them, language after language, on rank 0.
+        classes: result of `class_report`, on rank 0, of a task that predicts classes; else empty.
     """
 
     numbers: dict[str, float]
@@ -85,3 +87,4 @@ class Evaluation:
     signature: str | None = None
     effort: Mapping[str, int | None] = field(default_factory=dict)
     translations: Sequence[Sample] = ()
+    classes: Mapping[str, Any] = field(default_factory=dict)

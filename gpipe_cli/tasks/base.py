@@ -32,12 +32,14 @@ class Task(ABC):
         metrics: names of the sums that `evaluate` returns.
         unit: what `weight` counts: "examples" or "tokens".
         generation: how much an evaluation generates; None: nothing.
+        predicts: True if `predictions` gives the class of each example.
     """
 
     statistics: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ("loss",)
     unit: str = "examples"
     generation: GenerationSettings | None = None
+    predicts: bool = False
 
     def weight(self, targets: Tensors) -> float:
         """Returns the number of examples, or of tokens that are not padding."""
@@ -59,6 +61,10 @@ class Task(ABC):
             weight: of the evaluation set; positive.
         """
         return {name: sums[name] / weight for name in self.metrics}
+
+    def predictions(self, outputs: Tensors, targets: Tensors) -> Tensor:
+        """Returns for each example [label, predicted class, its probability], float64 [b, 3], on the device."""
+        raise NotImplementedError
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """Returns float32 [b, V] of the next token (−∞: never), from the last position of logits [b, t, V]."""

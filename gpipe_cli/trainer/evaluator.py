@@ -1,13 +1,17 @@
 """Evaluates through the pipeline, forward only, with the cells, messages and instruction lists of training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.source import Source
 from ..decoding.translation import Generator
 from ..distributed.pipeline import WorkerPipeline
+from ..metrics.class_report import class_report
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
 from .batches import BatchReader, evaluation_batches
@@ -27,6 +31,7 @@ class Evaluator:
     source: Source | None
     stop_requested: Callable[[], bool]
     generator: Generator | None
+    _predicted: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by mini-batch and micro-batch
 
     def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
@@ -54,8 +59,9 @@ class Evaluator:
             samples = self.generator.shown(translations)
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
+        classes = self._classes() if self.pipeline.task.predicts else {}
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
-        return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations)
+        return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations, classes)
 
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set, nothing where it is empty."""
@@ -63,11 +69,14 @@ class Evaluator:
         reader = None
         if self.source is not None:
             reader = BatchReader(evaluation_batches(self.source, pipeline.M, world.replica, world.replicas), pipeline)
+        self._predicted.clear()
         sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
-        weight = 0.0
+        weight, batches = 0.0, world.replica  # number of the mini-batch among those of all replicas
 
         def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             sums.add_(task.evaluate(outputs, targets).to(sums.device))  # nothing waits for a GPU
+            if task.predicts:
+                self._predicted[batches, micro_batch] = task.predictions(outputs, targets)
 
         while True:
             if reader is not None:
@@ -79,7 +88,16 @@ class Evaluator:
             weight += plan.total_weight
             if plan.signatures:
                 pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
+            batches += world.replicas
         message.write_metrics(sums.cpu())
         message.run()
         totals = dict(zip(task.metrics, message.read_metrics(), strict=True))
         return task.summarize(totals, weight) if weight else {}
+
+    def _classes(self) -> dict[str, Any]:
+        """Returns the report on the classes of all examples, on rank 0; every worker calls it at the same time."""
+        own = [[*place, found.tolist()] for place, found in self._predicted.items()]
+        self._predicted.clear()
+        parts = sorted(chain.from_iterable(self.pipeline.world.gather(own)))  # by mini-batch, then micro-batch
+        rows = list(chain.from_iterable(found for _, _, found in parts))
+        return class_report(rows, self.source) if rows else {}

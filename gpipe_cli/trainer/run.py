@@ -71,6 +71,8 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     trainer = assemble_training(context, config, assembly, journal, resumed)
     require_equal_replicas(assembly.pipeline)
     journal.open(trainer.progress, assembly.pipeline.schedule, assembly.pipeline.cut.table)
+    if trainer.progress.step == 0:
+        journal.augmented(assembly.source)
     trainer.run()
     summary = summarize(trainer, assembly, config)
     trainer.draw()

@@ -157,3 +157,12 @@ def test_classification_loss_is_a_sum_over_examples() -> None:
     assert task.weight(targets) == 2
     assert dict(zip(task.statistics, statistics.tolist(), strict=True)) == {"accuracy": 1.0, "examples": 2.0}
     assert task.evaluate((logits,), targets)[0].item() == pytest.approx(3 * LN2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_shares_of_one_class_alone_are_its_label(smoothing: float) -> None:
+    logits, labels = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 3, 1, 1, 2])
+    task, shares = ClassificationTask(smoothing), F.one_hot(labels, 4).double()
+    for method in (lambda targets: task.loss((logits,), targets)[0], lambda targets: task.evaluate((logits,), targets)):
+        torch.testing.assert_close(method((shares,)), method((labels,)))
+    assert task.loss((logits,), (0.25 * shares + 0.75 * shares.roll(1, 0),))[1][1] == 5
