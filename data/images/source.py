@@ -141,14 +141,12 @@ class ImageSource(SquareImages):
         self._check_counts(train, evaluation)
         train.bits = evaluation.bits = self._bits
         self._names, self.class_names = train.fingerprint(), train.class_names
-        augmented, plain = (
-            TransformedImages(train, training_transform(self._image_size, *self._augmentation)),
-            TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop)),
-        )
+        augmented = TransformedImages(train, training_transform(self._image_size, *self._augmentation))
+        plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
+        examples: tuple[Dataset[Any], Dataset[Any]] = augmented, plain
         if self._mixed is not None:
-            augmented, plain = MixedImages(augmented, *self._mixed), MixedImages(plain, 0, 0, self._classes)
-        collated = cast(Any, collate)
-        super().__init__(augmented, plain, self._batch_size, self._drop_last, collated, seed=self._seed)
+            examples = MixedImages(augmented, *self._mixed), MixedImages(plain, 0, 0, self._classes)
+        super().__init__(*examples, self._batch_size, self._drop_last, cast(Any, collate), seed=self._seed)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
@@ -265,10 +263,10 @@ class MixedImages(Dataset[MixedExample]):
         for read in pair:
             if isinstance(read, BrokenImage):
                 return read
-        images, labels = cast("MicroBatch", default_collate(pair))
-        return (
-            (images[0], one_hot(labels, self._classes)[0].float()) if self._mix is None else self._mix(images, labels)
-        )
+        images, labels = cast("tuple[Tensor, Tensor]", default_collate(pair))
+        if self._mix is not None:
+            return self._mix(images, labels)
+        return images[0], one_hot(labels, self._classes)[0].float()
 
 
 def collate(examples: list[Example | MixedExample]) -> MicroBatch | BrokenImage:

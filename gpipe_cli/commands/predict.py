@@ -41,7 +41,9 @@ def _predict(words: Sequence[str]) -> int:
         raise ConfigurationError("type gpipe-predict RUN FILES…")
     files = [str(file) for place in places[1:] for file in images_at(Path(place))]
     run = open_run(places[0], line.overrides, line.own.get("step", "last"), line.own.get("trust", ()))
-    config = {"settings": {**run.prepared.config, "data": source_of(run.prepared.config["data"], files)}}
+    config: dict[str, Any] = {
+        "settings": {**run.prepared.config, "data": source_of(run.prepared.config["data"], files)}
+    }
     config |= {"checkpoint": str(run.info.path.absolute()), "vocabulary": str(run.info.run_dir / "vocabulary")}
     for text in run.warnings:
         to_stderr(text)
