@@ -172,9 +172,10 @@ def prepare_directory(directory: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Returns one line for the console: the file, the reason, and the room that is left where it should lie."""
+    """Returns one line for the console: the file, the reason, and where it is room that lacks, how much is left."""
     reason = error.strerror or str(error)
-    return f"{path} cannot be written: {reason} ({room(path)})"
+    left = f" ({room(path)})" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{path} cannot be written: {reason}{left}"
 
 
 def room(path: Path) -> str:

@@ -145,9 +145,11 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
+            earlier = f"checkpoint.resume={self._run_dir}: earlier checkpoints are untouched"
+            again = earlier if files.step_directories(self._run_dir) else "the same again: this run had saved no step"
             raise DiskError(
-                f"worker {self._worker}, {action}: {cannot_write(path, error)}. Earlier checkpoints are untouched: "
-                f"free disk space or restore the right to write, then type checkpoint.resume={self._run_dir}"
+                f"worker {self._worker}, {action}: {cannot_write(path, error)}. Free disk space or restore the right "
+                f"to write, then type {again}"
             ) from error
 
 

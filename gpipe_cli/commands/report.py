@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe_cli.cpu import require_room_for_torch
-from gpipe_cli.disk import write_whole, writing
+from gpipe_cli.disk import DiskError, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.terminal.command import REFUSED, read_words, run_command, show, to_stderr
@@ -64,8 +64,9 @@ def _advise(folder: Path, trusted: list[str]) -> None:
 
     try:
         require_room_for_torch()
-        advise(str(folder), trusted)
-    except ConfigurationError as error:
+        with writing(folder):
+            advise(str(folder), trusted)
+    except (ConfigurationError, DiskError) as error:
         to_stderr(f"gpipe-report: no search for a faster pipeline: {error}")
         return
     write_page(folder, to_stderr)

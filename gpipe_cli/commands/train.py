@@ -98,7 +98,7 @@ def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     from gpipe_cli.jobs import job
     from gpipe_cli.launch.stop import stop_noted
 
-    started_at = time.time() - time.process_time()  # Python's start and the imports so far are CPU time
+    started_at = time.monotonic() - time.process_time()  # Python's start and the imports so far are CPU time
     codes: list[int] = []
     job.sweep = None
     try:

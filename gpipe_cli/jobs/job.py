@@ -11,8 +11,8 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint import files as checkpoints
-from gpipe_cli.checkpoint.compatibility import require_compatible
-from gpipe_cli.checkpoint.files import CheckpointInfo, refuse_another_run, step_directories, step_of
+from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatible
+from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
 from gpipe_cli.disk import DiskError, write_whole, writing
@@ -56,7 +56,7 @@ class EntryPoint:
 
     Attributes:
         entry: "package.module:function", called as `function(context, {"settings": …, …})` with the resolved
-            configuration; `run_job` adds "started_at", when the job began, in seconds since the epoch.
+            configuration; `run_job` adds "started_at", when the job began, by `time.monotonic`.
         preload: modules that are imported once for all workers; None: torch and the entry's own.
         conclude: shows the workers' result and returns the exit code.
         config_name: the YAML file of conf/ that holds the command's configuration.
@@ -73,7 +73,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
 
     Args:
         composed: without Hydra's own node.
-        started_at: when the command was started, in seconds since the epoch; each job of a sweep has its own start.
+        started_at: when the command was started, by `time.monotonic`; each job of a sweep has its own start.
 
     Returns:
         The exit code, and the final loss for Hydra's sweepers (NaN when the job failed).
@@ -99,7 +99,7 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
             with sole_writer(run_dir), record:
                 prepared = prepare(composed)
                 config = _with_checkpoint(prepared, run_dir, place, console)
-                config = {"settings": config, "started_at": time.time() if is_sweep else started_at}
+                config = {"settings": config, "started_at": time.monotonic() if is_sweep else started_at}
                 result = _start(prepared, config, run_dir, program, console, record)
                 record.begin()
                 if program.conclude is not None:
@@ -136,6 +136,7 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, place, console)
     refuse_another_run(run_dir, resumed)
+    refuse_unknown(section.allow_changes, config, resumed)
     paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
         config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
@@ -143,6 +144,15 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
         begun = _begun_with(Path(section.init_from).expanduser(), console)
         paths = {"resume": None, "init_from": str(begun.absolute())}
     return {**config, "checkpoint": {**config["checkpoint"], **paths}}
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Names the key whose value a refusal of a checkpoint is about."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from error
 
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
@@ -160,9 +170,11 @@ def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, A
 def _begun_with(path: Path, console: Console) -> Path:
     """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for."""
     if is_foreign(path):
-        weight_files(path)  # refuses a folder that is not complete, before workers start
+        with naming("checkpoint.init_from"):
+            weight_files(path)  # refuses a folder that is not complete, before workers start
         return path
-    info, warnings = checkpoints.choose(path)
+    with naming("checkpoint.init_from"):
+        info, warnings = checkpoints.find(path)
     console.warn(*warnings)
     return info.path
 
@@ -174,7 +186,8 @@ def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) ->
         return None
     typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
     own_place = typed_place or place.mode == RunMode.MULTIRUN
-    found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
+    with naming("checkpoint.resume"):
+        found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
     console.warn(*warnings)
     if found is not None:
         require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)

@@ -27,7 +27,7 @@ class Totals:
     """Collects the figures of steps for the summary.
 
     Attributes:
-        first_step_at: time.time() when the first step had ended.
+        first_step_at: `time.monotonic` when the first step had ended.
     """
 
     first_step_at: float | None = None
@@ -38,7 +38,7 @@ class Totals:
     def add(self, step: TrainedStep) -> None:
         """Adds one training step."""
         if self.first_step_at is None:
-            self.first_step_at = time.time()
+            self.first_step_at = time.monotonic()
         if self._steps == WARM_UP:
             self._recent.clear()
         self._steps += 1

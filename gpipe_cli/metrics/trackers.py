@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from ..disk import own_folder
+from ..disk import own_folder, write_whole
 
 FINISH_SECONDS = 30.0  # that the end of a run waits for it
 
@@ -88,7 +88,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Tracks by Weights & Biases; takes the arguments of wandb.init, and its environment variables."""
+    """Tracks by Weights & Biases; takes the arguments of wandb.init, and its environment variables.
+
+    A run that is resumed in its own directory goes on under the id that it had, kept in `wandb/id`.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._options, self._step = {"project": "gpipe", **options}, 0  # a call without it would begin another step
@@ -97,8 +100,13 @@ class WandB:
         import wandb  # slow
 
         own = {"config": dict(config), "dir": str(run_dir), "name": run_dir.name}
+        kept, resumed = run_dir / "wandb" / "id", config["checkpoint"]["resume"]
+        if resumed is not None and Path(resumed).is_relative_to(run_dir.absolute()) and kept.is_file():
+            own |= {"id": kept.read_text(), "resume": "allow"}
         self._wandb, settings = wandb, wandb.Settings(console="off")
         self._run = wandb.init(**{**own, "settings": settings, **self._options})
+        kept.parent.mkdir(exist_ok=True)
+        write_whole(kept, self._run.id)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._step = step

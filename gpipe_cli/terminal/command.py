@@ -36,7 +36,7 @@ FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes: failed; wrong configurat
 def run_command(
     name: str,
     arguments: Sequence[str] | None,
-    page: str,
+    page: str | None,
     work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
@@ -47,13 +47,18 @@ def run_command(
     Args:
         name: of the command, printed before the reason of a refusal.
         arguments: the words of the command line; None: those of this process.
-        page: of --help.
+        page: of --help; None: python -OO has left it out.
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: of a command that trains: prints the reason of a refusal or a failure; None: on standard error.
         needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
     open_closed_streams()
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        to_stderr(f"{name}: the working directory has been deleted: change to one that exists")
+        return REFUSED
     words = list(sys.argv[1:] if arguments is None else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         if sys.stdout.isatty():
@@ -65,7 +70,11 @@ def run_command(
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):
-            show(page.rstrip("\n"))
+            show(
+                (
+                    page or f"{name}: PYTHONOPTIMIZE=2 leaves out the help: type PYTHONOPTIMIZE=1 before the command"
+                ).rstrip()
+            )
             return REFUSED if needs_words and not words else 0
         if "--version" in words:
             show(f"{name} {__version__}")

@@ -35,7 +35,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         context: this worker's place in the job.
-        config: "settings", the resolved configuration as plain values; optionally "started_at", `time.time()`,
+        config: "settings", the resolved configuration as plain values; optionally "started_at", by `time.monotonic`,
             and "restarts" of the run so far.
 
     Returns:
@@ -101,7 +101,7 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
     """Returns the content of summary.json; every worker calls it at the same time."""
     progress, totals, pipeline = trainer.progress, trainer.totals, assembly.settings.pipeline
     world, cut = assembly.world, assembly.pipeline.cut
-    now = time.time()
+    now = time.monotonic()
     started = float(config.get("started_at", now))
     return {
         "steps": progress.step,

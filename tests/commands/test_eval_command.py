@@ -206,4 +206,5 @@ def test_a_refusing_disk_is_told(options: str, reason: str, tmp_path: Path, caps
         assert export.main([str(tmp_path / "run"), f"output={disk / 'model.safetensors'}"]) == 2
         assert not list(disk.iterdir())
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"model.safetensors: {disk}" in line and f"cannot be written: {reason} (room left: " in line
+    assert f"model.safetensors: {disk}" in line and f"cannot be written: {reason}" in line
+    assert ("room left: " in line) == (options != "ro")

@@ -1,5 +1,6 @@
 """Tests gpipe-report with whole and broken runs of gpipe-train."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -88,6 +89,19 @@ def test_broken_runs_are_named_and_the_others_shown(sweep: Path, tmp_path: Path,
 def test_a_file_stands_for_its_run(sweep: Path, tmp_path: Path) -> None:
     folder = sweep / "3_pipeline.K=4,pipeline.M=4"
     assert len(report(tmp_path / "out", folder / "summary.json", folder)) == 1
+
+
+def test_a_run_that_belongs_to_somebody_else_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    theirs = make_run(tmp_path / "run", 2, 4, 60.0)
+
+    def refused(folder: str, trusted: list[str]) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(Path(folder) / "plan.json"))
+
+    monkeypatch.setattr("gpipe_cli.commands.plan.advise", refused)
+    assert len(report(tmp_path / "out", theirs)) == 1
+    assert "plan.json cannot be written: Permission denied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["output=x"], ["out=x", "y"], ["--runs=x", "y"], ["nowhere"]])

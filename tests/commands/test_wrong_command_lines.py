@@ -36,7 +36,7 @@ CASES = {  # command line to what the answer must contain
     "train optimizer=adamw optimizer.eps=[1,2]": "optimizer.eps=[1,2]: should be a valid number",
     "train optimizer.rest.eps=abc": "optimizer.rest.eps=abc: should be a valid number",
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
-    "train checkpoint.resume=nowhere": "nowhere holds no complete checkpoint",
+    "train checkpoint.resume=nowhere": "checkpoint.resume: nowhere holds no complete checkpoint",
     f"train checkpoint.resume={'a' * 300}": "a/manifest.json: File name too long",
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",
     "train data=parallel_text data.root=": "data.root is not set: type data.root=FOLDER",  # $UNSET
@@ -72,6 +72,9 @@ CASES = {  # command line to what the answer must contain
     "eval step=1 step=2": "step=2: give step one value",
     "translate --config-dir=a": "--config-dir=a: keys have no dashes",
     "train experiment=nmt": "did you mean experiment=nmt/bilingual or",
+    "train checkpoint.init_from=nowhere": "checkpoint.init_from: nowhere holds no complete checkpoint",
+    "train checkpoint.allow_changes=[pipline]": "[pipline]: there is no key pipline; did you mean pipeline?",
+    "train checkpoint.init_except=[head]": "set checkpoint.init_from, too",
     "train model=null": "model=null: model needs one of amoebanet, layers, module, ",
     "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
@@ -109,6 +112,19 @@ def test_the_answer_names_the_mistake(case: str, here: Path, capsys: Capture) ->
     written = capsys.readouterr()
     check(case, code, written.out + written.err)
     assert list(here.iterdir()) == []
+
+
+def test_a_deleted_working_directory_is_told_in_one_line(here: Path, capsys: Capture) -> None:
+    here.rmdir()
+    assert import_module("gpipe_cli.commands.export").main(["run"]) == 2
+    assert (
+        capsys.readouterr().err == "gpipe-export: the working directory has been deleted: change to one that exists\n"
+    )
+
+
+def test_python_without_docstrings_has_no_help_and_no_traceback(tmp_path: Path) -> None:
+    done = command("export", "--help", cwd=tmp_path, PYTHONOPTIMIZE="2")
+    assert done.returncode == 0 and "PYTHONOPTIMIZE=2 leaves out the help" in done.stdout
 
 
 def test_a_link_that_leads_nowhere_is_refused(here: Path, capsys: Capture) -> None:

@@ -21,7 +21,7 @@ def train_inline(
     config = checked("launch.inline=true", "logging.tensorboard=false", *overrides).config
     run_dir.mkdir(parents=True, exist_ok=True)
     events: list[dict[str, Any]] = []
-    job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.time()})
+    job = Job(run_dir, 1, "gpipe_cli.trainer.run:main", {"settings": config, "started_at": time.monotonic()})
     return launch_inline(job, on_event or events.append), events
 
 

@@ -39,7 +39,7 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
     apart = any(word.startswith(("pipeline.workers=", "pipeline.replicas=")) for word in typed)
     config = prepare(composed("verify", [*typed, *(() if apart else ("launch.inline=true",))])).config
     run_dir.mkdir(parents=True, exist_ok=True)
-    job = {"settings": config, "started_at": time.time(), "fault": fault}
+    job = {"settings": config, "started_at": time.monotonic(), "fault": fault}
     report = launch_program(EntryPoint(f"{__name__}:main", ("torch", __name__)), job, run_dir, lambda event: None)
     assert isinstance(report, dict)
     return report

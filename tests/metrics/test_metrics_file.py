@@ -84,6 +84,7 @@ def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
         train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")
     text = str(caught.value)
     assert "\n" not in text and "step_00000001.partial cannot be written: No space left on device (room left:" in text
+    assert text.endswith("type the same again: this run had saved no step")
 
 
 def test_a_run_goes_on_although_the_metrics_find_no_room(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     words = ["debug=tiny", "pipeline.K=4", "pipeline.M=3", "pipeline.workers=2", "pipeline.schedule=1f1b"]
     words += ["trainer.steps=3", "trainer.trace_steps=[2,3]", "trainer.evaluate_first=false", "logging.every=3"]
     words += ["trainer.evaluate_every=null", "task.generation=null", "logging.tensorboard=false"]
-    content = {"settings": checked(*words).config, "started_at": time.time()}
+    content = {"settings": checked(*words).config, "started_at": time.monotonic()}
     job = Job(directory, 2, "gpipe_cli.trainer.run:main", content, preload=("torch", "torch.distributed"))
     return Run(directory, launch(job, lambda event: None))
 

@@ -84,13 +84,28 @@ def test_wandb_gets_a_whole_step_so_that_it_drops_nothing(tmp_path: Path, monkey
                 kept.append((self.present, set(numbers)))
                 self.present += step is None
 
-    run = Run(summary={}, finish=lambda: None)
+    run = Run(summary={}, finish=lambda: None, id="a1")
     module = SimpleNamespace(Settings=dict, init=lambda **_: run, Html=str, Image=str)
     monkeypatch.setitem(sys.modules, "wandb", module)
     words = ["trainer.steps=4", "trainer.evaluate_every=2", "trainer.trace_steps=[2,3]", "logging.every=1"]
     train_inline(tmp_path, *SHORT, *words, "logging.trackers=[wandb]")
     assert [step for step, numbers in kept if "train/loss" in numbers] == [1, 2, 3, 4]
     assert [step for step, numbers in kept if "evaluation/nll" in numbers] == [0, 2, 4]
+
+
+def test_a_run_that_goes_on_keeps_its_id_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> SimpleNamespace:
+        given.append((options.get("id"), options.get("resume")))
+        return SimpleNamespace(id=options.get("id") or f"new{len(given)}")
+
+    given: list[tuple[str | None, str | None]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Settings=dict, init=init))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    for place, resume in (("run", None), ("run", checkpoint), ("elsewhere", checkpoint), ("run", None)):
+        (tmp_path / place).mkdir(exist_ok=True)
+        config = {"checkpoint": {"resume": None if resume is None else str(resume)}}
+        trackers.WandB().start(config, tmp_path / place)
+    assert given == [(None, None), ("new1", "allow"), (None, None), (None, None)]
 
 
 def test_wandb_keeps_the_run_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
