@@ -18,9 +18,18 @@ from torch import Tensor
 from benchmarks.common import Row, report
 from benchmarks.traced.modules import Subject, subject
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.difference import NO_LAYER, judge_tensors, measure
+from gpipe_cli.comparison.difference import NO_LAYER, judge_tensors, measure
+from gpipe_cli.comparison.module_itself import (
+    ROUNDING,
+    Given,
+    Itself,
+    SameNoise,
+    by_kind,
+    compare,
+    example_of,
+    maker_of,
+)
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory.module_itself import ROUNDING, Given, Itself, SameNoise, by_kind, compare, example_of, maker_of
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.traced.layers import layers
 from gpipe_cli.models.traced.recording import quiet
@@ -118,7 +127,7 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Mem
     worst = max(both, key=lambda quantity: quantity.relative)
     said = [str(difference) for quantity in both for difference in quantity.beyond[:3]]
     where = "; ".join(said) or (f"at {worst.worst}" if worst.relative else "")
-    where += f"; in float64, for in float32 {compared.float32}" if compared.float32 else ""
+    where += f"; in float64, for before {compared.narrow}" if compared.narrow else ""
     same = all(torch.equal(run[name], value) for run in runs[1:] for name, value in runs[0].items())
     return Finding(len(builders), seconds, math.inf if said else worst.relative, same, where)
 

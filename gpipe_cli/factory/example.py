@@ -38,10 +38,19 @@ def asks_for_example(model: Mapping[str, Any]) -> bool:
     return asks or (isinstance(inner, Mapping) and asks_for_example(inner))
 
 
-def with_example(model: Mapping[str, Any], inputs: Sequence[Tensor]) -> dict[str, Any]:
-    """Returns the section with ``example``, (type, shape) of each input of a micro-batch, where it is asked for."""
-    if not asks_for_example(model):
-        return dict(model)
-    if EXAMPLE not in parameters_of(model):
-        return {**model, INNER: with_example(model[INNER], inputs)}
-    return {**model, EXAMPLE: [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in inputs]}
+def with_example(settings: Settings, inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns the section `model`; where it asks for ``example``, with (type, shape) of each input of a micro-batch.
+
+    A function with an argument ``autocast`` gets the run's, as what it traces depends on it.
+    """
+    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in inputs]
+    given = {EXAMPLE: shapes, "autocast": settings.precision.autocast}
+
+    def completed(model: Mapping[str, Any]) -> dict[str, Any]:
+        if not asks_for_example(model):
+            return dict(model)
+        if EXAMPLE not in parameters_of(model):
+            return {**model, INNER: completed(model[INNER])}
+        return {**model, **{name: value for name, value in given.items() if name in parameters_of(model)}}
+
+    return completed(settings.model)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ..checkpoint.files import RunState, choose
 from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
 from ..checkpoint.writer import CheckpointWriter
+from ..comparison.at_start import compare_at_start, is_traced, key_of_module, mean_loss, refuse_fewer
+from ..comparison.module_itself import Given, example_of, maker_of
 from ..config import PipelineConfig
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError, Problems
-from ..factory.kept_comparison import compare_at_start, is_traced, mean_loss, refuse_fewer
-from ..factory.module_itself import Given, example_of, maker_of
 from ..layers import LayerBuilder, name_used_twice, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
@@ -82,6 +82,7 @@ class Pipeline(WorkerPipeline):
         replicas: int = 1,
         steps: int = 0,
         group: dist.ProcessGroup | None = None,
+        trust: bool = False,
     ) -> Pipeline:
         """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
 
@@ -93,6 +94,7 @@ class Pipeline(WorkerPipeline):
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
             steps: that the program will take, for layers with `begin_step`.
             group: the processes that run it; None: all.
+            trust: True if a module may train though it is too large to be compared with its layers.
 
         Raises:
             ConfigurationError: the layers cannot be cut or run so.
@@ -108,7 +110,8 @@ class Pipeline(WorkerPipeline):
             raise ConfigurationError("Pipeline.of(layers, loss, example): a function or task, and (inputs, targets)")
         micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
         refuse_unlike_lengths(*micro_batch)
-        builders = traced(layers, micro_batch[0], seed) if isinstance(layers, nn.Module) else _listed(layers)
+        traced_as = (micro_batch[0], seed, autocast, trust)
+        builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else _listed(layers)
         world = join_torchrun(replicas, device, backend, group)
         config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
@@ -121,7 +124,7 @@ class Pipeline(WorkerPipeline):
         made = cls(builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context)
         for cell in made.cells:
             cell.guard_buffers()
-        refuse_fewer(made.layers, agreed[1])
+        refuse_fewer(made.layers, *agreed[1])
         made._steps, made.engine.frees_peers = steps, True
         return made
 
@@ -373,9 +376,12 @@ class Pipeline(WorkerPipeline):
         return list(zip(*pieces, strict=True))
 
 
-def traced(module: nn.Module, inputs: Tensors, seed: int) -> list[LayerBuilder]:
+def traced(
+    module: nn.Module, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
+) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
-    of = TracedFrom(partial(copied, module), Call(mean=None), seed)
+    dtype = None if autocast is None else str(autocast).removeprefix("torch.")
+    of = TracedFrom(partial(copied, module), Call(mean=None), seed, dtype, trust)
     return traced_layers(of, example_of(inputs), torch.float32)
 
 
@@ -392,16 +398,16 @@ def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
 
 def _agreed_or_refusal(
     builders: Sequence[LayerBuilder], config: PipelineConfig, workers: int, micro_batch: MicroBatch, task: Task
-) -> tuple[dict[str, Any], int] | str:
+) -> tuple[dict[str, Any], list[int]] | str:
     """Returns the cut, and the fewest examples of a micro-batch; or why a worker refuses: then all workers raise.
 
     A traced module is compared with itself first, as gpipe-train does at a start.
     """
     try:
-        cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), 1
+        cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), [1, 1]
         if is_traced(builders):
             given = Given([micro_batch], mean_loss(task), lambda named: torch.optim.SGD([p for _, p in named], 0.01))
-            fewest = compare_at_start(builders, given, None, lambda _: None, partial(warnings.warn, stacklevel=4))
+            fewest = compare_at_start(builders, given, key_of_module(builders, task), lambda _: None)
         return cut, fewest
     except ConfigurationError as error:
         return str(error)

@@ -72,7 +72,7 @@ class Planner:
     def __init__(self, settings: Settings, options: Options) -> None:
         if asks_for_example(settings.model):
             (inputs, _), _ = example_micro_batch(settings, 1, options.longest)
-            settings = replace(settings, model=with_example(settings.model, inputs))
+            settings = replace(settings, model=with_example(settings, inputs))
         self.settings, self.options = settings, options
         groups = Groups(settings.optimizer)
         self.builders = groups.frozen_in(build_model(settings.model, settings.seed))

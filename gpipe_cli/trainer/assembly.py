@@ -108,7 +108,7 @@ def assemble_model(
     with context.where.doing("reading the first mini-batch"):
         read = first_batch(cast(Source, source), config.M, world.replicas) if world.rank == 0 else None
     if builders is None:
-        model = world.broadcast(lambda: with_example(settings.model, cast(Batch, read).micro_batches[0][0]))
+        model = world.broadcast(lambda: with_example(settings, cast(Batch, read).micro_batches[0][0]))
         settings = replace(settings, model=model)
         builders = list_layers(context, settings, world, trains, journal.message)
     with context.where.doing("cutting the model"):

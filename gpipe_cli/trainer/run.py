@@ -12,13 +12,13 @@ import torch._dynamo  # every optimizer imports it when it is made; imported her
 
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import open_checkpoint, read_manifest, vocabulary_folder
+from ..comparison.at_start import compare_at_start, given_by, is_traced, key_of, refuse_fewer
+from ..comparison.module_itself import maker_of
 from ..config import BEFORE_CHOICE, Settings
 from ..data.source import Source
 from ..disk import writing
 from ..errors import ConfigurationError
 from ..factory.build import build_task, build_trackers, try_lr_schedule
-from ..factory.kept_comparison import compare_at_start, given_by, is_traced, refuse_fewer
-from ..factory.module_itself import maker_of
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..version import __version__
@@ -84,17 +84,16 @@ def compare_module(assembly: Assembly, journal: Notices) -> None:
     """Compares a traced module with itself on rank 0, while the other ranks wait for the result.
 
     Raises:
-        ConfigurationError: they differ.
+        ConfigurationError: they differ, or cannot be compared.
     """
     settings, world, builders = assembly.settings, assembly.world, assembly.builders
 
-    def compared() -> int:
+    def compared() -> list[int]:
         batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
         given = given_by(settings, assembly.pipeline.task, batch.micro_batches)
-        return compare_at_start(builders, given, settings, journal.message, journal.warn)
+        return compare_at_start(builders, given, key_of(settings), journal.message)
 
-    fewest = int(world.broadcast(compared))
-    refuse_fewer(assembly.pipeline.layers, fewest)
+    refuse_fewer(assembly.pipeline.layers, *world.broadcast(compared))
 
 
 def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comparison.difference import NO_LAYER, Difference, Key, Quantity, judge, measure
 from ..config import Settings
-from ..difference import NO_LAYER, Difference, Key, Quantity, judge, measure
 from ..factory.groups import Groups
 from ..layers import own_name
 from . import compare as c

@@ -5,9 +5,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..comparison.at_start import ModuleReport
+from ..comparison.difference import (
+    MISSING,
+    NO_LAYER,
+    Difference,
+    Gap,
+    Key,
+    Quantity,
+    judge,
+    judge_tensors,
+    may_be_rounding,
+)
 from ..config import Settings
-from ..difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge, judge_tensors, may_be_rounding
-from ..factory.kept_comparison import ModuleReport
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown
 from .record import Fingerprint, Point, number_gap

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..comparison.difference import Key, norm_of_all
+from ..comparison.module_itself import averaged_over_a_mini_batch
 from ..config import Settings
 from ..cpu import seeded
-from ..difference import Key, norm_of_all
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..factory.groups import GroupKey, Groups
-from ..factory.module_itself import averaged_over_a_mini_batch
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checkpoint.layer_state import LayerState, copied, named_tensors
-from ..difference import Gap
+from ..comparison.difference import Gap
 from ..pipeline.messages.grouping import as_tensors
 from ..pipeline.step import StepResult
 from ..schedule.instruction import Op

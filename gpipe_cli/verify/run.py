@@ -19,15 +19,15 @@ import torch._dynamo  # every optimizer made imports it; here it is imported onc
 from torch import Tensor
 
 from ..checkpoint.files import checkpoints_directory, latest
+from ..comparison.at_start import ModuleReport, compare_with_module, given_by, is_traced, key_of
+from ..comparison.difference import Quantity
 from ..config import Settings
 from ..data.source import Source, no_report
-from ..difference import Quantity
 from ..disk import write_whole
 from ..distributed.world import World
 from ..errors import ConfigurationError
 from ..factory.build import build_model, build_source, build_task
 from ..factory.example import asks_for_example, with_example
-from ..factory.kept_comparison import ModuleReport, compare_with_module, given_by, is_traced
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
@@ -78,11 +78,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def compare_module(settings: Settings) -> ModuleReport | None:
-    """Compares the layers of a traced module with the module itself, in float32; None for other models.
-
-    Args:
-        settings: as configured, whatever `verify.dtype`.
-    """
+    """Compares the layers of a traced module with the module itself, whatever `verify.dtype`; None for other models."""
     if not asks_for_example(settings.model):
         return None
     source = build_source(settings.data, settings.seed, settings.task)
@@ -91,11 +87,11 @@ def compare_module(settings: Settings) -> ModuleReport | None:
     batch = next(training_batches(source, None, pipeline.M, 0, pipeline.replicas), None)
     if batch is None:  # the run has said so
         return None
-    builders = build_model(with_example(settings.model, batch.micro_batches[0][0]), settings.seed)
+    builders = build_model(with_example(settings, batch.micro_batches[0][0]), settings.seed)
     if not is_traced(builders):
         return None
     given = given_by(settings, build_task(settings.task, settings.seed), batch.micro_batches)
-    return compare_with_module(builders, given, settings)
+    return compare_with_module(builders, given, key_of(settings))
 
 
 # -- one verification --------------------------------------------------------------------------------------------------

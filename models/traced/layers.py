@@ -8,7 +8,7 @@ from __future__ import annotations
 from base64 import b85decode, b85encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -50,6 +50,8 @@ def layers(
     labels: Sequence[str] | None = None,
     ignored: int | None = None,
     float_type: str = "float32",
+    autocast: str | None = None,
+    trust: bool = False,
 ) -> list[LayerBuilder]:
     """Returns the layers of a traced module; their parameters keep the module's own names.
 
@@ -58,7 +60,9 @@ def layers(
         example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
         seed: for which its weights are drawn, as after ``torch.manual_seed(seed)``.
         inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: see `Call`.
-        float_type: of the parameters that the layers will have when they run: those in float32 are traced as such.
+        float_type: type that the parameters will have when the layers run; those in float32 are traced as such.
+        autocast: type of the autocast that the layers will run under.
+        trust: True if the layers may train without having been compared with the module.
 
     Raises:
         TraceError: the module cannot be traced; the message says where and what to do.
@@ -71,8 +75,9 @@ def layers(
         )
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
-    key = repr((*made_by, example, seed, call, float_type))  # as good as identity: what it stands for is kept beside it
-    of = TracedFrom(InFloat32(module), call, seed)
+    # As good as identity: what it stands for is kept beside it.
+    key = repr((*made_by, example, seed, call, float_type, autocast, trust))
+    of = TracedFrom(InFloat32(module), call, seed, autocast, trust)
 
     def known(text: str | None = None) -> Traced:
         if key not in _known:
@@ -172,14 +177,17 @@ class TracedLayer(nn.Module):
 
     Args:
         training, evaluation: the compiled graphs.
-        conditions: that the sizes of the inputs must fulfil.
+        conditions: conditions that the sizes of the inputs must fulfil.
+        autocast: type of the autocast under which the module was traced; None: under none.
     """
 
     graph_varies = False  # see the engine's cells
 
-    def __init__(self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition]) -> None:
+    def __init__(
+        self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition], autocast: str | None
+    ) -> None:
         super().__init__()
-        self._forwards, self._conditions = (evaluation, training), conditions
+        self._forwards, self._conditions, self._autocast = (evaluation, training), conditions, autocast
 
     def forward(self, argument: Tensor | tuple[Tensor, ...]) -> Any:
         tensors = (argument,) if isinstance(argument, Tensor) else argument
@@ -187,12 +195,22 @@ class TracedLayer(nn.Module):
             if not condition.holds(tensors):
                 sizes = " and ".join(" × ".join(map(str, tensor.shape)) for tensor in tensors)
                 raise SizeError(f"the module was traced for inputs where {condition}, and gets {sizes}")
-        return self._forwards[self.training](self, *tensors)
+        with self._context(tensors[0].device.type):
+            return self._forwards[self.training](self, *tensors)
 
-    def require(self, examples: int) -> None:
-        """Makes the layer refuse micro-batches of fewer examples."""
-        least = SizeCondition(f"tensors[0].size()[0] >= {examples}", "with fewer the module itself does something else")
-        self._conditions = (*self._conditions, least)
+    def _context(self, device: str) -> AbstractContextManager[Any]:
+        """Returns the autocast that its code was traced for, which a run has entered but not who measures its cost."""
+        if self._autocast is None or device == "meta" or torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, getattr(torch, self._autocast), cache_enabled=False)
+
+    def require(self, examples: int, tokens: int) -> None:
+        """Makes the layer refuse fewer examples, and texts of fewer tokens, where these numbers are more than 1."""
+        other = "with fewer the module itself does something else"
+        texts = "tensor.size()[1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()"
+        codes = {f"tensors[0].size()[0] >= {examples}": examples, f"min({texts}) >= {tokens}": tokens}
+        least = [SizeCondition(code, other) for code, number in codes.items() if number > 1]
+        self._conditions = (*self._conditions, *least)
 
 
 class Weights:
@@ -292,7 +310,7 @@ class LayerMaker:
         if self._forwards is None:
             self._forwards = segment.training.compiled(segment.name), segment.evaluation.compiled(segment.name)
         tensors = self._weights.take(segment.held.values())
-        layer = TracedLayer(*self._forwards, segment.conditions)
+        layer = TracedLayer(*self._forwards, segment.conditions, self.traced_from.autocast)
         for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)
             with torch.device("meta"):

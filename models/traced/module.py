@@ -1,6 +1,7 @@
 """Calls a module with a micro-batch's tensors: which argument each becomes, which part of its answer is the output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
@@ -52,12 +53,23 @@ class TracedFrom:
     Attributes:
         constructor: makes the module, without arguments.
         call: how it is called.
-        seed: of torch, numpy and Python when it is made.
+        seed: seed of torch, numpy and Python when it is made.
+        autocast: type of the autocast that it runs under, as "bfloat16"; None: it runs under none.
+        trusted: True if it may train without having been compared with its layers.
     """
 
     constructor: Constructor
     call: Call
     seed: int
+    autocast: str | None = None
+    trusted: bool = False
+
+
+def autocast_of(dtype: str | None) -> AbstractContextManager[Any]:
+    """Returns the context of a forward on the CPU: autocast without its cache, as in a run; None: no autocast."""
+    if dtype is None:
+        return nullcontext()
+    return torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False)
 
 
 class InFloat32:

@@ -8,9 +8,7 @@ time, where a constructor fills one after the other.
 
 from __future__ import annotations
 
-import gc
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -20,7 +18,6 @@ from io import StringIO
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -81,30 +78,6 @@ def plainly() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-class Generators:
-    """Watches the random generators of Python and numpy, wherever code keeps them."""
-
-    def __init__(self) -> None:
-        kinds = (random.Random, np.random.Generator, np.random.RandomState)
-        self._watched = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
-        self._before = self._states()
-
-    def drawn_from(self) -> set[str]:
-        """Returns the kinds of those from which numbers have been drawn since the last call."""
-        before, self._before = self._before, self._states()
-        moved = zip(self._watched, before, self._before, strict=True)
-        return {f"{type(one).__module__}.{type(one).__name__}" for one, old, new in moved if old != new}
-
-    def _states(self) -> list[str]:
-        return [str(_state(one)) for one in self._watched]
-
-
-def _state(one: Any) -> Any:
-    if isinstance(one, random.Random):
-        return None if isinstance(one, random.SystemRandom) else one.getstate()
-    return one.bit_generator.state if isinstance(one, np.random.Generator) else one.get_state()
 
 
 class _View:

@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...cpu import seeded
 from .flatten import CUMULATIVE, Flat, flatten, place_of
-from .module import Call, TracedFrom, Untraceable
+from .module import TracedFrom, Untraceable, autocast_of
 from .recording import ConstructorRecord, NotRecordable, recorded
 from .refusals import TraceError, explained, name_of, refuse_module, told_with_place
 from .traceable import Traceable, fixed_at, traceable
@@ -132,13 +132,13 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
             if isinstance(part, _BatchNorm) and part.momentum is None:
                 part.momentum = CUMULATIVE
         _widen(module, float_type)
-        return replace(_traced(module, of.call, recording, example, fake), seconds=time.process_time() - began)
+        return replace(_traced(module, of, recording, example, fake), seconds=time.process_time() - began)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
 
 
 def _traced(
-    module: nn.Module, call: Call, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode
+    module: nn.Module, of: TracedFrom, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode
 ) -> Trace:
     with torch.no_grad():  # which code may do that changes weights where the mode changes
         module.train()
@@ -151,7 +151,7 @@ def _traced(
         held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
     aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
     persistent = {*module.state_dict().keys()}
-    programs = _programs(Traceable(module, call), example, fake)
+    programs = _programs(Traceable(module, of.call), example, fake, of.autocast)
     constants: dict[str, Tensor] = {}
     graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
@@ -169,24 +169,24 @@ def _traced(
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:
-    """Replaces float32 tensors one by one, as `nn.Module.to` refuses fake parameters."""
+    """Replaces floating-point tensors one by one, as `nn.Module.to` refuses fake parameters."""
     wide: dict[int, Tensor] = {}
     for part in module.modules() if float_type is not torch.float32 else ():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
-                if tensor is not None and tensor.dtype is torch.float32:
+                if tensor is not None and tensor.is_floating_point():
                     value = tensor.detach().to(float_type)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     made = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
                     held[name] = wide.setdefault(id(tensor), made)  # type: ignore[assignment]
 
 
-def _programs(called: Traceable, example: Example, fake: FakeTensorMode) -> list[ExportedProgram]:
+def _programs(called: Traceable, example: Example, fake: FakeTensorMode, autocast: str | None) -> list[ExportedProgram]:
     """Exports a module for training and for evaluation; its code's printing is suppressed."""
     with fake:  # without values; two examples, because torch.export takes a size of 1 for a constant
         inputs = tuple(torch.zeros(2, *shape[1:], dtype=getattr(torch, dtype)) for dtype, shape in example)
     try:
-        with traceable():
+        with traceable(), autocast_of(autocast):
             training = _export(called, inputs)
             with torch.no_grad():  # as evaluation runs, which code may ask
                 return [training, _export(called.eval(), inputs)]

@@ -46,7 +46,7 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     """Runs two steps: the first learns the boundaries, the second is counted; ``inputs`` are given by cell."""
     pipeline, task = settings.pipeline, build_task(settings.task)
     micro_batch, _ = example_micro_batch(settings, pipeline.M, False)
-    builders = build_model(with_example(settings.model, micro_batch[0]))
+    builders = build_model(with_example(settings, micro_batch[0]))
     cut = cut_model(builders, pipeline, world.workers, micro_batch)
     shape, autocast = BatchShape.of(micro_batch), build_autocast(settings.precision, CPU)
     between = boundary_type_of(settings.precision)

@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Who may import whom: the rooms of the house, from the ground up. A module may import from its own room and from those
 # named beside it, whether at its top, inside a function or for type checking only. `docs/design.md` draws the same.
-FILES = "config cpu ctrl_c difference disk errors gpus json_files layers micro_batch parent position svg typed_section"
+FILES = "config cpu ctrl_c disk errors gpus json_files layers micro_batch parent position svg typed_section"
 GROUND = {"", "version", *FILES.split()}  # single files that every room may use
 BELOW = {
     "conf": "",
@@ -46,11 +46,12 @@ BELOW = {
     "metrics": "data pipeline schedule tasks",
     "decoding": "data distributed metrics pipeline schedule tasks",
     "factory": "data distributed models partition pipeline schedule tasks",
-    "trainer": "checkpoint data decoding distributed factory launch metrics optim partition pipeline planner "
-    "schedule tasks",
-    "library": "checkpoint distributed factory models partition pipeline tasks",
+    "comparison": "data factory models partition pipeline schedule tasks",
+    "trainer": "checkpoint comparison data decoding distributed factory launch metrics optim partition pipeline "
+    "planner schedule tasks",
+    "library": "checkpoint comparison distributed factory models partition pipeline tasks",
     "inference": "data decoding distributed launch metrics trainer",
-    "verify": "checkpoint data distributed factory launch metrics models pipeline schedule tasks trainer",
+    "verify": "checkpoint comparison data distributed factory launch metrics models pipeline schedule tasks trainer",
     "planner": "data distributed factory launch optim partition pipeline schedule",
     "benchmarks": "distributed launch metrics models partition pipeline planner schedule terminal",
     "jobs": "checkpoint conf data launch terminal",

@@ -11,11 +11,11 @@ from inline_run import train_inline
 from planted_faults import verified
 from refusals import refusal_of
 
+from gpipe_cli.comparison import at_start, module_itself
+from gpipe_cli.comparison.at_start import compare_at_start, given_by, key_of
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.factory import kept_comparison, module_itself
 from gpipe_cli.factory.build import build_model, build_task
-from gpipe_cli.factory.kept_comparison import compare_at_start, given_by
 
 SECTION: dict[str, Any] = {
     "_target_": "gpipe_cli.models.traced.layers.layers",
@@ -32,11 +32,11 @@ def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Settings:
     return checked("model=module", "model.module._target_=own_module.Noisy").settings
 
 
-def started(settings: Settings) -> str:
+def started(settings: Settings, **more: Any) -> str:
     """Returns what a start says of the comparison."""
     said: list[str] = []
     given = given_by(settings, build_task(settings.task), [((torch.randn(4, 3, 8, 8),), (torch.arange(4),))])
-    compare_at_start(build_model(SECTION), given, settings, said.append, lambda text: said.append(f"! {text}"))
+    compare_at_start(build_model({**SECTION, **more}), given, key_of(settings), said.append)
     (line,) = said
     return line
 
@@ -44,15 +44,12 @@ def started(settings: Settings) -> str:
 def test_a_start_compares_a_module_with_itself_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     first = started(settings)
     assert first.startswith("the module itself: the same ") and "updated weights" in first
-    monkeypatch.setattr(kept_comparison, "compare", None)  # a call would fail
-    assert started(settings) == first
+    monkeypatch.setattr(at_start, "compare", None)  # a call would fail
+    assert started(settings) == f"{first}, as compared 0.0 hours ago"
     other = dataclasses.replace(settings, optimizer={**settings.optimizer, "lr": 0.5})
-    assert started(other).startswith("! the module itself: not compared: TypeError")
-
-
-def test_a_large_module_s_start_says_how_to_compare_it(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_comparison, "seconds_of", lambda *_: 1e9)
-    assert started(settings).startswith("! the module itself: NOT COMPARED") and "gpipe-verify" in started(settings)
+    assert "not compared: TypeError" in refusal_of(started, other)
+    monkeypatch.setattr(at_start, "KEPT", 0.0)  # files that the module reads may have changed
+    assert "not compared: TypeError" in refusal_of(started, settings)
 
 
 def test_a_difference_refuses_the_run_before_it_trains(tmp_path: Path) -> None:
@@ -62,10 +59,13 @@ def test_a_difference_refuses_the_run_before_it_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_module_that_does_not_fit_is_not_compared(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_comparison, "free_memory", lambda: 1000)
-    line = started(settings)
-    assert line.startswith("! the module itself: not compared: ") and "a smaller one with the same code" in line
+def test_a_module_that_is_not_compared_trains_only_if_it_is_trusted(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(at_start, "free_memory", lambda: 1000)
+    told = refusal_of(started, settings)
+    assert "own_module.Noisy: not compared: 8 times its" in told and "model.trust=true" in told
+    assert started(settings, trust=True).startswith("the module itself: not compared: ")
 
 
 def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:

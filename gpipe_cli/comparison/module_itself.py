@@ -1,24 +1,28 @@
 """Compares the layers of a traced module with the module itself, run whole by torch's own autograd.
 
-The layers run as cells run them: the engine has a cell for each, so that a cut lies at every place, and computes each
-forward again for its backward. The module itself runs in a plain loop. Both get the same calls one after the other on
-the CPU, and keep what they keep: training and evaluation in turns, other examples in each, as few and as many as a run
-has, and in between updates by the run's own optimizer. After each call all that can be named is compared.
+As a careful user would by hand: a few calls of both, of two examples and of a run's largest and smallest micro-batch,
+in training and in evaluation, in the run's precision, with updates by its optimizer in between. The layers run as
+cells run them: the engine has a cell for each, so that a cut lies at every place, and computes each forward again for
+its backward. The module itself runs in a plain loop on the CPU. After each call all that can be named is compared.
 
 Every operation that draws random numbers draws those of the call, its name and its shapes, so that both sides have the
-same dropout, and another in each call.
+same dropout, and another in each call. What it cannot see: what begins after more calls than are compared, what few
+values of the inputs bring about, and what only a GPU computes otherwise.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,30 +30,29 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cpu import seeded
-from ..difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, may_be_rounding, measure
+from ..factory.wrappers import widened
 from ..layers import LayerBuilder, announce
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import LayerMaker, traced_layers
-from ..models.traced.module import Called, TracedFrom
-from ..models.traced.recording import Generators, plainly, quiet
-from ..models.traced.trace import INSIDE, Example
+from ..models.traced.module import Called, TracedFrom, autocast_of
+from ..models.traced.recording import quiet
+from ..models.traced.trace import INSIDE, Example, SizeError
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.engine import Engine
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan
 from ..schedule.schedule import forward_only, schedule
-from .counts import Counts, Place
-from .wrappers import widened
+from .difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, measure
 
-ROUNDING = 1e-4  # relative difference in float32 that still counts as rounding; of a tensor however small
-CEILING, CEILING_OF_GRADIENTS = 1e-3, 0.05  # more is none, whatever float64 says
-SMALL = 1e-3  # share of all of its kind by which a smaller tensor is measured for the ceiling
-NOTHING = 1e-6  # the same in float64, where a smaller gradient is zero but for rounding
+ROUNDING = 1e-4  # relative difference that still counts as rounding, of a tensor however small
+NOTHING = 1e-6  # share of all of its kind below which a gradient in float64 is zero but for rounding
 COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
-EXAMPLES = 2  # of most calls; BatchNorm needs two
-CALLS = "TTETuLTETuSTETuTTETuTTETE"  # Trains or Evaluates on EXAMPLES, trains on a run's Largest, Smallest; update
-AHEAD = 10**6  # times by which numbers that calls have changed are put ahead
+FEW, LARGEST, SMALLEST, ONE, SHORT = "two examples", "largest", "smallest", "one example", "length 1"
+CALLS = (  # (whether it trains, which micro-batch); None: an update of both sides
+    *((True, FEW), (True, LARGEST), (False, LARGEST), None, (True, SMALLEST), (False, FEW), None),
+    *((True, FEW), (False, SMALLEST)),
+)
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
@@ -58,17 +61,35 @@ OUTPUT, GRADIENT, BUFFER, TRAINED = "output", "gradient", "buffer", "requires_gr
 PARAMETER, DRAWN = "parameter", "numbers drawn from a generator"
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """Holds the largest relative differences that float64 may find to be rounding.
+
+    Attributes:
+        output: largest difference of outputs, buffers and updated weights.
+        gradient: largest difference of gradients.
+        small: share of all of its kind by which a smaller tensor is measured.
+    """
+
+    output: float
+    gradient: float
+    small: float
+
+
+OF_FLOAT32, OF_HALF = Ceilings(1e-3, 0.05, 1e-3), Ceilings(0.03, 0.1, 0.05)
+
+
 class ModuleFailed(Exception):
     """Raised when the module itself fails where its layers do not; has the module's own exception as its cause."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Holds the micro-batches, loss and optimizer that both sides get from a run.
+    """Holds what both sides get from a run.
 
     Attributes:
-        micro_batches: of a mini-batch, each (inputs, targets).
-        loss: whose gradients are compared.
+        micro_batches: one mini-batch, each micro-batch (inputs, targets).
+        loss: function whose gradients are compared.
         optimizer: makes the run's own for named parameters, of which it freezes those that do not learn.
     """
 
@@ -77,21 +98,18 @@ class Given:
     optimizer: MakeOptimizer
 
     def call(self, which: str, number: int) -> MicroBatch:
-        """Returns the micro-batch of a call: the largest, the smallest, or a few examples, others in each call."""
+        """Returns the micro-batch of a call; of ``FEW``, ``ONE`` and ``SHORT`` other examples in each call."""
         in_order = sorted(self.micro_batches, key=lambda micro_batch: micro_batch[0][0].numel())
-        if which in "LS":
-            return in_order[-1 if which == "L" else 0]
-        start, examples = EXAMPLES * number, 1 if which in "te" else EXAMPLES
+        inputs, targets = in_order[0 if which == SMALLEST else -1]
+        if which in (LARGEST, SMALLEST):
+            return inputs, targets
 
         def some(tensor: Tensor) -> Tensor:
-            return tensor.roll(-start, 0)[:examples] if tensor.dim() else tensor
+            taken = torch.cat([tensor, tensor]).roll(-2 * number, 0)[: 1 if which == ONE else 2]
+            is_text = tensor.dim() == 2 and not tensor.is_floating_point()
+            return taken[:, :1] if which == SHORT and is_text else taken
 
-        inputs, targets = in_order[-1]
-        return tuple(map(some, inputs)), tuple(map(some, targets))
-
-    def examples(self, calls: str) -> int:
-        """Returns the number of examples of all calls of these kinds."""
-        return sum(len(self.call(which, 0)[0][0]) for which in CALLS if which in calls)
+        return tuple(some(t) if t.dim() else t for t in inputs), tuple(some(t) if t.dim() else t for t in targets)
 
 
 @dataclass(frozen=True)
@@ -99,38 +117,45 @@ class Compared:
     """Says how the two sides compare.
 
     Attributes:
-        all: that was compared.
-        float32: where float64 has decided, what float32 had found.
+        all: everything that was compared.
+        narrow: what the run's precision had found, where float64 has decided.
         fewest: examples that a micro-batch must have; 2: with one, the layers do something else.
+        shortest: tokens that a text must have; 2: with one, the layers do something else.
     """
 
     all: Quantity
-    float32: str = ""
+    narrow: str = ""
     fewest: int = 1
+    shortest: int = 1
 
 
 def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
-    Where float32 differs by more than rounding usually does, and not by as much as an error would, float64 decides.
-    Where that fails, as the code of some modules holds types, a tensor counts that is not small beside all of its kind.
+    Where they differ by more than rounding usually does, and not by as much as an error would, float64 decides. Where
+    that fails, as the code of some modules holds types, a tensor counts that is not small beside all of its kind.
 
     Raises:
         ModuleFailed: the module itself raises, its layers do not.
         Exception: what the layers raise.
     """
-    calls = _Calls(_Layers(builders, given), Itself(maker_of(builders[0]).traced_from, given), given)
+    traced_from = maker_of(builders[0]).traced_from
+    layers = _Layers(builders, given)
+    calls = _Calls(layers, Itself(traced_from, given), given)
     gaps = calls.run()
-    found = _together(judge(gaps, ROUNDING))
-    ceilings = {kind: CEILING_OF_GRADIENTS for kind in gaps if GRADIENT in kind}
-    small, float32 = judge(gaps, ROUNDING, SMALL), ""
-    if found.beyond and may_be_rounding(small, ceilings, CEILING):
+    found, narrow = _together(judge(gaps, ROUNDING)), ""
+    ceilings = OF_HALF if layers.has_half else OF_FLOAT32
+    limits = {kind: ceilings.gradient if GRADIENT in kind else ceilings.output for kind in gaps}
+    beyond = [judge({kind: of_kind}, limits[kind], ceilings.small)[0] for kind, of_kind in gaps.items()]
+    if found.beyond and not any(quantity.beyond for quantity in beyond):
         try:
-            wide = _together(judge(_in_float64(maker_of(builders[0]).traced_from, given).run(), ROUNDING**2, NOTHING))
-            found, float32 = (found, "") if wide.beyond else (wide, str(found.worst))
+            wide = _together(judge(_in_float64(traced_from, given).run(), ROUNDING**2, NOTHING))
+            found, narrow = (found, "") if wide.beyond else (wide, str(found.worst))
         except Exception:
-            found = _together(small)
-    return Compared(found, float32, 1 if found.beyond else calls.fewest())
+            found = _together(beyond if layers.has_half else judge(gaps, ROUNDING, ceilings.small))
+    if found.beyond:
+        return Compared(found, narrow)
+    return Compared(found, narrow, *(2 if calls.differ(which, ceilings) else 1 for which in (ONE, SHORT)))
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -139,15 +164,27 @@ def maker_of(builder: LayerBuilder) -> LayerMaker:
     return builder.build
 
 
+def example_of(inputs: Tensors) -> Example:
+    """Returns dtype and shape of each tensor."""
+    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
+
+
+def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
+    traced_from = replace(traced_from, autocast=None)
+    given = replace(given, micro_batches=[*map(widened, given.micro_batches)])
+    builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
+    return _Calls(_Layers(builders, given, torch.float64), Itself(traced_from, given, torch.float64), given)
+
+
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
 class _Layers:
     """Runs all layers by the engine, each in a cell of its own; a parameter of several layers is one."""
 
-    def __init__(self, builders: Sequence[LayerBuilder], given: Given, float_type: torch.dtype = torch.float32) -> None:
+    def __init__(self, builders: Sequence[LayerBuilder], given: Given, float_type: torch.dtype | None = None) -> None:
         announce(builders)
-        modules = [_widened(builder.build(), float_type) for builder in builders]
+        modules = [builder.build().to(float_type) for builder in builders]
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             tensor.data = tensor.data.clone()  # as workers share no memory
         self._held = [maker_of(builder).held for builder in builders]
@@ -161,9 +198,11 @@ class _Layers:
         cpu, placement, targets = torch.device("cpu"), [0] * len(modules), len(given.micro_batches[0][1])
         layers = [BuiltLayer(i, builder.name, modules[i]) for i, builder in enumerate(builders)]
         self._cells = [Cell(layer.index, [layer], NoiseSource(0, 0, cpu)) for layer in layers]
-        self._engine = Engine(self._cells, placement, None, self._score, targets, cpu)
+        autocast = maker_of(builders[0]).traced_from.autocast
+        self._engine = Engine(self._cells, placement, None, self._score, targets, cpu, lambda: autocast_of(autocast))
         (self._training,), (self._evaluation,) = schedule("gpipe", placement, 1, placement), forward_only(placement, 1)
         self._loss, self._output, self.optimizer = given.loss, torch.empty(0), given.optimizer([*owners.items()])
+        self.has_half = autocast is not None or any(parameter.itemsize == 2 for parameter in owners.values())
 
     def _score(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
         self._output = outputs[0].detach().clone()
@@ -198,50 +237,41 @@ class _Layers:
 class Itself:
     """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches."""
 
-    def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype = torch.float32) -> None:
+    def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype | None = None) -> None:
         with quiet(), seeded(traced_from.seed):
             self._called = Called(traced_from.constructor(), traced_from.call)
         with torch.no_grad():
             self._called.train()
-        _widened(self._called, float_type)
-        module = self.module = self._called.module
+        self._called.to(float_type)
+        module = self._called.module
         names = {id(parameter): name for name, parameter in nn.Module.named_parameters(module)}
         named = [(names.get(id(parameter), ""), parameter) for parameter in module.parameters()]
-        self._loss, self.optimizer = given.loss, given.optimizer(named)
+        self._autocast, self._loss, self.optimizer = traced_from.autocast, given.loss, given.optimizer(named)
 
     def call(self, trains: bool, *micro_batches: MicroBatch) -> list[Tensor]:
         """Returns the outputs; in training, adds gradients of the mean loss to the parameters'."""
         returned = []
-        with plainly(), averaged_over_a_mini_batch(self._called), torch.set_grad_enabled(trains):
+        alone = patch.object(torch.distributed, "is_initialized", lambda: False)  # of SyncBatchNorm
+        with alone, averaged_over_a_mini_batch(self._called), torch.set_grad_enabled(trains):
             if self._called.training is not trains:  # as loops do: what forward changes stays until then
                 self._called.train(trains)
             for inputs, targets in micro_batches:
-                output: Tensor = self._called(*(tensor.clone() for tensor in inputs))
+                with self._context():
+                    output: Tensor = self._called(*(tensor.clone() for tensor in inputs))
+                    loss = self._loss((output,), targets) / len(micro_batches) if trains else None
                 returned.append(output.detach().clone())
-                if trains and (total := self._loss((output,), targets) / len(micro_batches)).requires_grad:
-                    total.backward()  # type: ignore[no-untyped-call]  # torch's own
+                if loss is not None and loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return returned
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return autocast_of(self._autocast)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module."""
         named: dict[str, Tensor] = dict(self._called.named_parameters())
         named |= dict(self._called.named_buffers())
         return {name.removeprefix(INSIDE): tensor for name, tensor in named.items()}
-
-
-def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
-    given = replace(given, micro_batches=[*map(widened, given.micro_batches)])
-    builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
-    return _Calls(_Layers(builders, given, torch.float64), Itself(traced_from, given, torch.float64), given)
-
-
-def _widened(module: nn.Module, float_type: torch.dtype) -> nn.Module:
-    return module if float_type is torch.float32 else module.to(float_type)
-
-
-def example_of(inputs: Tensors) -> Example:
-    """Returns dtype and shape of each tensor."""
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
 # -- the calls ---------------------------------------------------------------------------------------------------------
@@ -251,67 +281,61 @@ class _Calls:
     """Calls both sides alike, and measures after each call how far they are apart."""
 
     def __init__(self, layers: _Layers, itself: Itself, given: Given) -> None:
-        self._sides, self._itself, self._given = (layers, itself), itself, given
+        self._layers, self._itself, self._given = layers, itself, given
         self._gaps: Gaps = {}
         self._number = 0  # of the last call
-        self._ahead = ""  # what of the module is put ahead
         self._trained: set[str] = set()  # parameters that have had a gradient
-        self._generators = Generators()
 
     def run(self) -> Gaps:
         """Runs all calls and updates; returns how far the two sides are apart after each."""
-        counts, before = Counts(self._itself.module), dict[Place, Any]()
         with quiet(), seeded(0):
-            for which in CALLS:
-                if which == "u":
+            for call in CALLS:
+                if call is None:
                     self._update()
-                else:
-                    self._call(which)
-                before = before or counts.values()
-            moved = {place: now for place, now in counts.values().items() if bool(now != before.get(place, now))}
-            with suppress(Exception):  # then a run stops, too
-                counts.put({place: now + (now - before[place]) * AHEAD for place, now in moved.items()})
-                self._ahead = f" (with {counts.named(moved)} far ahead)"
-                for which in "ET" if moved else "":
-                    self._call(which)
-            counts.put(moved)
+                    continue
+                try:
+                    self._call(*call)
+                except Exception as error:
+                    if call[1] != FEW or not isinstance(error.__cause__, SizeError):  # no run has so few examples
+                        raise
         return self._gaps
 
-    def fewest(self) -> int:
-        """Returns 2 where both sides differ with one example, else 1; nothing may be called after it."""
-        if any(len(inputs[0]) == 1 for inputs, _ in self._given.micro_batches):
-            return 1
+    def differ(self, which: str, ceilings: Ceilings) -> bool:
+        """Returns whether both sides differ with one example, or with texts of one token; nothing is called after it.
+
+        False where the layers refuse such inputs anyway, or where a call of `run` has compared them.
+        """
+        micro_batch = self._given.call(which, 0)
+        few = self._given.call(FEW, 0)
+        if which == SHORT and all(map(_alike, micro_batch[0], few[0])):
+            return False
         with quiet(), seeded(0):
-            for which in "te":
+            for trains in (True, False):
                 self._gaps = {}
                 try:
-                    self._call(which)
+                    self._call(trains, which)
                 except ModuleFailed:
-                    return 2
+                    return True
                 except Exception:  # then a run stops, too
                     continue
-                if _together(judge(self._gaps, CEILING, SMALL)).beyond:
-                    return 2
-        return 1
+                if _together(judge(self._gaps, ceilings.gradient, ceilings.small)).beyond:
+                    return True
+        return False
 
-    def _call(self, which: str) -> None:
+    def _call(self, trains: bool, which: str) -> None:
         self._number += 1
-        layers, itself = self._sides
-        trains, micro_batch = which not in "Ee", self._given.call(which, self._number)
+        micro_batch = self._given.call(which, self._number)
         with SameNoise(self._number):
-            ours, before = layers.call(trains, micro_batch), torch.get_rng_state()
-            self._generators.drawn_from()
+            ours, before = self._layers.call(trains, micro_batch), _generators()
             try:
-                (own,) = itself.call(trains, micro_batch)
+                (own,) = self._itself.call(trains, micro_batch)
             except Exception as error:
                 raise ModuleFailed from error
-            drawn = self._generators.drawn_from()
-            if not torch.equal(before, torch.get_rng_state()):  # each operation has restored it
-                drawn.add("torch, which forward seeds")
-        place = f"call {self._number}{self._ahead}, {'training' if trains else 'evaluation'}: "
+            drawn = [name for name, state in _generators().items() if state != before[name]]
+        place = f"call {self._number}, {'training' if trains else 'evaluation'}: "
         self._measure(place + OUTPUT, {"": ours}, {"": own})
         self._measure(place + DRAWN, {}, dict.fromkeys(drawn, torch.ones(1)))
-        held = [by_kind(side.tensors()) for side in self._sides]
+        held = [by_kind(side.tensors()) for side in (self._layers, self._itself)]
         for kind in (TRAINED, BUFFER, GRADIENT)[: 2 + trains]:
             self._measure(place + kind, held[0][kind], held[1][kind])
         self._trained |= {name for name, gradient in held[1][GRADIENT].items() if bool(gradient.any())}
@@ -319,13 +343,13 @@ class _Calls:
     @torch.no_grad()
     def _update(self) -> None:
         """Updates both sides by the run's optimizer from the same gradients, and moves what is trained further."""
-        ours, own = (side.tensors() for side in self._sides)
+        ours, own = self._layers.tensors(), self._itself.tensors()
         both = ours.keys() & own.keys()
         for name in both:
             if (gradient := ours[name].grad) is not None and (other := own[name].grad) is not None:
                 gradient.copy_(other)
-        for side in self._sides:
-            side.optimizer.step()
+        self._layers.optimizer.step()
+        self._itself.optimizer.step()
         held = [by_kind(side)[PARAMETER] for side in (ours, own)]
         self._measure(f"update after call {self._number}: {PARAMETER}", *held)
         for name in held[0].keys() & held[1].keys():
@@ -341,6 +365,16 @@ class _Calls:
             if gap is not None:
                 where = f"{kind} of {name}" if name else kind
                 self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+def _generators() -> dict[str, str]:
+    """Returns the states of the default random generators, of which a module draws from torch's alone."""
+    torchs = str(torch.get_rng_state().tolist())  # each operation has restored it
+    return {"Python's": str(random.getstate()), "numpy's": str(np.random.get_state()), "torch's, seeded": torchs}
 
 
 def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -413,6 +447,7 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
             variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
 
 
+# -- judging -----------------------------------------------------------------------------------------------------------
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
