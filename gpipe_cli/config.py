@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import frexp, log2
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
@@ -55,6 +56,15 @@ class WorkerDevice(TypedDict, total=False):
     memory: str | Positive
 
 
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+
+
+def _named_as_file(name: str) -> str:
+    if not {".", "/"} & {*name}:
+        raise PydanticCustomError("file", "Input should be a file of instruction lists, as ./lists.txt")
+    return name
+
+
 @dataclass(frozen=True)
 class PipelineConfig:
     """Describes how the model is cut and run (paper, section 2).
@@ -64,7 +74,7 @@ class PipelineConfig:
         M: micro-batches in a mini-batch, per replica.
         remat: which forwards are recomputed before their backward.
         keep: the most graphs that each cell keeps at once, in place of `remat`: one number for all, or one for each.
-        schedule: the order of a worker's instructions.
+        schedule: the order of a worker's instructions: a kind, or a file of instruction lists.
         partition: the objective of the cut, or the layers of each cell; auto: the shortest simulated step.
         cost: how the cost of a layer is determined.
         devices: of each worker of a replica, where they are not alike.
@@ -84,7 +94,7 @@ class PipelineConfig:
     M: Count
     remat: Literal["always", "except_last", "never"]
     keep: CountOrZero | Annotated[list[CountOrZero], Field(min_length=1)] | None
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+    schedule: Kind | Annotated[str, AfterValidator(_named_as_file)]
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
     devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
@@ -467,6 +477,8 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
         )
     if workers != "auto" and (why := pipeline.why_not_on(workers)):
         yield why
+    if pipeline.schedule not in get_args(Kind) and (pipeline.auto or pipeline.keep is not None):
+        yield f"pipeline.schedule={pipeline.schedule} says what is kept, K and M: neither auto nor pipeline.keep"
     for key, given in (("partition", sizes), ("keep", pipeline.keep)):
         if isinstance(given, list) and len(given) != K:
             yield (

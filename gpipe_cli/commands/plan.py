@@ -12,7 +12,7 @@ Every key of gpipe-train (gpipe-train --help), and:
     plan.efficiency=0.5     share of the device's FLOP/s that is reached
     plan.memory=16GB        most bytes a device may hold; as given, or that of the device
     plan.longest=true       sequences as long as the data allows: the largest memory
-    plan.format=json        one JSON object on standard output
+    plan.format=json        one JSON object on standard output; lists: what pipeline.schedule=FILE reads
 
 --config-dir DIR adds YAML files of your own. Every key: conf/plan.yaml; more: docs/planning.md.
 
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import Problems
 from gpipe_cli.jobs.page import PLAN, beside_rivals, words_of
+from gpipe_cli.schedule.own_lists import as_text, is_file
 from gpipe_cli.schedule.picture import draw_text, legend
 from gpipe_cli.schedule.simulate import simulate, unit_durations
 from gpipe_cli.terminal.command import OF_PLANS, read_words, run_command, show
@@ -80,7 +81,10 @@ def _run(words: Sequence[str]) -> int:
     from gpipe_cli.planner.search import find_plan  # imports torch
 
     plan = find_plan(*request, _Progress())
-    show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
+    if request.options.format == "lists":
+        show(as_text(plan.lists).rstrip())
+    else:
+        show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
     return 0
 
 
@@ -158,10 +162,11 @@ def _found(plan: Plan) -> list[Block]:
 
 def _head(plan: Plan) -> list[str]:
     replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
+    kept = f", remat {plan.remat}" if plan.keep is None else f", keep {shown(plan.keep)}"
+    kept = "" if is_file(plan.schedule) else kept
     return [
         f"{plan.parameters:,} parameters in {plural(plan.K, 'cell')} on {plural(plan.workers, 'device')}{replicas} "
-        f"({plan.device.name}), M={plan.M}, {plan.schedule}, "
-        + (f"remat {plan.remat}" if plan.keep is None else f"keep {shown(plan.keep)}"),
+        f"({plan.device.name}), M={plan.M}, {plan.schedule}{kept}",
         f"a micro-batch: {', '.join(plan.micro_batch)}; a mini-batch: {plan.examples:,} examples",
     ]
 

@@ -10,6 +10,7 @@ from gpipe_cli.data.images.layout import unsplit
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
 from gpipe_cli.jobs import torchrun
+from gpipe_cli.schedule.own_lists import is_file, read_lists, why_not_for
 from gpipe_cli.terminal.text import plural
 
 THREADS_OF_A_CORE = 8  # at most: a run may go on, with the same number of threads, on a smaller machine
@@ -66,17 +67,21 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
         world_size: of the torchrun job that started this process; None if the command starts its own workers.
 
     Raises:
-        ConfigurationError: `world_size` does not fit the configuration.
+        ConfigurationError: `world_size` or the lists of a file do not fit the configuration.
     """
     if world_size is not None:
         workers, why = _workers_of_job(pipeline, world_size), f"WORLD_SIZE={world_size}"
     elif inline:
         workers, why = 1, "launch.inline=true"
+    elif pipeline.workers == "auto" and is_file(pipeline.schedule):
+        workers, why = len(read_lists(pipeline.schedule).lists), pipeline.schedule
     elif pipeline.workers == "auto":
         most, why = most_workers(pipeline)
         workers = pipeline.workers_in(most)
     else:
         workers, why = pipeline.workers, f"pipeline.workers={pipeline.workers}"
+    if is_file(pipeline.schedule) and (unfit := why_not_for(pipeline.schedule, pipeline.K, pipeline.M, workers)):
+        raise ConfigurationError(unfit)
     replicas = f" × {plural(pipeline.replicas, 'replica')}" if pipeline.replicas > 1 else ""
     cells = "cells to be chosen" if "K" in pipeline.auto else plural(pipeline.K, "cell")
     return workers, f"{cells} on {plural(workers, 'worker')}{replicas} ({why})"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..config import PipelineConfig
 from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
-from ..schedule.orders import ROUND_ROBIN
+from ..schedule.orders import ROUND_ROBIN, runs_of
 from ..schedule.schedule import kept_graphs, schedule
 from .cost import LayerTimes
 from .partition import Floats, Places, checked_places, divide, even_placement
@@ -59,10 +59,12 @@ class Cutter:
         self._times, self._speeds = times, config.speeds
         self._lists = instruction_lists(config, self.placement)
         totals = [total[self._places] for total in worker_totals(times, config, self.placement)]
-        rounds = config.K // workers if config.schedule in ROUND_ROBIN else 1
-        # A part is what moves: each cell in rounds, else all cells of a worker.
-        self._totals = totals * rounds
-        self._least = [1] * config.K if config.schedule in ROUND_ROBIN else [*Counter(self.placement).values()]
+        # A part is what moves: each cell in rounds, else the consecutive cells of a worker.
+        in_rounds = config.schedule in ROUND_ROBIN
+        parts = [(cell,) for cell in range(config.K)] if in_rounds else runs_of(self.placement)
+        self._workers = [self.placement[part[0]] for part in parts]
+        self._totals = [totals[worker] for worker in self._workers]
+        self._least = [len(part) for part in parts]
         self._inside = cache(self._cells_inside)
 
     def sizes(self, memory: Memory | None = None) -> list[int]:
@@ -91,7 +93,7 @@ class Cutter:
         """
         last = None
         if memory is not None:
-            last = [self._last(part % len(self._lists), memory, most) for part in range(len(self._totals))]
+            last = [self._last(worker, memory, most) for worker in self._workers]
         ends = divide(self._totals, self._least, last)
         if ends is None:
             return None
@@ -135,8 +137,8 @@ class Cutter:
     def _used(self, ends: Places, memory: Memory) -> list[float]:
         """Returns the bytes of each worker."""
         used = [0.0] * len(self._lists)
-        for part, (start, stop) in enumerate(pairwise(self._places[ends].tolist())):
-            used[part % len(used)] += memory.used(part % len(used), start, stop)
+        for worker, (start, stop) in zip(self._workers, pairwise(self._places[ends].tolist()), strict=True):
+            used[worker] += memory.used(worker, start, stop)
         return used
 
     def _fullest(self, ends: Places, memory: Memory) -> float:
@@ -145,7 +147,8 @@ class Cutter:
 
     def _seconds(self, cuts: Places) -> Floats:
         """Returns the seconds of a step with each of some cuts."""
-        if sum(map(len, self._lists)) <= MOST_SIMULATED:
+        is_even = len(self._workers) % len(self._lists) == 0
+        if sum(map(len, self._lists)) <= MOST_SIMULATED or not is_even:
             cells = np.array([self._cells(cut) for cut in cuts])
             return step_seconds(self._times, cells, self.placement, self._speeds, self._lists)
         parts = np.array(
@@ -161,8 +164,8 @@ class Cutter:
         inside = (self._inside(*each) for each in zip(range(len(ends)), ends.tolist(), ends[1:].tolist(), strict=False))
         return self._places[[0, *(place for places in inside for place in places)]]
 
-    def _cells_inside(self, worker: int, start: int, stop: int) -> list[int]:
-        cells = divide([self._totals[worker][start : stop + 1]] * self._least[worker], [1] * self._least[worker])
+    def _cells_inside(self, part: int, start: int, stop: int) -> list[int]:
+        cells = divide([self._totals[part][start : stop + 1]] * self._least[part], [1] * self._least[part])
         assert cells is not None
         return [start + int(end) for end in cells[1:]]
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ..config import PipelineConfig
 from ..errors import ConfigurationError
 from ..schedule.orders import ROUND_ROBIN
+from ..schedule.own_lists import is_file, read_lists, why_not_for
 
 TIE = 1e-13  # share by which sums of the same costs differ by rounding
 LARGEST_COST = 1e301  # of a layer: a whole step is a finite sum
@@ -158,11 +159,17 @@ def cell_layers(sizes: Sequence[int]) -> list[range]:
 def even_placement(config: PipelineConfig, workers: int) -> tuple[int, ...]:
     """Returns the worker of each cell: as many cells on each, the later ones one more; c mod W in rounds.
 
+    A file of instruction lists says it itself.
+
     Raises:
         PartitionError: not every worker has a cell, or in rounds not as many as the others.
     """
     if why := config.why_not_on(workers):
         raise PartitionError(why)
+    if is_file(config.schedule):
+        if why := why_not_for(config.schedule, config.K, config.M, workers):
+            raise PartitionError(why)
+        return read_lists(config.schedule).placement
     K, in_rounds = config.K, config.schedule in ROUND_ROBIN
     return tuple(cell % workers if in_rounds else workers - 1 - (K - 1 - cell) * workers // K for cell in range(K))
 

@@ -18,7 +18,7 @@ class _Typed:
     bytes_per_parameter: Positive | None = None
     best: bool = False
     devices: Size | None = None
-    format: Literal["text", "json"] = "text"
+    format: Literal["text", "json", "lists"] = "text"
 
 
 @dataclass(frozen=True)

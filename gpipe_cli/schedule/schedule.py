@@ -1,7 +1,7 @@
 """Makes the schedule: every worker's instructions, as plain data (paper, sections 2.2 and 2.3, figure 2c).
 
 The engine runs these lists (a drawing stands in `pipeline/engine.py`), `simulate` times them and `picture` draws them,
-so that what is printed is what runs. Their rules are checked by tests (`tests/helpers/schedule_rules.py`).
+so that what is printed is what runs. Their rules stand in `rules.py`; tests check every kind by them.
 
 `instruction.py` has the instructions, `orders.py` the kinds of schedule: an order of units of work for each worker.
 Here the units become instructions. A boundary inside a worker is no instruction: a reference, not a message. A send
@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from .instruction import BACK, Instruction, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
+from .own_lists import is_file, read_lists
 
 REMAT = ("always", "except_last", "never")
 _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: until W, with halves
@@ -61,7 +62,7 @@ def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -
     """Returns the instructions of one training step: one list per worker, in the order of execution.
 
     Args:
-        kind: a key of ``KINDS``.
+        kind: a key of ``KINDS``, or a file as `own_lists` reads it, which has its own placement and kept graphs.
         placement: ``placement[cell]`` is the cell's worker; workers are counted from 0 and each has a cell.
         M: micro-batches per mini-batch.
         keep: of each cell the most graphs that exist at once, the one recomputed included. 0 recomputes every
@@ -72,6 +73,8 @@ def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -
     Raises:
         ScheduleError: a placement that the kind cannot serve.
     """
+    if is_file(kind):
+        return read_lists(kind).of(M)
     return [list(each) for each in _known_lists(kind, tuple(placement), M, tuple(keep))]
 
 

@@ -54,7 +54,7 @@ BELOW = {
     "verify": "checkpoint comparison data distributed factory launch metrics models pipeline schedule tasks trainer",
     "planner": "data distributed factory launch optim partition pipeline schedule",
     "benchmarks": "distributed launch metrics models partition pipeline planner schedule terminal",
-    "jobs": "checkpoint conf data launch terminal",
+    "jobs": "checkpoint conf data launch schedule terminal",
     "commands": "benchmarks checkpoint data jobs launch metrics planner schedule tasks terminal",
 }
 ROOMS = {room: set(below.split()) for room, below in BELOW.items()}
