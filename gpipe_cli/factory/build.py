@@ -5,6 +5,7 @@ that what it makes is the same in every process and in every run.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import Parameter, isclass, signature
@@ -67,15 +68,18 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
     return cast(Source, ChangedSource(source, with_targets) if (task or {}).get("targets_become") else source)
 
 
-def build_task(section: Mapping[str, Any], seed: int = 0) -> Task:
+def build_task(section: Mapping[str, Any], seed: int = 0, warn: Callable[[str], None] = warnings.warn) -> Task:
     """Makes ``task._target_``, loss and metrics; their results are checked at every call.
 
     It may also be a function of outputs and targets that returns a loss, or a class of such functions, as torch.nn has.
+
+    Args:
+        warn: gets one line if such a loss depends on M.
     """
     is_loss = _arguments_left(section) == 2
     task = _instantiate("task", {**section, "_partial_": True} if is_loss else section, seed)
     if is_loss or (callable(task) and not isinstance(task, Task)):
-        task = LossFunctionTask(task)
+        task = LossFunctionTask(task, warn=warn)
     _require_subclass("task", section, task, Task)
     return cast(Task, CheckedTask(task, section["_target_"]))
 

@@ -1,15 +1,28 @@
 """Defines the tasks of a model that computes its own loss, and of a loss that is a plain function."""
 
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..micro_batch import Tensors
+from ..micro_batch import MicroBatch, Tensors
 from ..typed_section import Names
 from .base import Task
+from .cross_entropy import widened
+
+COMPARISONS = 4  # of a loss with that of its parts, at the start
+HALF, ROUNDING, HALF_ROUNDING = (torch.bfloat16, torch.float16), 1e-3, 0.03
+DEPENDS_ON_M = (
+    "the loss of {} examples is {:.6g}, but the mean of its parts is {:.6g}: no mean over examples, so losses and "
+    "gradients depend on M. If it is a mean over other things, as tokens that are not padding, say how many: "
+    "Pipeline.of(weight=lambda targets: (targets != -100).sum()), or for gpipe-train a task that returns sums "
+    "(docs/your-own-model.md)"
+)
 
 
 class OwnLossTask(Task):
@@ -44,7 +57,7 @@ class OwnLossTask(Task):
                 "the loss with model.output=loss, or leave out task=own_loss"
             )
         count = self._count(targets[0])  # the mean of no targets is not a number
-        total = torch.where(count > 0, mean.reshape(()) * count, 0.0)
+        total = torch.where(count > 0, widened(mean.reshape(())) * count, 0.0)
         return total, torch.zeros(0, dtype=torch.float64, device=mean.device)
 
     def _count(self, target: Tensor) -> Tensor:
@@ -57,22 +70,91 @@ class LossFunctionTask(Task):
 
     Args:
         function: gets the model's outputs and the targets, each a tensor, or a tuple where there are several.
+        weight: returns of the targets how many things the function's mean is over; None: examples.
+        answer: makes of the outputs what the function gets; None: a tensor, or a tuple.
+        warn: gets one line if the loss depends on how a mini-batch is divided.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        weight: Callable[[Any], Any] | None = None,
+        answer: Callable[[Tensors], Any] | None = None,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self._function, self._count, self._answer = function, weight or len_of_first, answer or alone
+        self._warn, self._comparisons = warn, COMPARISONS  # that are left
+        self._earlier: MicroBatch | None = None
+
+    def weight(self, targets: Tensors) -> float:
+        """Returns the number of examples, or what the function of the weight counts."""
+        return float(self._count(alone(targets)))
 
     def loss(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        """Returns (the function's mean loss times the number of examples; nothing).
+        """Returns (the function's mean loss times the weight; nothing).
 
         Raises:
             ConfigurationError: the function returns something else than one number.
         """
-        mean = self._function(*(part[0] if len(part) == 1 else part for part in (outputs, targets)))
+        mean = self._function(self._answer(outputs), alone(targets))
         if not isinstance(mean, Tensor) or mean.numel() != 1:
             shown = f"a tensor of shape {list(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
             raise ConfigurationError(
                 f"task._target_: the loss function returned {shown}: it must return one number, the mean over the "
                 "examples of a micro-batch, as a tensor"
             )
-        return mean.reshape(()) * len(targets[0]), torch.zeros(0, dtype=torch.float64, device=mean.device)
+        if self._comparisons:
+            self._warn_of_other_means((tuple(tensor.detach() for tensor in outputs), targets))
+        total = widened(mean.reshape(())) * self._count(alone(targets))
+        return total, torch.zeros(0, dtype=torch.float64, device=mean.device)
+
+    def _warn_of_other_means(self, micro_batch: MicroBatch) -> None:
+        """Warns if the loss of some examples is not the weighted mean of its parts, and so depends on M."""
+        earlier, self._earlier = self._earlier, micro_batch
+        if is_divided := len(micro_batch[1][0]) > 1:
+            parts = _halves(micro_batch)
+        elif earlier is not None:
+            parts = earlier, micro_batch
+        else:
+            return
+        if all(map(torch.equal, parts[0][1], parts[1][1])):  # which tells nothing
+            return
+        self._comparisons -= 1
+        whole, found, wanted = micro_batch, 0.0, 0.0
+        with torch.no_grad(), suppress(Exception):  # it takes no parts, or such parts cannot be joined
+            whole = micro_batch if is_divided else _joined(*parts)
+            found, again, *means = [self._mean(one) for one in (whole, whole, *parts)]
+            counts = [self.weight(targets) for _, targets in parts]
+            wanted = sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)
+            wanted = wanted if found == again else found  # it draws random numbers
+        tolerance = HALF_ROUNDING if micro_batch[0][0].dtype in HALF else ROUNDING
+        if abs(found - wanted) > tolerance * abs(found):
+            self._comparisons = 0
+            self._warn(DEPENDS_ON_M.format(len(whole[1][0]), found, wanted))
+        self._earlier = self._earlier if self._comparisons else None
+
+    def _mean(self, micro_batch: MicroBatch) -> float:
+        """Returns the loss by a copy of the function, which may keep what it has seen."""
+        outputs, targets = micro_batch
+        return float(deepcopy(self._function)(self._answer(outputs), alone(targets)))
+
+
+def alone(tensors: Tensors) -> Any:
+    """Returns one tensor by itself, several as they are."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def len_of_first(targets: Any) -> int:
+    """Returns the number of examples."""
+    return len(targets if isinstance(targets, Tensor) else targets[0])
+
+
+def _halves(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    outputs, targets = [[tensor.tensor_split(2) for tensor in side] for side in micro_batch]
+    first, second = [(tuple(o[n] for o in outputs), tuple(t[n] for t in targets)) for n in range(2)]
+    return first, second
+
+
+def _joined(first: MicroBatch, second: MicroBatch) -> MicroBatch:
+    outputs, targets = [tuple(map(torch.cat, zip(*sides, strict=True))) for sides in zip(first, second, strict=True)]
+    return outputs, targets

@@ -52,7 +52,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     resumed = None
     if settings.checkpoint.resume is not None:  # one look at all files is enough; each worker checks those it loads
         resumed = (open_checkpoint if world.rank == 0 else read_manifest)(Path(settings.checkpoint.resume))
-    task = build_task(settings.task, settings.seed)
+    task = build_task(settings.task, settings.seed, Notices(context.emit, world.replica == 0).warn)
     try_lr_schedule(settings)  # refused before data is prepared
     emit, writes = context.emit, world.rank == 0
     trackers = build_trackers(settings.logging.trackers)

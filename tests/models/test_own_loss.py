@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gpipe_cli.commands import export
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_task
+from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 SEED, LR = 7, 0.5
 COMMON = [
@@ -95,3 +96,22 @@ def test_a_loss_function_that_returns_no_mean_is_refused() -> None:
     task = build_task({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "none"})
     with pytest.raises(ConfigurationError, match=r"a tensor of shape \[2\]: it must return one number, the mean"):
         task.loss((torch.zeros(2, 3),), (torch.zeros(2, dtype=torch.int64),))
+
+
+def mean_of_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=0)
+
+
+def test_a_mean_over_other_things_than_examples_is_told_once(tmp_path: Path) -> None:
+    words = [*COMMON, "model.module._target_=own_module.TiedTexts", "data.batch_size=8", "pipeline.cost=flops"]
+    for loss, M, times in (("test_own_loss.mean_of_tokens", 8, 1), ("own_module.smoothed_loss", 2, 0)):
+        _, events = train_inline(tmp_path / loss, *words, f"task._target_={loss}", f"pipeline.M={M}")
+        told = [event["text"] for event in events if "gradients depend on M" in event.get("text", "")]
+        assert len(told) == times
+        assert all("Pipeline.of(weight=lambda targets: (targets != -100).sum())" in text for text in told)
+
+
+def test_a_half_precision_loss_of_many_examples_does_not_overflow() -> None:
+    task = LossFunctionTask(lambda outputs, targets: outputs.mean())
+    total, _ = task.loss((torch.full((4096, 1), 100.0, dtype=torch.float16),), (torch.zeros(4096),))
+    assert total.item() == 409_600
