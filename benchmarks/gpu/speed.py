@@ -24,7 +24,7 @@ from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_mode
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.factory.groups import Groups
 from gpipe_cli.micro_batch import MicroBatch, Tensors
-from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cost import forward_flops
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.pipeline.meter import peak_memory
 from gpipe_cli.planner.measure.this_device import measure_rates
@@ -84,7 +84,7 @@ class Subject:
         self.parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
         self.word = "tokens" if targets[0].dim() > 1 else "images"
         self.units = M * (targets[0].numel() if self.word == "tokens" else len(targets[0]))
-        self.flops = M * (1 + BACKWARD) * sum(layer.cost for layer in layer_costs(builders, inputs, "flops"))
+        self.flops = M * (1 + BACKWARD) * forward_flops(builders, inputs)
         members = Groups(settings.optimizer).divided(pair for cell in cells for pair in cell.parameters())
         self.update = build_optimizer(settings.optimizer, members, settings.seed).step
         modules, autocast = [layer.module for cell in cells for layer in cell.layers], build_autocast(precision, device)

@@ -16,8 +16,9 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.launch.messenger import LOCAL
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cost import count_forward
 from gpipe_cli.partition.partition import cell_layers
+from gpipe_cli.partition.survey import survey
 
 from .emulated import Link, Workload, join_emulation, warm_up
 from .steps import CPU, Step, engine_step, make_cell, squared_loss
@@ -46,8 +47,8 @@ def costs_worker(context: Context, config: dict[str, Any]) -> list[tuple[list[fl
         else:
             (L,), inputs = sizes, torch.zeros(1, TOKENS, dtype=torch.int64)
             builders = transformer_lm(L, 8192, 32, VOCABULARY)
-        layers = layer_costs(builders, (inputs,), "flops")
-        behind = [sum(prod(t.shape) * t.dtype.itemsize for t in layer.outputs or ()) for layer in layers]
+        layers = survey(builders, (inputs,), count_forward).layers
+        behind = [sum(prod(t.shape) * t.dtype.itemsize for t in layer.outputs) for layer in layers]
         found.append(([layer.cost for layer in layers], behind))
     return found
 

@@ -32,7 +32,7 @@ from ..layers import LayerBuilder
 from ..micro_batch import MicroBatch
 from ..models.traced.layers import LayerMaker, TracedLayer
 from ..models.traced.refusals import WAY_OUT, name_of, told_with_place
-from ..partition.cost import count_parameters
+from ..partition.survey import survey
 from ..pipeline.cell import BuiltLayer
 from ..tasks.base import Task
 from .module_itself import COPIES, LARGEST, SMALLEST, Compared, Given, Loss, ModuleFailed, compare, maker_of
@@ -159,7 +159,7 @@ def compare_with_module(builders: Sequence[LayerBuilder], given: Given, key: Seq
 
 
 def _compared(builders: Sequence[LayerBuilder], given: Given) -> ModuleReport:
-    parameters, free = sum(count_parameters(builders)), free_memory()
+    parameters, free = sum(survey(builders).sizes), free_memory()
     needed = parameters * 4 * COPIES
     if needed > free:
         short = f"{COPIES} times its {parameters:,} parameters take {needed / 1e9:.1f} GB, {free / 1e9:.1f} are free"

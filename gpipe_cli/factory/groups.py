@@ -23,7 +23,7 @@ from torch import nn
 from ..config import GROUP
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, own_name
-from ..partition.tie_search import find_ties
+from ..partition.survey import Survey, survey
 from ..typed_section import shown, typed
 
 GroupKey = tuple[int, ...]  # numbers of the entries that apply to a parameter; empty: only what `optimizer` says
@@ -85,11 +85,14 @@ class Groups:
         """Returns the layers, of which the parameters that an entry freezes do not learn."""
         if not any(entry.get("frozen") for entry in self.entries):
             return list(builders)
-        ties, frozen, made = find_ties(builders), set[str](), []
-        for builder, own, owners in zip(builders, ties.own, ties.owners, strict=True):
-            names = [n for n, form, _ in own if self.freezes(self.key(own_name(builder.name, n), form.shape))]
-            frozen |= {f"{builder.name}.{name}" for name in names}
-            names += [name for name, owner in owners.items() if str(owner) in frozen]
+        frozen, made = set[str](), []
+        for builder, parameters in zip(builders, survey(builders).parameters, strict=True):
+            names = []
+            for one in parameters:
+                key = self.key(own_name(builder.name, one.name), one.form.shape)
+                if str(one.owner) in frozen if one.owner else self.freezes(key):
+                    names.append(one.name)
+                    frozen.add(f"{builder.name}.{one.name}")
             made.append(replace(builder, frozen=(*builder.frozen, *names)))
         return made
 
@@ -99,12 +102,12 @@ class Groups:
         Raises:
             ConfigurationError: an entry, or one of its patterns, selects no parameter.
         """
-        ties = find_ties(builders)
-        found = [(own_name(b.name, n), form) for b, own in zip(builders, ties.own, strict=True) for n, form, _ in own]
+        layers: Survey[Any] = survey(builders)
+        parameters = [(layer, one) for layer, of in zip(layers.names, layers.parameters, strict=True) for one in of]
+        found = [(own_name(layer, one.name), one.form) for layer, one in parameters if one.owner is None]
         keys = [self.key(name, form.shape) for name, form in found]
         shapes = {name: form.shape for name, form in found}
-        owners = zip(builders, ties.owners, strict=True)
-        tied = [(own_name(builder.name, n), own_name(*owner)) for builder, of in owners for n, owner in of.items()]
+        tied = [(own_name(layer, one.name), own_name(*one.owner)) for layer, one in parameters if one.owner]
         for number, entry in enumerate(self.entries[self._first :]):
             for pattern in _patterns(entry):
                 alone = {**entry, "match": pattern}

@@ -1,14 +1,12 @@
 """Counts the cost of each layer: the c_i that the partitioner balances (paper, section 2.1), for any list of layers.
 
-Layers whose builders are equal ``functools.partial`` objects and whose inputs have equal shapes are counted once.
 Costs that are measured on a device come from `model_profile.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -18,10 +16,10 @@ from torch.utils.module_tracker import ModuleTracker
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
-from ..pipeline.randomness import COSTS, seeded
+from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..typed_section import SecondsOrZero
-from .fake_layers import CostError, Drawn, TensorShape, build_key, build_without_memory, fake_mode, measured_on_shapes
+from .fake_layers import CostError, TensorShape
+from .survey import Survey, survey
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,11 @@ class LayerTimes:
     backward: SecondsOrZero
     input_gradient: SecondsOrZero
     weight_gradient: SecondsOrZero
+
+    @classmethod
+    def of_cost(cls, cost: float) -> LayerTimes:
+        """Returns times in the unit of a cost that counts a forward; a backward takes two of them."""
+        return cls(cost, cost, recompute=cost, backward=2 * cost, input_gradient=cost, weight_gradient=cost)
 
     @property
     def total(self) -> float:
@@ -64,113 +67,23 @@ def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> Laye
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """Describes one layer.
+class ForwardFacts:
+    """Describes the forward of one layer.
 
     Attributes:
-        name: the builder's.
-        parameters: their number.
-        flops: of the forward's matrix products, convolutions and attention, for the example inputs (a multiply-add
-            counts two); None where the layer was not run on fake tensors.
-        outputs: shapes of the layer's outputs; None where it was not run.
-        cost: c_i, for the partitioner.
-        may_end_cell: False where the shapes of its outputs depend on values, so that no message could carry them.
-        measured: the seconds of each pass, of which ``cost`` is the sum; None where none were measured.
+        flops: FLOPs of matrix products, convolutions and attention (a multiply-add counts two).
+        elements: floating-point numbers that it puts out.
+        outputs: what the next layer gets.
     """
 
-    name: str
-    parameters: int
-    flops: int | None
-    outputs: tuple[TensorShape, ...] | None
-    cost: float
-    may_end_cell: bool = True
-    measured: LayerTimes | None = None
-
-    @classmethod
-    def timed(cls, name: str, parameters: int, times: LayerTimes) -> LayerCost:
-        """Returns the description of a layer whose cost is its seconds."""
-        return cls(name, parameters, None, None, times.total, measured=times)
+    flops: int
+    elements: int
+    outputs: tuple[TensorShape, ...]
 
     @property
-    def times(self) -> LayerTimes:
-        """Returns the time of each pass, in the unit of the cost; unmeasured, a backward takes two forwards."""
-        c = self.cost
-        return self.measured or LayerTimes(c, c, recompute=c, backward=2 * c, input_gradient=c, weight_gradient=c)
-
-
-def layer_costs(builders: Sequence[LayerBuilder], example_inputs: Tensors, how: str) -> list[LayerCost]:
-    """Returns the cost of every layer.
-
-    Args:
-        builders: the model.
-        example_inputs: of the first layer, for one micro-batch; fake and meta tensors will do.
-        how: ``flops``: the forward's FLOPs on fake tensors, plus one for each floating-point number that the layer puts
-            out, so that elementwise work counts a little and no cost is zero; a builder's ``cost``, where it has one,
-            stands for that sum. A layer that does not run on fake tensors is counted on random values.
-            ``parameters``: their number. ``declared``: each builder's ``cost``.
-
-    Raises:
-        CostError: a layer's cost cannot be found in this way; it names the layer and the way out.
-    """
-    if how == "flops":
-        return _count_flops(builders, example_inputs)
-    if how not in ("parameters", "declared"):
-        raise CostError(f"pipeline.cost={how} cannot be counted: use flops, parameters or declared")
-    return [
-        LayerCost(builder.name, number, None, None, float(number) if how == "parameters" else _declared(builder))
-        for builder, number in zip(builders, count_parameters(builders), strict=True)
-    ]
-
-
-def count_parameters(builders: Sequence[LayerBuilder]) -> list[int]:
-    """Returns the number of parameters of each layer, counted without allocating them.
-
-    Raises:
-        CostError: a layer cannot be built.
-    """
-    known: dict[Hashable, int] = {}
-    numbers = []
-    with seeded(COSTS):
-        for index, builder in enumerate(builders):
-            key = build_key(builder, index)
-            if key not in known:
-                known[key] = number_of_parameters(build_without_memory(builder, fake_mode()))
-            numbers.append(known[key])
-    return numbers
-
-
-def _declared(builder: LayerBuilder) -> float:
-    if builder.cost is None:
-        said = f"pipeline.cost=declared but layer {builder.name!r} has no cost"
-        raise CostError(f"{said}: give every layer a `cost`, or use pipeline.cost=flops")
-    return float(builder.cost)
-
-
-def _count_flops(builders: Sequence[LayerBuilder], example_inputs: Tensors) -> list[LayerCost]:
-    # The last layers need not run if they all declare their cost: the way out for layers that fake tensors cannot pass.
-    counted = 1 + max((index for index, builder in enumerate(builders) if builder.cost is None), default=-1)
-    shapes = tuple(TensorShape.of(tensor) for tensor in example_inputs)
-    drawn: Drawn | None = None
-    known: dict[Hashable, tuple[LayerCost, Drawn | None]] = {}
-    costs = []
-    with seeded(COSTS):
-        for index, builder in enumerate(builders[:counted]):
-            key = (build_key(builder, index), shapes, grouping_of(shapes)) if drawn is None else index
-            if key not in known:
-                known[key] = _count(builder, shapes, drawn)
-            found, drawn = known[key]
-            cost = found.cost if builder.cost is None else float(builder.cost)
-            costs.append(replace(found, name=builder.name, cost=cost))
-            shapes = found.outputs or ()
-    return costs + layer_costs(builders[counted:], (), "declared")
-
-
-def _count(
-    builder: LayerBuilder, shapes: tuple[TensorShape, ...], drawn: Drawn | None
-) -> tuple[LayerCost, Drawn | None]:
-    """Returns the cost, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
-    counted, outputs = measured_on_shapes(builder, shapes, drawn, partial(_run, builder))
-    return replace(counted, may_end_cell=outputs is None), outputs
+    def cost(self) -> float:
+        """Returns its FLOPs and one for each number put out: elementwise work counts a little, no cost is zero."""
+        return float(self.flops + max(1, self.elements))
 
 
 class _OneModule(ModuleTracker):
@@ -183,31 +96,51 @@ class _OneModule(ModuleTracker):
         pass
 
 
-def _run(builder: LayerBuilder, module: nn.Module, inputs: Tensors) -> LayerCost:
+def count_forward(module: nn.Module, inputs: Tensors, *, is_last: bool) -> ForwardFacts:
+    """Counts the FLOPs of a layer's forward, for `survey`."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _OneModule()
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
     with torch.no_grad(), plain_attention, counter:
         outputs = as_tensors(module(as_argument(inputs)))
     elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
-    flops = counter.get_total_flops()
-    made = grouped_like(map(TensorShape.of, outputs), outputs)
-    return LayerCost(builder.name, number_of_parameters(module), flops, made, float(flops + max(1, elements)))
+    return ForwardFacts(counter.get_total_flops(), elements, grouped_like(map(TensorShape.of, outputs), outputs))
 
 
-def keep_shapes_that_depend_on_values_together(
-    costs: Sequence[LayerCost], builders: Sequence[LayerBuilder], example_inputs: Tensors
-) -> list[LayerCost]:
-    """Returns costs that were found without running the layers on draws, with `LayerCost.may_end_cell` of each.
+def layer_costs(builders: Sequence[LayerBuilder], found: Survey[ForwardFacts], how: str) -> list[float]:
+    """Returns the cost of every layer.
 
-    Nothing is known about layers that cannot be counted by FLOPs.
+    Args:
+        builders: the model.
+        found: what a survey by `count_forward` has found.
+        how: ``flops``: a forward's (`ForwardFacts.cost`), or a builder's ``cost``, where it has one.
+            ``parameters``: their number. ``declared``: each builder's ``cost``.
+
+    Raises:
+        CostError: a layer's cost cannot be found in this way; it names the layer and the way out.
     """
-    try:
-        counted = _count_flops(builders, example_inputs)
-    except CostError:
-        return list(costs)
-    return [replace(cost, may_end_cell=other.may_end_cell) for cost, other in zip(costs, counted, strict=True)]
+    if how == "profile":
+        raise CostError("pipeline.cost=profile cannot be counted: use flops, parameters or declared")
+    if how == "parameters":
+        return [float(sum(one.form.numel for one in layer)) for layer in found.parameters]
+    costs = []
+    for index, builder in enumerate(builders):
+        if builder.cost is not None:
+            costs.append(float(builder.cost))
+        elif how == "declared":
+            said = f"pipeline.cost=declared but layer {builder.name!r} has no cost"
+            raise CostError(f"{said}: give every layer a `cost`, or use pipeline.cost=flops")
+        elif found.failure is not None and index >= len(found.layers):
+            raise found.failure
+        else:
+            costs.append(found.layers[index].cost)
+    return costs
 
 
-def number_of_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def forward_flops(builders: Sequence[LayerBuilder], inputs: Tensors) -> float:
+    """Returns the cost of a forward of the whole model by FLOPs.
+
+    Raises:
+        CostError: a layer cannot be counted.
+    """
+    return sum(layer_costs(builders, survey(builders, inputs, count_forward), "flops"))

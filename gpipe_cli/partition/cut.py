@@ -14,12 +14,12 @@ from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
-from .cost import LayerCost, keep_shapes_that_depend_on_values_together, layer_costs
+from .cost import LayerTimes, count_forward, layer_costs
 from .cutter import Cutter, Memory, worker_totals
 from .fake_layers import CostError
 from .model_profile import ModelProfile
 from .partition import cell_layers, even_placement, partition
-from .tie_search import Ties, find_ties
+from .survey import Survey, survey
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cut:
         table: one row a cell: cell, worker, layers (first, last, count), parameters, share of what all cells do in a
             step.
         parameters: of the whole model.
-        ties: for every layer, its parameters that an earlier layer owns: `Ties.owners`.
+        ties: for every layer, its parameters that an earlier layer owns: `Survey.owners`.
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
     """
 
@@ -72,7 +72,7 @@ def cut_model(
     example: MicroBatch,
     profile: Callable[[], ModelProfile] | None = None,
     say: Callable[[str], None] = lambda line: None,
-    fitted: Callable[[Sequence[LayerCost], Ties], Cut] | None = None,
+    fitted: Callable[[Sequence[LayerTimes]], Cut] | None = None,
 ) -> Cut:
     """Computes costs, partition and placement.
 
@@ -80,31 +80,30 @@ def cut_model(
         example: a micro-batch; only its shapes matter.
         profile: returns the times for `pipeline.cost=profile`; None: that is refused.
         say: receives a line about places without a cut.
-        fitted: makes the cut of known costs; None: whatever the memory of the workers.
+        fitted: makes the cut of known times; None: whatever the memory of the workers.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
     """
     refuse_more_cells_than_layers(len(builders), config)  # before costs are counted
-    if config.cost == "profile" and profile is not None:
+    found = survey(builders, example[0], count_forward)
+    for line in places_without_cut(found):
+        say(line)
+    times, how = None, config.cost
+    if how == "profile" and profile is not None:
         try:
-            costs = profile().costs
+            times = profile().with_loss
         except (CostError, torch.OutOfMemoryError) as error:  # a layer cannot be timed by itself
             say(f"cut by FLOPs, because layers could not be timed: {error}")
-            costs = layer_costs(builders, example[0], "flops")
-    else:
-        costs = layer_costs(builders, example[0], config.cost)
-    if config.cost != "flops":
-        costs = keep_shapes_that_depend_on_values_together(costs, builders, example[0])
-    for line in places_without_cut(costs):
-        say(line)
-    ties = find_ties(builders)
-    return cut_by_costs(builders, costs, config, workers, ties) if fitted is None else fitted(costs, ties)
+            how = "flops"
+    if times is None:
+        times = list(map(LayerTimes.of_cost, layer_costs(builders, found, how)))
+    return cut_by_times(found, times, config, workers) if fitted is None else fitted(times)
 
 
-def places_without_cut(costs: Sequence[LayerCost]) -> list[str]:
+def places_without_cut(found: Survey[Any]) -> list[str]:
     """Returns a line about the layers behind which no cut may lie; none where there are none."""
-    joined = [cost.name for cost in costs[:-1] if not cost.may_end_cell]
+    joined = [found.names[index] for index in found.joined]
     some = ", ".join(joined[:3]) + (f" and {len(joined) - 3} more layers" if len(joined) > 3 else "")
     return [f"no cut behind {some}: the shape of what is returned there depends on values"] if joined else []
 
@@ -115,15 +114,14 @@ def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
     partition([1.0] * layers, config.K, sizes)
 
 
-def cut_by_costs(
-    builders: Sequence[LayerBuilder],
-    costs: Sequence[LayerCost],
+def cut_by_times(
+    found: Survey[Any],
+    times: Sequence[LayerTimes],
     config: PipelineConfig,
     workers: int,
-    ties: Ties,
     memory_of: Callable[[tuple[int, ...]], Memory] | None = None,
 ) -> Cut:
-    """Computes partition and placement from the layers' costs.
+    """Computes partition and placement from the layers' times, in any unit.
 
     Args:
         memory_of: returns what a placement needs of the workers' memory; None: any cut fits.
@@ -134,30 +132,28 @@ def cut_by_costs(
     if config.devices and len(config.devices) != workers:
         said = f"pipeline.devices describes {len(config.devices)} devices but a replica has {workers} workers"
         raise ConfigurationError(f"{said}: describe one device for each")
-    times = [layer.times for layer in costs]
-    inseparable = {number: layer.name for number, layer in enumerate(costs[:-1]) if not layer.may_end_cell}
+    inseparable = {index: found.names[index] for index in found.joined}
     if config.partition == "auto":
         cutter = Cutter(times, config, workers, inseparable)
         worker_of = cutter.placement
         sizes = cutter.sizes(None if memory_of is None else memory_of(worker_of))
     else:
-        sizes = partition([layer.cost for layer in costs], config.K, config.partition, inseparable)
+        sizes = partition([each.total for each in times], config.K, config.partition, inseparable)
         worker_of = even_placement(config, workers)
     seconds = worker_totals(times, config, worker_of)
     cells = cell_layers(sizes)
-    parameters = [sum(form.numel for _, form, _ in own) for own in ties.own]
     busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
     whole = sum(busy) or 1.0
     table = [
         {
             "cell": cell,
             "worker": worker_of[cell],
-            "first": builders[layers[0]].name,
-            "last": builders[layers[-1]].name,
+            "first": found.names[layers[0]],
+            "last": found.names[layers[-1]],
             "layers": len(layers),
-            "parameters": sum(parameters[i] for i in layers),
+            "parameters": sum(found.sizes[layers.start : layers.stop]),
             "share": busy[cell] / whole,
         }
         for cell, layers in enumerate(cells)
     ]
-    return Cut(list(sizes), tuple(worker_of), table, sum(parameters), ties.owners, list(inseparable))
+    return Cut(list(sizes), tuple(worker_of), table, sum(found.sizes), found.owners, found.joined)

@@ -9,18 +9,17 @@ after it run on what it has returned, until a boundary has one shape again.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedParameter
-from typing_extensions import Self
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
@@ -41,18 +40,27 @@ class CostError(ConfigurationError):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Describes a tensor without its values."""
+    """Describes a tensor without its values.
+
+    Attributes:
+        requires_grad: True for a parameter that learns, and for a tensor between two layers that takes a gradient.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    def of(cls, tensor: Tensor) -> TensorShape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, requires_grad=self.requires_grad)
+
+    def like_this(self, values: Tensor) -> Tensor:
+        """Returns the values, cut off from their graph, in this type and with a gradient where this one takes one."""
+        return values.detach().to(self.dtype).requires_grad_(self.requires_grad)
 
     @property
     def numel(self) -> int:
@@ -161,7 +169,7 @@ def measured_on_shapes(
     """Measures a layer on fake tensors or, where it cannot run on them, on drawn values.
 
     Args:
-        shapes: of its inputs.
+        shapes: shapes of its inputs.
         drawn: inputs of each draw, where their shapes depend on values.
         measure: called with the layer and its inputs.
 
@@ -175,23 +183,25 @@ def measured_on_shapes(
         fake = fake_mode()
         module = build_without_memory(builder, fake)
         try:
-            module = _for_a_trial(builder, module, shares_weights=True)
             with explaining_failures(builder, shapes), fake:
-                return measure(module, grouped_like((shape.empty() for shape in shapes), shapes)), None
+                copy = _for_a_trial(module, shares_weights=True)
+                return measure(copy, grouped_like((shape.empty() for shape in shapes), shapes)), None
         except CostError:  # it looks at values, or fails on real tensors too
             drawn = draw(shapes)
     torch.default_generator.manual_seed(0)  # every start of a run cuts alike
-    module = _for_a_trial(builder, build_or_explain(builder))
+    module = build_or_explain(builder)
     with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
-        found = measure(module, drawn[0])
+        module = _for_a_trial(module)
+        typed = (shape.like_this(values) for shape, values in zip(shapes, drawn[0], strict=True))
+        found = measure(module, grouped_like(typed, shapes))
         with torch.no_grad():
             outputs = [as_tensors(module(as_argument(inputs))) for inputs in drawn]
     forms = {(grouping_of(tensors), *(tensor.shape for tensor in tensors)) for tensors in outputs}
     return found, None if len(forms) == 1 else outputs
 
 
-def _for_a_trial(builder: LayerBuilder, module: nn.Module, shares_weights: bool = False) -> nn.Module:
-    """Returns the module, or a copy where its builder keeps it: a trial must not change what the run will have.
+def _for_a_trial(module: nn.Module, shares_weights: bool = False) -> nn.Module:
+    """Returns a copy where the module is real: its builder may keep it, and a trial must not change what a run has.
 
     Args:
         shares_weights: the copy has the same parameters; on fake tensors nothing changes those.
@@ -199,12 +209,7 @@ def _for_a_trial(builder: LayerBuilder, module: nn.Module, shares_weights: bool 
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):
         return module
-    with suppress(Exception), fake_mode():
-        if builder.build() is not module:
-            return module
-    held = (value for part in module.modules() for value in vars(part).values())
-    kept: dict[int, Any] = {id(own): own.clone_state() for own in held if isinstance(own, torch.Generator)}
-    return deepcopy(module, kept | ({id(weight): weight for weight in module.parameters()} if shares_weights else {}))
+    return deepcopy(module, {id(weight): weight for weight in module.parameters()} if shares_weights else None)
 
 
 def draw(shapes: Sequence[TensorShape]) -> Drawn:
@@ -216,6 +221,6 @@ def draw(shapes: Sequence[TensorShape]) -> Drawn:
             drawn = torch.randn(shape.shape, generator=generator)
         else:
             drawn = torch.randint(0, 2, shape.shape, generator=generator)
-        return shape.empty().copy_(drawn)
+        return shape.empty().detach().copy_(drawn)
 
     return [grouped_like(map(values, shapes), shapes) for _ in range(DRAWS)]

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import starmap
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
 from ..pipeline.messages.grouping import grouped_like, grouping_of
 from ..pipeline.meter import Mark, event_now, seconds_between
 from ..pipeline.randomness import NoiseSource
-from .cost import LayerCost, LayerTimes, cell_total, number_of_parameters
+from .cost import LayerTimes, cell_total
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -46,24 +46,18 @@ class ModelProfile:
     """Holds the measured times of a model.
 
     Attributes:
-        layers: with costs in seconds, and the times of each.
+        layers: times of each layer.
         loss: times of the task's loss after the last layer; None where it was not timed.
     """
 
-    layers: list[LayerCost]
+    layers: list[LayerTimes]
     loss: LayerTimes | None
 
     @property
-    def costs(self) -> list[LayerCost]:
-        """Returns the costs for the partitioner; the last layer's includes the loss, which always runs in its cell."""
-        last = self.layers[-1]
-        times = cell_total([last.times], [] if self.loss is None else [self.loss])
-        return [*self.layers[:-1], replace(last, cost=times.total, measured=times)]
-
-    @property
-    def times(self) -> list[LayerTimes]:
-        """Returns the times of each layer, without the loss."""
-        return [layer.times for layer in self.layers]
+    def with_loss(self) -> list[LayerTimes]:
+        """Returns the times of each layer; the last one's include the loss, which always runs in its cell."""
+        *others, last = self.layers
+        return [*others, cell_total([last], [] if self.loss is None else [self.loss])]
 
 
 def profile_layers(
@@ -91,14 +85,14 @@ def profile_layers(
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
     """
-    known: dict[Hashable, tuple[int, Tensors]] = {}  # number of parameters, outputs
+    known: dict[Hashable, Tensors] = {}  # outputs
     keys: list[Hashable] = []
     trials = Trials(device, enough)
     with torch.random.fork_rng(devices=[device] if device.type == GPU else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
-            shapes, trained = tuple(map(TensorShape.of, values)), tuple(tensor.requires_grad for tensor in values)
-            keys.append((build_key(builder, index), shapes, trained, grouping_of(values)))
+            shapes = tuple(map(TensorShape.of, values))
+            keys.append((build_key(builder, index), shapes, grouping_of(values)))
             if keys[-1] not in known:
                 announce([builder])
                 require_values(builder, own := build_or_explain(builder))
@@ -108,15 +102,13 @@ def profile_layers(
                 trial = LayerTrial(_run_of(layer, device, targets), values, device, autocast)
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
-                known[keys[-1]] = number_of_parameters(module), outputs
+                known[keys[-1]] = outputs
                 trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
-            values = known[keys[-1]][1]
+            values = known[keys[-1]]
         if loss is not None:
             trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
         trials.run()
-    both = zip(keys, builders, strict=True)
-    layers = [LayerCost.timed(builder.name, known[key][0], trials.times[key]) for key, builder in both]
-    return ModelProfile(layers, trials.times.get(_LOSS))
+    return ModelProfile([trials.times[key] for key in keys], trials.times.get(_LOSS))
 
 
 def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:

@@ -32,25 +32,14 @@ from ..partition.cost import LayerTimes
 
 
 @dataclass(frozen=True)
-class CellLoad(LayerTimes):
-    """Holds the seconds of one micro-batch in a cell, or in a layer, and its memory.
-
-    Attributes:
-        graph: bytes that are kept from the forward, or from the recompute, to the backward.
-    """
-
-    graph: float
-
-
-@dataclass(frozen=True)
 class _Least:
     """Holds the least of everything for one micro-batch in a cell: seconds, except `graph`.
 
     Attributes:
-        forward: of a forward.
-        ready: of a forward and what else it takes to have a graph.
-        urgent: of the backward that the cell in front waits for.
-        backward: of the whole backward.
+        forward: a forward.
+        ready: a forward and what else it takes to have a graph.
+        urgent: the backward that the cell in front waits for.
+        backward: the whole backward.
         extra: what making the graph again adds.
         arrival: before the forward can begin.
         turn: from the end of the forward to the beginning of the backward: forwards and backwards of later cells.
@@ -73,21 +62,27 @@ class _Least:
 
 
 def step_bound(
-    cells: Sequence[CellLoad], placement: Sequence[int], M: int, memory: Sequence[float], halves: bool
+    cells: Sequence[LayerTimes],
+    graphs: Sequence[float],
+    placement: Sequence[int],
+    M: int,
+    memory: Sequence[float],
+    halves: bool,
 ) -> float:
     """Returns seconds that every schedule of a step takes at least; infinity where no schedule fits.
 
     Each worker gives bounds, and so does each group of its cells from some cell k on, as if it had no others.
 
     Args:
-        cells: the cells in order, each with the times on its own worker.
+        cells: seconds of one micro-batch in each cell, on its own worker.
+        graphs: bytes of each cell that are kept from the forward, or from the recompute, to the backward.
         placement: ``placement[cell]`` is the cell's worker; neighbours, round robin or any other.
         M: micro-batches.
         memory: bytes that each worker has for graphs; infinity: no limit.
         halves: a backward may be divided.
     """
     of_worker: dict[int, list[_Least]] = {}
-    least, longest = _least(cells, halves), 0.0
+    least, longest = _least(cells, graphs, halves), 0.0
     for cell in reversed(range(len(cells))):
         group = of_worker.setdefault(placement[cell], [])
         group.insert(0, least[cell])
@@ -96,7 +91,13 @@ def step_bound(
 
 
 def bound_of_any_cut(
-    layers: Sequence[CellLoad], speeds: Sequence[float], M: int, memory: float, together: float, halves: bool
+    layers: Sequence[LayerTimes],
+    graphs: Sequence[float],
+    speeds: Sequence[float],
+    M: int,
+    memory: float,
+    together: float,
+    halves: bool,
 ) -> float:
     """Returns seconds that every schedule takes at least, however the layers are cut, and wherever the cells lie.
 
@@ -105,7 +106,8 @@ def bound_of_any_cut(
     it waits at the beginning and at the end; least is lost if the fastest wait least. Their graphs share the memory.
 
     Args:
-        layers: the layers in order, with the times on the fastest worker, and the bytes that any cell with them keeps.
+        layers: seconds of one micro-batch in each layer, on the fastest worker.
+        graphs: bytes that any cell with the layer keeps.
         speeds: of the workers, in any unit; each gets at least one layer.
         M: micro-batches.
         memory: most bytes that a worker has for graphs; infinity: no limit.
@@ -114,16 +116,16 @@ def bound_of_any_cut(
     """
     if together < 0:
         return inf
-    least, parts = _least(layers, halves), sorted((speed / max(speeds) for speed in speeds), reverse=True)
+    least, parts = _least(layers, graphs, halves), sorted((speed / max(speeds) for speed in speeds), reverse=True)
     arrivals = sum(part * layer.arrival for part, layer in zip(parts, least, strict=False))
     drains = sum(part * layer.drain for part, layer in zip(parts, least, strict=False))
     urgent = arrivals + drains + M * sum(layer.ready + layer.urgent for layer in least)
     whole = arrivals + M * sum(layer.ready + layer.backward for layer in least)
     shared = max(_with_recompute(least, M, together / sum(parts), work, 0.0) for work in (urgent, whole))
-    return max(shared / sum(parts), step_bound(layers, range(len(layers)), M, [memory] * len(layers), halves))
+    return max(shared / sum(parts), step_bound(layers, graphs, range(len(layers)), M, [memory] * len(layers), halves))
 
 
-def _least(cells: Sequence[CellLoad], halves: bool) -> list[_Least]:
+def _least(cells: Sequence[LayerTimes], graphs: Sequence[float], halves: bool) -> list[_Least]:
     forwards = [min(cell.inference, cell.forward) for cell in cells]
     urgent = [min(cell.backward, cell.input_gradient) if halves else cell.backward for cell in cells]
     arrivals, drains = ([0.0, *accumulate(seconds)] for seconds in (forwards, urgent))
@@ -144,7 +146,7 @@ def _least(cells: Sequence[CellLoad], halves: bool) -> list[_Least]:
                 drain=drains[number],
                 kept=cell.forward + turn + back,
                 again=cell.recompute + back,
-                graph=cell.graph,
+                graph=graphs[number],
             )
         )
     return least

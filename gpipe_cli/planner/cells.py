@@ -8,122 +8,75 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..layers import own_name
-from ..partition.cut import Cut
+from ..partition.cost import LayerTimes
 from ..partition.fake_layers import TensorShape
 from ..pipeline.messages.boundary import ALIGNMENT
 from ..pipeline.tied_parameters import Use
-from .measure.layer_facts import BoundaryTensor, LayerFacts, ModelFacts
+from .kept import KeptBytes, copied_parameters
+from .measure.layer_facts import LayerFacts, ModelFacts
 from .memory import CellSizes
 
 
 @dataclass(frozen=True)
-class CellFacts:
-    """Describes one cell.
+class CellPlan(KeptBytes):
+    """Describes one cell. Sizes are bytes; seconds are those of one micro-batch on its own worker.
 
     Attributes:
-        worker: its number.
-        first, last: numbers of its layers in the model's list.
-        layers: their facts; in the last cell followed by those of the task's loss.
-        weights: its parameters; of tied ones those that it owns.
-        trained: its parameters that learn, by full name; likewise.
-        copies: values of parameters that another worker owns.
-        uses: tied parameters that learn and that another layer owns: each has a gradient here.
+        cell, worker: their numbers.
+        first, last: names of its first and last layer.
+        start: number of its first layer in the model's list.
+        layers: number of its layers.
+        parameters: number of its parameters, tied ones where their owner is.
+        share: its share of all cells' time.
+        seconds: seconds of each pass.
         sizes: bytes of one micro-batch.
-        inputs_bytes: bytes of the boundary in front of it, for one micro-batch.
+        inputs_in_flight: most micro-batches whose input is kept at once.
+        inputs: all boundary inputs in flight.
+        working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
     """
 
+    cell: int
     worker: int
-    first: int
-    last: int
-    layers: tuple[LayerFacts, ...]
-    weights: tuple[TensorShape, ...]
-    trained: tuple[tuple[str, TensorShape], ...]
-    copies: tuple[TensorShape, ...]
-    uses: tuple[TensorShape, ...]
+    first: str
+    last: str
+    start: int
+    layers: int
+    parameters: int
+    share: float
+    seconds: LayerTimes
     sizes: CellSizes
-    inputs_bytes: int
+    inputs_in_flight: int
+    inputs: int
+    working: int
 
     @property
-    def parameters(self) -> int:
-        return sum(weight.numel for weight in self.weights)
+    def members(self) -> range:
+        """Returns the numbers of its layers."""
+        return range(self.start, self.start + self.layers)
 
     @property
-    def weight_bytes(self) -> int:
-        """Returns the bytes of weights and buffers, such as BatchNorm's moving averages."""
-        return _bytes(self.weights) + _bytes(self.copies) + sum(layer.buffer_bytes for layer in self.layers)
+    def graph(self) -> int:
+        """Returns what the graph of one micro-batch holds, its outputs included."""
+        return self.sizes.graph + self.sizes.outputs
 
     @property
-    def average_bytes(self) -> int:
-        """Returns the bytes of their moving averages (`trainer.average`)."""
-        return _bytes(self.weights) + sum(layer.averaged_buffer_bytes for layer in self.layers)
-
-    @property
-    def gradient_bytes(self) -> int:
-        return _bytes([shape for _, shape in self.trained]) + _bytes(self.uses)
-
-    @property
-    def tied_bytes(self) -> int:
-        """Returns those of weights and gradients that another cell has too."""
-        return _bytes(self.copies) + _bytes(self.uses)
+    def total(self) -> float:
+        """Returns the sum of all bytes; peaks of cells that share a worker do not add up."""
+        return self.kept + self.inputs + self.working
 
 
-def _bytes(shapes: Sequence[TensorShape]) -> int:
-    return sum(shape.bytes for shape in shapes)
+def sizes_of_cell(model: ModelFacts, members: range) -> CellSizes:
+    """Returns the bytes of one micro-batch in a cell of these layers; the last cell has the loss, too."""
+    is_last = members.stop == len(model.layers)
+    layers = model.with_loss[members.start :] if is_last else model.layers[members.start : members.stop]
+    inputs = model.layers[members.start - 1].outputs if members.start else model.inputs
+    return cell_sizes(layers, inputs, model.target_bytes, is_last)
 
 
-def build_cells(model: ModelFacts, cut: Cut, names: Sequence[str]) -> Iterator[CellFacts]:
-    """Yields the facts of every cell; ``names``: of the layers."""
-    cells, copied = cut.layers, copied_parameters(cut.uses(names))
-    for members, worker in zip(cells, cut.placement, strict=True):
-        layers = model.layers[members.start : members.stop]
-        if is_last := members is cells[-1]:
-            layers = model.with_loss[members.start :]
-        boundary = model.layers[members.start - 1].boundary if members.start else model.inputs
-        parameters = [
-            (names[index], name, shape, name in layer.frozen, name in cut.ties[index])
-            for index, layer in zip(members, layers, strict=False)
-            for name, shape in layer.parameters
-        ]
-        yield CellFacts(
-            worker=worker,
-            first=members.start,
-            last=members.stop - 1,
-            layers=tuple(layers),
-            weights=tuple(shape for _, _, shape, _, tied in parameters if not tied),
-            trained=tuple(
-                (own_name(layer, name), shape)
-                for layer, name, shape, frozen, tied in parameters
-                if not tied and not frozen
-            ),
-            copies=tuple(shape for layer, name, shape, _, _ in parameters if f"{layer}.{name}" in copied),
-            uses=tuple(shape for _, _, shape, frozen, tied in parameters if tied and not frozen),
-            sizes=cell_sizes(layers, boundary, model.target_bytes, is_last),
-            inputs_bytes=sum(tensor.bytes for tensor in boundary),
-        )
-
-
-def copied_parameters(ties: Sequence[Sequence[Use]]) -> set[str]:
-    """Returns the uses for which a worker keeps a value: its first of each parameter that another worker owns."""
-    firsts = [{use.worker: use.name for use in reversed(uses)} for uses in ties]
-    owners = {owner.name for owner, *_ in ties}
-    return {name for first in firsts for name in first.values()} - owners
-
-
-def tie_messages(
-    ties: Sequence[Sequence[Use]], names: Sequence[str], layers: Sequence[LayerFacts]
-) -> Iterator[tuple[int, int, int]]:
-    """Yields sender, receiver and bytes of every message of a step: gradients to the owners, values back.
-
-    Args:
-        names: of the layers.
-    """
-    trained = {
-        f"{layer}.{name}": shape.bytes
-        for layer, facts in zip(names, layers, strict=True)
-        for name, shape in facts.parameters
-        if name not in facts.frozen
-    }
+def tie_messages(ties: Sequence[Sequence[Use]], model: ModelFacts) -> Iterator[tuple[int, int, int]]:
+    """Yields sender, receiver and bytes of every message of a step: gradients to the owners, values back."""
+    layers = zip(model.names, model.own, strict=True)
+    trained = {f"{layer}.{one.name}": one.form.bytes for layer, own in layers for one in own if one.form.requires_grad}
     copied = copied_parameters(ties)
     for owner, *others in ties:
         size = trained.get(owner.name, 0)
@@ -149,7 +102,7 @@ def graphs_of_layers(model: ModelFacts) -> list[int]:
 
 
 def cell_sizes(
-    layers: Sequence[LayerFacts], inputs: Sequence[BoundaryTensor], target_bytes: Sequence[int], is_last: bool
+    layers: Sequence[LayerFacts], inputs: Sequence[TensorShape], target_bytes: Sequence[int], is_last: bool
 ) -> CellSizes:
     """Returns the bytes of one micro-batch in a cell of these layers; the last of the last cell is the loss."""
     walk = _Storages(inputs)
@@ -161,15 +114,15 @@ def cell_sizes(
         walk.enter(layer)
         backward = max(backward, walk.kept_bytes + layer.backward_extra)
         kept.append(walk.kept_bytes)
-    outputs = () if is_last else layers[-1].boundary
+    outputs = () if is_last else layers[-1].outputs
     own_outputs = 0 if is_last else walk.handed_on()
     if not is_last:
         walk.keep_outputs()
-    gradients_out = sum(tensor.bytes for tensor in outputs if tensor.needs_gradient)
+    gradients_out = sum(tensor.bytes for tensor in outputs if tensor.requires_grad)
     total = walk.kept_bytes
     backward = max(0, backward - total - gradients_out)
     put_off = first_half = second_half = 0
-    if any(tensor.needs_gradient for tensor in inputs):  # otherwise nothing is put off
+    if any(tensor.requires_grad for tensor in inputs):  # otherwise nothing is put off
         put_off, first_half, second_half = _halves(layers, kept)
     return CellSizes(
         gathered=sum(layer.gathered for layer in layers),
@@ -177,10 +130,11 @@ def cell_sizes(
         message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
         sent=0 if is_last else _packed([*(tensor.bytes for tensor in outputs), *target_bytes]),
         targets=sum(target_bytes),
+        inputs=sum(tensor.bytes for tensor in inputs),
         graph=total - own_outputs,
         outputs=own_outputs,
-        input_gradients=_packed([tensor.bytes for tensor in inputs if tensor.needs_gradient]),
-        output_gradients=_packed([tensor.bytes for tensor in outputs if tensor.needs_gradient]),
+        input_gradients=_packed([tensor.bytes for tensor in inputs if tensor.requires_grad]),
+        output_gradients=_packed([tensor.bytes for tensor in outputs if tensor.requires_grad]),
         inference=inference,
         forward=max(forward, total),
         backward=backward,
@@ -217,7 +171,7 @@ def _packed(sizes: Sequence[int]) -> int:
 class _Storages:
     """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count."""
 
-    def __init__(self, inputs: Sequence[BoundaryTensor]) -> None:
+    def __init__(self, inputs: Sequence[TensorShape]) -> None:
         self._size: list[int] = []  # of each storage, by its number
         self._kept: set[int] = set()
         self._boundary = [self._new(0) for _ in inputs]
@@ -241,7 +195,7 @@ class _Storages:
             self._keep(before[number])
         own: dict[int, int] = {}
         self._boundary = []
-        for output in layer.outputs:
+        for output in layer.memory:
             if output.of_input is None and output.storage not in own:
                 own[output.storage] = self._new(output.bytes)
             self._boundary.append(own[output.storage] if output.of_input is None else before[output.of_input])

@@ -43,6 +43,7 @@ class CellSizes:
         message: the message from the cell before: all tensors in front of the cell, and the targets.
         sent: the message to the cell behind; 0 for the last.
         targets: targets of the micro-batch.
+        inputs: the tensors in front of the cell.
         graph: kept by forward for backward, without inputs and outputs.
         outputs: memory of its own that the cell hands on; 0 for the last, whose outputs only the loss reads.
         input_gradients: gradients that it hands back.
@@ -60,6 +61,7 @@ class CellSizes:
     message: int
     sent: int
     targets: int
+    inputs: int
     graph: int
     outputs: int
     input_gradients: int

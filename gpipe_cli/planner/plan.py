@@ -4,50 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..layers import LayerBuilder
-from ..partition.cost import LayerTimes
 from ..schedule.instruction import Instruction, Op
-from ..schedule.schedule import most_kept
 from ..schedule.simulate import Timeline
-from .cells import CellFacts
+from .cells import CellPlan
 from .devices import Device
-
-
-@dataclass(frozen=True)
-class CellPlan:
-    """Describes one cell. Sizes are bytes; seconds are those of one micro-batch.
-
-    Attributes:
-        cell, worker: their numbers.
-        first, last: names of its first and last layer.
-        layers: number of its layers.
-        share: its share of all cells' time.
-        seconds: of each pass.
-        weights, gradients, optimizer, average: kept between steps; averages are those of `trainer.average`.
-        graph: what the graph of one micro-batch holds, its outputs included.
-        inputs_in_flight: most micro-batches whose input is kept at once.
-        inputs: all boundary inputs in flight.
-        working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
-        total: sum of all of the above; peaks of cells that share a worker do not add up.
-    """
-
-    cell: int
-    worker: int
-    first: str
-    last: str
-    layers: int
-    parameters: int
-    share: float
-    seconds: LayerTimes
-    weights: float
-    gradients: float
-    optimizer: float
-    average: float
-    graph: int
-    inputs_in_flight: int
-    inputs: int
-    working: int
-    total: float
 
 
 @dataclass(frozen=True)
@@ -154,67 +114,17 @@ class Plan:
         plain = asdict(replace(self, timeline=Timeline([], ()), lists=[]))
         del plain["timeline"], plain["lists"]
         devices = plain.pop("workers_plan")
+        for cell, planned in zip(plain["cells"], self.cells, strict=True):
+            cell["total"] = planned.total
         return {**plain, "fits": self.fits, "examples_per_second": self.examples_per_second, "devices": devices}
 
 
-@dataclass(frozen=True)
-class ModelBytes:
-    """Holds the bytes that a cell keeps between steps."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    average: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.average
-
-
-def cell_plans(
-    builders: Sequence[LayerBuilder],
-    cells: Sequence[CellFacts],
-    times: Sequence[LayerTimes],
-    model: Sequence[ModelBytes],
-    lists: Sequence[Sequence[Instruction]],
-) -> Iterator[CellPlan]:
-    """Yields the plan of every cell.
-
-    Args:
-        builders: the model.
-        cells, times, model: one item for each cell.
-        lists: one list of instructions for each worker.
-    """
-    kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
-    whole = sum(time.total for time in times) or 1.0
-    for number, (cell, time, bytes_) in enumerate(zip(cells, times, model, strict=True)):
-        worker, size = cell.worker, cell.sizes
-        waiting, graphs = (of_cell[number] for of_cell in kept[worker])
-        inputs = waiting * (cell.inputs_bytes if number else size.message)
-        working = size.working(graphs, halves)
-        yield CellPlan(
-            cell=number,
-            worker=worker,
-            first=builders[cell.first].name,
-            last=builders[cell.last].name,
-            layers=cell.last - cell.first + 1,
-            parameters=cell.parameters,
-            share=time.total / whole,
-            seconds=time,
-            **asdict(bytes_),
-            graph=size.graph + size.outputs,
-            inputs_in_flight=waiting,
-            inputs=inputs,
-            working=working,
-            total=bytes_.total + inputs + working,
-        )
-
-
 def worker_plans(
-    cells: Sequence[CellFacts], model: Sequence[ModelBytes], alive: Sequence[dict[str, int]], limits: Sequence[float]
+    cells: Sequence[CellPlan], alive: Sequence[dict[str, int]], limits: Sequence[float]
 ) -> Iterator[WorkerPlan]:
     """Yields the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
-        own = [number for number, cell in enumerate(cells) if cell.worker == worker]
-        held, activations = sum(model[number].total for number in own), sum(by_kind.values())
-        yield WorkerPlan(worker, own, held, activations, by_kind, held + activations, limit)
+        own = [cell for cell in cells if cell.worker == worker]
+        held, activations = sum(cell.kept for cell in own), sum(by_kind.values())
+        numbers = [cell.cell for cell in own]
+        yield WorkerPlan(worker, numbers, held, activations, by_kind, held + activations, limit)

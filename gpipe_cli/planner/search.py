@@ -12,8 +12,9 @@ from ..errors import ConfigurationError
 from ..factory.example import example_micro_batch
 from ..schedule.orders import KINDS, ROUND_ROBIN
 from ..schedule.schedule import REMAT
+from .cells import CellPlan
 from .options import Options
-from .plan import CellPlan, Plan
+from .plan import Plan
 from .planner import Planner
 
 FREE = ("K", "M", "schedule", "workers", "replicas", "partition", "remat")  # keys that a search may choose

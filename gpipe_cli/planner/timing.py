@@ -4,14 +4,15 @@ An operation takes the longer of two times: its FLOPs at the device's rate, or i
 run reaches a share of both rates (`plan.efficiency`), and every operation costs its start.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ..partition.cost import LayerTimes, cell_total
-from .cells import CellFacts
 from .devices import Device
+from .kept import KeptBytes
 from .measure.layer_facts import LayerFacts, ModelFacts
 from .measure.tracking import Operation
+from .memory import CellSizes
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,13 @@ class TimeModel:
             total += max(flops / rate, moved / device.bandwidth) + device.overhead
         return total
 
-    def update(self, cell: CellFacts, state_bytes: float) -> float:
-        """Returns the seconds of the optimizer's step for one cell.
+    def update(self, cell: KeptBytes, tensors: int) -> float:
+        """Returns the seconds of the optimizer's step for a cell with so many parameter tensors that learn.
 
         Weights, gradients and state are read, weights and state written.
         """
-        moved = 2 * cell.gradient_bytes + cell.gradient_bytes + 2 * state_bytes
-        starts = len(cell.trained) * self.device.overhead
-        return moved / self.device.bandwidth + starts
+        moved = 3 * cell.gradients + 2 * cell.optimizer
+        return moved / self.device.bandwidth + tensors * self.device.overhead
 
     def transfer(self, size: float) -> float:
         """Returns the seconds that a message of ``size`` bytes takes to a neighbour."""
@@ -76,13 +76,12 @@ class TimeModel:
         """Returns the seconds of summing ``size`` bytes of gradients over replicas around a ring."""
         return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
 
-
-def cell_times(cells: Sequence[CellFacts], model: TimeModel) -> Iterator[LayerTimes]:
-    """Yields the times of every cell."""
-    for cell in cells:
-        times = [model.layer(layer) for layer in cell.layers]
-        layers = cell.last - cell.first + 1
-        total = cell_total(times[:layers], times[layers:])
-        if not cell.sizes.put_off:  # no worker waits for its first half, which then does all of the backward
-            total = replace(total, input_gradient=total.backward, weight_gradient=0.0)
-        yield total
+    def cell(self, model: ModelFacts, members: range, sizes: CellSizes) -> LayerTimes:
+        """Returns the times of a cell of these layers; the last one runs the loss, too."""
+        layers = [self.layer(facts) for facts in model.layers[members.start : members.stop]]
+        loss = [] if model.loss is None or members.stop < len(model.layers) else [self.layer(model.loss)]
+        total = cell_total(layers, loss)
+        if sizes.put_off:
+            return total
+        # No worker waits for its first half, which then does all of the backward.
+        return replace(total, input_gradient=total.backward, weight_gradient=0.0)

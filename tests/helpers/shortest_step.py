@@ -1,16 +1,24 @@
 """Finds the shortest step of a small pipeline: tries every order of the work and every choice of what is made again.
 
-It shares nothing with `gpipe_cli.planner.bound` but the description of a cell. A graph fills memory from the beginning
+It shares nothing with `gpipe_cli.planner.bound`. A graph fills memory from the beginning
 of the operation that makes it to the end of its backward, or of the first half. Operations are begun one by one, in the
 order of their times, each as soon as its worker and its micro-batch allow: some such order is the shortest step.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from gpipe_cli.planner.bound import CellLoad
+from gpipe_cli.partition.cost import LayerTimes
+
+
+@dataclass(frozen=True)
+class CellLoad(LayerTimes):
+    """Holds the seconds of one micro-batch in a cell, and the bytes of its graph."""
+
+    graph: float
 
 
 class Batch(NamedTuple):

@@ -16,7 +16,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
 from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, SameConvolution
-from gpipe_cli.partition.cost import count_parameters
+from gpipe_cli.partition.survey import survey
 
 small = partial(amoebanet, L=3, D=16, classes=5, dropout=0.0, drop_path_keep=1.0)
 norm = partial(nn.BatchNorm2d, eps=1e-3)
@@ -57,10 +57,10 @@ def in_float64() -> Iterator[None]:
 )
 def test_published_parameter_counts(genotype: str, L: int, D: int, parameters: int, with_auxiliary_head: int) -> None:
     builders, plain = (amoebanet(L, D, 1000, 224, genotype, auxiliary_head=head) for head in (True, False))
-    numbers = count_parameters(builders)
+    numbers = survey(builders).sizes
     judged = [builder.name for builder in builders].index(f"stack_2.{L // 3 - 1}")  # the only layer with another number
     assert sum(numbers) == with_auxiliary_head
-    assert sum(numbers) - numbers[judged] + count_parameters([plain[judged]])[0] == parameters
+    assert sum(numbers) - numbers[judged] + survey([plain[judged]]).sizes[0] == parameters
 
 
 # -- the list and its boundaries -------------------------------------------------------------------------------------

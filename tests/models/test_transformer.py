@@ -13,8 +13,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models import transformer_layers as modules
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.partition.cost import count_parameters
-from gpipe_cli.partition.tie_search import find_ties
+from gpipe_cli.partition.survey import survey
 
 WORDS, PAD = 13, 0
 Attention = modules.EncoderAttention | modules.CausalAttention | modules.CrossAttention
@@ -51,7 +50,7 @@ def run(layers: dict[str, nn.Module], *inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize(("L", "parameters"), [(3, 282_178_816), (1663, 83_876_910_336)])
 def test_transformer_l_has_the_parameters_of_the_paper(L: int, parameters: int) -> None:
     """Counts the paper's language models; tests/commands/test_experiments.py counts its translation models."""
-    assert sum(count_parameters(transformer_lm(L, 8192, 32, 32000, d_model=2048))) == parameters
+    assert sum(survey(transformer_lm(L, 8192, 32, 32000, d_model=2048)).sizes) == parameters
 
 
 # -- against torch's layers ------------------------------------------------------------------------------------------
@@ -172,14 +171,14 @@ def test_depth_scaled_initialisation_shrinks_both_feed_forward_matrices(keys: di
 
 @pytest.mark.parametrize(("make", "table"), [(small, "target_embedding"), (small_lm, "embedding")])
 def test_tied_embeddings_are_one_table_of_the_embedding_and_the_softmax(make: Any, table: str) -> None:
-    assert find_ties(make(tie_embeddings=True)).owners[-1] == {"weight": (table, "weight")}
-    assert not any(find_ties(make()).owners)
+    assert survey(make(tie_embeddings=True)).owners[-1] == {"weight": (table, "weight")}
+    assert not any(survey(make()).owners)
 
 
 def test_both_sides_of_one_vocabulary_share_a_table_with_the_softmax_if_it_is_tied() -> None:
     one = {"source_vocabulary": 30, "target_vocabulary": 30, "share_embeddings": True}
     shared = {"weight": ("source_embedding", "weight")}
-    assert [of for of in find_ties(small(**one)).owners if of] == [shared]
-    assert [of for of in find_ties(small(**one, tie_embeddings=True)).owners if of] == [shared, shared]
+    assert [of for of in survey(small(**one)).owners if of] == [shared]
+    assert [of for of in survey(small(**one, tie_embeddings=True)).owners if of] == [shared, shared]
     with pytest.raises(ConfigurationError, match=r"share_embeddings=true, but the vocabularies have 30 and 20 tokens"):
         small(**{**one, "target_vocabulary": 20})

@@ -16,8 +16,9 @@ from gpipe_cli.config import PipelineConfig
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.micro_batch import MicroBatch
-from gpipe_cli.partition.cost import LayerCost, layer_costs
+from gpipe_cli.partition.cost import count_forward
 from gpipe_cli.partition.cut import cut_model
+from gpipe_cli.partition.survey import survey
 from gpipe_cli.planner.measure.layer_facts import measure_model
 
 Rows = tuple[Tensor, Tensor, Tensor]  # the chosen rows, which rows they are, and all rows
@@ -88,14 +89,10 @@ def cut(words: dict[str, Any]) -> tuple[list[int], list[str]]:
     return cut_model(layers(), PipelineConfig(**{**usual, **words}, auto=[]), 1, EXAMPLE, None, said.append).sizes, said
 
 
-@pytest.fixture(scope="module")
-def costs() -> list[LayerCost]:
-    return layer_costs(layers(), EXAMPLE[0], "flops")
-
-
-def test_every_row_is_counted_once_whichever_expert_it_goes_to(costs: list[LayerCost]) -> None:
-    assert [cost.flops for cost in costs[1:4]] == [2 * 6 * 192 * 8, *[2 * 6 * 8 * (3 + 8)] * 2]
-    assert [cost.name for cost in costs if not cost.may_end_cell] == JOINED
+def test_every_row_is_counted_once_whichever_expert_it_goes_to() -> None:
+    found = survey(layers(), EXAMPLE[0], count_forward)
+    assert [layer.flops for layer in found.layers[1:4]] == [2 * 6 * 192 * 8, *[2 * 6 * 8 * (3 + 8)] * 2]
+    assert [found.names[index] for index in found.joined] == JOINED
 
 
 def sum_of(outputs: Any, targets: Any) -> Any:
@@ -103,9 +100,9 @@ def sum_of(outputs: Any, targets: Any) -> Any:
 
 
 def test_the_planner_finds_the_same() -> None:
-    facts = measure_model(layers(), sum_of, EXAMPLE, nullcontext, None, "cpu").layers
-    assert [number for number, layer in enumerate(facts) if not layer.may_end_cell] == [4, 5]
-    assert facts[2].parameter_count == 243 and facts[6].boundary[0].shape == (6, 8)
+    found = measure_model(layers(), sum_of, EXAMPLE, nullcontext, None, "cpu")
+    assert found.joined == [4, 5]
+    assert found.sizes[2] == 243 and found.layers[6].outputs[0].shape == (6, 8)
 
 
 @pytest.mark.parametrize("cost", ["flops", "parameters"])

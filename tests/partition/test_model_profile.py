@@ -64,9 +64,9 @@ def profile(*makers: Any, **options: Any) -> ModelProfile:
 
 def test_forward_and_backward_of_every_layer_are_timed() -> None:
     found = profile(partial(Slow, 8, 8), partial(nn.Linear, 8, 8))
-    slow = found.times[0]
+    slow = found.layers[0]
     assert (slow.inference, slow.forward, slow.recompute, slow.backward) == (FORWARD, FORWARD, FORWARD, BACKWARD)
-    assert [layer.cost for layer in found.layers] == [times.total for times in found.times] == [FORWARD + BACKWARD, 0]
+    assert [times.total for times in found.layers] == [FORWARD + BACKWARD, 0]
 
 
 def test_time_in_which_other_processes_had_the_core_does_not_count() -> None:
@@ -75,7 +75,7 @@ def test_time_in_which_other_processes_had_the_core_does_not_count() -> None:
             CLOCK.now, CLOCK.waited = CLOCK.now + 3, CLOCK.waited + 3
             return super().forward(input)
 
-    assert profile(partial(Preempted, 8, 8)).times[0].forward == pytest.approx(FORWARD)
+    assert profile(partial(Preempted, 8, 8)).layers[0].forward == pytest.approx(FORWARD)
 
 
 def test_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -
         run(half)
 
     monkeypatch.setattr(WeightHalf, "run", slowly)
-    first, second = profile(*[partial(SlowInput, 8, 8)] * 2).times
+    first, second = profile(*[partial(SlowInput, 8, 8)] * 2).layers
     assert (second.input_gradient, second.weight_gradient, second.backward) == (BACKWARD, WEIGHT, BACKWARD)
     assert (first.input_gradient, first.weight_gradient, first.backward) == (0, 0, 0)
 
@@ -96,4 +96,4 @@ def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:
     found = profile(partial(Slow, 8, 8), partial(nn.Linear, 8, 4), loss=slow_loss)
     assert found.loss is not None
     assert (found.loss.forward, found.loss.backward) == (FORWARD, BACKWARD)
-    assert [layer.cost for layer in found.costs] == [FORWARD + BACKWARD, FORWARD + BACKWARD]
+    assert [times.total for times in found.with_loss] == [FORWARD + BACKWARD, FORWARD + BACKWARD]

@@ -15,9 +15,9 @@ from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.commands.plan import main, make_request
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch
-from gpipe_cli.partition.cost import layer_costs
+from gpipe_cli.partition.cost import LayerTimes, count_forward
 from gpipe_cli.partition.cutter import MARGIN
-from gpipe_cli.partition.tie_search import find_ties
+from gpipe_cli.partition.survey import survey
 from gpipe_cli.planner.devices import describe, parse_bytes
 from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.planner import Planner
@@ -168,7 +168,7 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     settings = request.settings
     example, _ = example_micro_batch(settings, settings.pipeline.M, False)
     builders = build_model(settings.model)
-    costs, ties = layer_costs(builders, example[0], "flops"), find_ties(builders)
+    times = [LayerTimes.of_cost(layer.cost) for layer in survey(builders, example[0], count_forward).layers]
     planner = Planner(settings, request.options)
     even = planner.plan()
     first, second = (cell.layers for cell in even.cells)
@@ -176,8 +176,8 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     assert fewer.workers_plan[1].total < even.workers_plan[1].total
     small = f"{fewer.workers_plan[1].total * (1 + MARGIN):.0f}"
     devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
-    cut = cut_for_run(builders, devices, example, inf, costs, ties)
+    cut = cut_for_run(builders, devices, example, inf, times)
     assert first < cut.sizes[0] <= first + 2
     planned = Planner(devices, request.options).plan()
     assert [cell.layers for cell in planned.cells] == cut.sizes and planned.fits
-    assert cut_for_run(builders, settings, example, inf, costs, ties).sizes == [cell.layers for cell in even.cells]
+    assert cut_for_run(builders, settings, example, inf, times).sizes == [cell.layers for cell in even.cells]

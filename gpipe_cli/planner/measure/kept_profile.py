@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import starmap
 from pathlib import Path
 
 import torch
@@ -27,18 +26,18 @@ from ...gpus import GPU
 from ...json_files import DamagedJson, read_json
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
-from ...partition.cost import LayerCost, LayerTimes
+from ...partition.cost import LayerTimes
 from ...partition.fake_layers import CostError, TensorShape
 from ...partition.model_profile import ModelProfile, profile_layers
 
-FORMAT = 6  # of the files; profiles in another format are measured again
+FORMAT = 7  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
 
 
 class KeptProfile(TypedDict):
-    """Describes a file: of each layer name, number of parameters and seconds."""
+    """Describes a file: name and seconds of each layer."""
 
-    layers: list[tuple[str, int, LayerTimes]]
+    layers: list[tuple[str, LayerTimes]]
     loss: LayerTimes | None
 
 
@@ -94,14 +93,14 @@ def profiled(
         found = profile_layers(
             builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
         )
-        layers = [(layer.name, layer.parameters, asdict(layer.times)) for layer in found.layers]
+        layers = [(builder.name, asdict(times)) for builder, times in zip(builders, found.layers, strict=True)]
         loss = None if found.loss is None else asdict(found.loss)
         draft.write_text(json.dumps({"layers": layers, "loss": loss}, indent=1), encoding="utf-8")
         say(f"profile of {len(layers)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
 
     def read(path: Path) -> KeptProfile:
         kept = read_json(path, KeptProfile)
-        if [name for name, *_ in kept["layers"]] != [builder.name for builder in builders]:
+        if [name for name, _ in kept["layers"]] != [builder.name for builder in builders]:
             raise DamagedJson(f"{path} is of other layers")
         return kept
 
@@ -111,7 +110,7 @@ def profiled(
         raise CostError("that would take long")
     with writing_cache(file.parent):
         kept = made(file, write, read)
-    return ModelProfile(list(starmap(LayerCost.timed, kept["layers"])), kept["loss"])
+    return ModelProfile([times for _, times in kept["layers"]], kept["loss"])
 
 
 def _source_hash(target: str) -> str:

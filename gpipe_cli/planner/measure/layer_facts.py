@@ -8,10 +8,10 @@ element (see `kernels_of`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,17 @@ from torch.overrides import TorchFunctionMode
 from ...layers import LayerBuilder
 from ...micro_batch import Loss, MicroBatch, Tensors
 from ...optim.average import averaged_tensors
-from ...partition.fake_layers import CostError, Drawn, TensorShape, build_key, draw, measured_on_shapes
+from ...partition.fake_layers import CostError, TensorShape, draw
+from ...partition.survey import Survey, survey
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ...pipeline.halves import backward_of_inputs
 from ...pipeline.messages.boundary import canonical, passed_on
-from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
+from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ...pipeline.weight_casts import WeightCasts
 from .tracking import Operation, Tracker, noting_saved, storage_key
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Run = Callable[..., tuple[Tensors, Tensor | None]]  # inputs to outputs, and the auxiliary loss of a layer that has one
-
-
-@dataclass(frozen=True)
-class BoundaryTensor(TensorShape):
-    """Describes one tensor between two layers, and whether a gradient flows back through it."""
-
-    needs_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,18 +63,15 @@ class BackwardHalves:
     second: LayerPass
 
 
-@dataclass(frozen=True)
-class LayerOutput:
-    """Describes one output of a layer and where its memory is.
+class OutputMemory(NamedTuple):
+    """Describes where the memory of a layer's output is.
 
     Attributes:
-        tensor: the output.
         of_input: number of the input whose memory it shares; None where it has its own.
-        storage: number of its own storage among the layer's outputs.
+        storage: number of its storage among the layer's outputs.
         bytes: size of that storage.
     """
 
-    tensor: BoundaryTensor
     of_input: int | None
     storage: int
     bytes: int
@@ -93,8 +84,6 @@ class LayerFacts:
     Equal layers of a model share one object, so facts are compared by identity.
 
     Attributes:
-        parameters: shape and dtype of its weights, by their names within the layer.
-        frozen: names of the weights that do not learn (``requires_grad`` is false).
         buffer_bytes: bytes of its buffers, such as BatchNorm's moving averages.
         averaged_buffer_bytes: bytes of the buffers that `trainer.average` averages with the weights.
         inference: forward without a graph.
@@ -107,13 +96,11 @@ class LayerFacts:
         saves_inside: bytes of everything else that the graph keeps, without weights.
         gathered: bytes of BatchNorm's statistics, kept until the mini-batch has ended.
         casts: bytes of weights cast for autocast, kept as long, once for all micro-batches.
-        outputs: in order.
-        batchnorm: whether it normalises over the examples of a micro-batch.
-        may_end_cell: False where the shapes of its outputs depend on values.
+        outputs: what the next layer gets.
+        memory: where the memory of each output is.
+        batchnorm: True if it normalises over the examples of a micro-batch.
     """
 
-    parameters: tuple[tuple[str, TensorShape], ...]
-    frozen: frozenset[str]
     buffer_bytes: int
     averaged_buffer_bytes: int
     inference: LayerPass
@@ -126,37 +113,26 @@ class LayerFacts:
     saves_inside: int
     gathered: int
     casts: int
-    outputs: tuple[LayerOutput, ...] = field(repr=False)
+    outputs: tuple[TensorShape, ...]
+    memory: tuple[OutputMemory, ...]
     batchnorm: bool
-    may_end_cell: bool = True
-
-    @property
-    def boundary(self) -> tuple[BoundaryTensor, ...]:
-        """Returns the tensors that the next layer gets."""
-        return grouped_like((output.tensor for output in self.outputs), self.outputs)
-
-    @property
-    def parameter_count(self) -> int:
-        return sum(shape.numel for _, shape in self.parameters)
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(Survey[LayerFacts]):
     """Describes a whole model for one size of micro-batch; none of it depends on the cut.
 
     Attributes:
-        layers: facts of each layer.
         loss: facts of the task's loss; None where it could not be measured: it is left out.
         inputs: inputs of the first layer.
         target_bytes: bytes of each target of a micro-batch.
         notes: assumptions, for the plan.
     """
 
-    layers: list[LayerFacts]
-    loss: LayerFacts | None
-    inputs: tuple[BoundaryTensor, ...]
-    target_bytes: list[int]
-    notes: list[str]
+    loss: LayerFacts | None = None
+    inputs: tuple[TensorShape, ...] = ()
+    target_bytes: Sequence[int] = ()
+    notes: list[str] = field(default_factory=list)
 
     @property
     def with_loss(self) -> list[LayerFacts]:
@@ -172,43 +148,35 @@ def measure_model(
     boundary_type: torch.dtype | None,
     kernels: str,
 ) -> ModelFacts:
-    """Returns the facts of layers and loss.
+    """Returns the facts of layers and loss; `Survey.failure` where a layer runs neither on fake nor on random values.
 
     Args:
         builders: the model.
-        loss: the task's.
+        loss: the task's loss.
         example: a micro-batch; only its shapes matter, so it may have meta tensors.
         autocast: makes the context in which forward runs.
-        boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
+        boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
         kernels: see `kernels_of`.
-
-    Raises:
-        CostError: a layer runs neither on fake tensors nor on random values; the message names it.
     """
     inputs, targets = example
-    first = boundary = tuple(map(BoundaryTensor.of, inputs))
     target_shapes = [TensorShape.of(tensor) for tensor in targets]
-    known: dict[Hashable, tuple[LayerFacts, Drawn | None]] = {}
-    layers: list[LayerFacts] = []
-    drawn: Drawn | None = None
-    with torch.random.fork_rng(devices=[]), kernels_of(kernels):
-        for index, builder in enumerate(builders):
-            passed_as = boundary_type if index < len(builders) - 1 else None
-            key = index if drawn else (build_key(builder, index), boundary, grouping_of(boundary), passed_as)
-            if key not in known:
-                known[key] = _measure_layer(builder, boundary, drawn, target_shapes, autocast, passed_as)
-            found, drawn = known[key]
-            layers.append(found)
-            boundary = found.boundary
+
+    def measure(module: nn.Module, inputs: Tensors, *, is_last: bool) -> LayerFacts:
+        return _measure_module(module, inputs, draw(target_shapes)[0], autocast, None if is_last else boundary_type)
+
+    with kernels_of(kernels):
+        layers = survey(builders, inputs, measure)
     of_loss, notes = None, []
-    try:
-        of_loss = _measure_loss(loss, boundary, targets, autocast)
-    except CostError as error:
-        notes.append(str(error))
-    return ModelFacts(layers, of_loss, first, [shape.bytes for shape in target_shapes], notes)
+    if layers.failure is None:
+        try:
+            of_loss = _measure_loss(loss, layers.layers[-1].outputs, targets, autocast)
+        except CostError as error:
+            notes.append(str(error))
+    first, target_bytes = tuple(map(TensorShape.of, inputs)), [shape.bytes for shape in target_shapes]
+    return ModelFacts(**vars(layers), loss=of_loss, inputs=first, target_bytes=target_bytes, notes=notes)
 
 
-def _measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensors, autocast: Autocast) -> LayerFacts:
+def _measure_loss(loss: Loss, outputs: Sequence[TensorShape], targets: Tensors, autocast: Autocast) -> LayerFacts:
     """Returns the facts of the task's loss, as of one more layer behind the last.
 
     It runs on meta tensors, because a loss may look at the device of its input.
@@ -217,7 +185,7 @@ def _measure_loss(loss: Loss, outputs: Sequence[BoundaryTensor], targets: Tensor
         CostError: the loss looks at values.
     """
     with torch.device("meta"):
-        logits = [output.empty().requires_grad_(output.needs_gradient) for output in outputs]
+        logits = [output.empty() for output in outputs]
         wanted = tuple(torch.empty_like(target, device="meta") for target in targets)
     try:
         return _measure(lambda *values: ((loss(values, wanted)[0],), None), logits, nn.Module(), wanted, autocast)
@@ -261,28 +229,6 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
     return func(query, key, value, **{**options, "dropout_p": 0.0})
 
 
-def _measure_layer(
-    builder: LayerBuilder,
-    boundary: tuple[BoundaryTensor, ...],
-    drawn: Drawn | None,
-    targets: Sequence[TensorShape],
-    autocast: Autocast,
-    boundary_type: torch.dtype | None,
-) -> tuple[LayerFacts, Drawn | None]:
-    """Returns the facts, and the outputs of each draw where their shapes depend on values; ``drawn``: its inputs."""
-
-    def measure(module: nn.Module, values: Tensors) -> LayerFacts:
-        typed = (
-            tensor.to(described.dtype).requires_grad_(described.needs_gradient)
-            for tensor, described in zip(values, boundary, strict=True)
-        )
-        wanted = draw(targets)[0]
-        return _measure_module(module, grouped_like(typed, boundary), wanted, autocast, boundary_type)
-
-    found, outputs = measured_on_shapes(builder, boundary, drawn, measure)
-    return replace(found, may_end_cell=outputs is None), outputs
-
-
 def _measure_module(
     plain: nn.Module, inputs: Tensors, targets: Tensors, autocast: Autocast, boundary_type: torch.dtype | None
 ) -> LayerFacts:
@@ -299,13 +245,13 @@ def _measure_module(
 
 def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:
     """Measures a forward without a graph, one with a graph and its backward, and a backward in halves."""
-    parameters, buffers = list(module.named_parameters()), list(module.buffers())
+    parameters, buffers = list(module.parameters()), list(module.buffers())
     averaged = {*averaged_tensors(module).values()}  # each once, under whatever names
-    for _, parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
+    for parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    grads = [p.grad for _, p in parameters if p.grad is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
     casts = _cast_weights(run, inputs, module, autocast)
-    known = [*inputs, *(p for _, p in parameters), *buffers, *grads, *others, *casts.held]
+    known = [*inputs, *parameters, *buffers, *grads, *others, *casts.held]
     tracker, saved = Tracker(), dict[int, int]()
     tracker.ignore(known)
     with tracker, casts.in_place():
@@ -319,9 +265,9 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
             outputs, loss = _run_forward(run, inputs, autocast)
         forward = LayerPass(tuple(tracker.operations), tracker.peak)
         _take_gathered(module)
-        described = _describe(inputs, outputs)
-        saves_inputs, saves_outputs, saves_inside = _what_is_saved(saved, inputs, outputs, described, known)
-        graph = saves_inside + sum({o.storage: o.bytes for o in described if o.of_input is None}.values())
+        memory, shapes = _memory_of(inputs, outputs), grouped_like(map(TensorShape.of, outputs), outputs)
+        saves_inputs, saves_outputs, saves_inside = _what_is_saved(saved, inputs, outputs, memory, known)
+        graph = saves_inside + sum({one.storage: one.bytes for one in memory if one.of_input is None}.values())
         tracker.begin()
         if roots := _roots(outputs, loss):
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
@@ -329,8 +275,6 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         backward = LayerPass(tuple(tracker.operations), tracker.peak)
         halves = _run_halves(tracker, _roots(*_run_forward(run, inputs, autocast)), inputs)
     return LayerFacts(
-        parameters=tuple((name, TensorShape.of(p)) for name, p in parameters),
-        frozen=frozenset(name for name, p in parameters if not p.requires_grad),
         buffer_bytes=sum(buffer.nbytes for buffer in buffers),
         averaged_buffer_bytes=sum(each.nbytes for each in averaged if not isinstance(each, nn.Parameter)),
         inference=inference,
@@ -343,7 +287,8 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         saves_inside=saves_inside,
         gathered=gathered,
         casts=sum(cast.nbytes for cast in casts.held),
-        outputs=described,
+        outputs=shapes,
+        memory=memory,
         batchnorm=any(isinstance(part, DeferredBatchNorm) for part in module.modules()),
     )
 
@@ -395,28 +340,27 @@ def _roots(outputs: Tensors, loss: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in (*outputs, *([] if loss is None else [loss])) if tensor.requires_grad]
 
 
-def _describe(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[LayerOutput, ...]:
+def _memory_of(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[OutputMemory, ...]:
     of_inputs = {storage_key(tensor): number for number, tensor in reversed(list(enumerate(inputs)))}
     numbers: dict[int, int] = {}
-    described = []
+    found = []
     for tensor in outputs:
         key = storage_key(tensor)
         storage = numbers.setdefault(key, len(numbers))
-        shape = replace(BoundaryTensor.of(tensor), needs_gradient=tensor.requires_grad)
-        described.append(LayerOutput(shape, of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
-    return grouped_like(described, outputs)
+        found.append(OutputMemory(of_inputs.get(key), storage, tensor.untyped_storage().nbytes()))
+    return tuple(found)
 
 
 def _what_is_saved(
     saved: dict[int, int],
     inputs: Sequence[Tensor],
     outputs: Tensors,
-    described: Sequence[LayerOutput],
+    memory: Sequence[OutputMemory],
     known: Sequence[Tensor],
 ) -> tuple[frozenset[int], frozenset[int], int]:
     """Returns (inputs, output storages, other bytes) that the graph keeps; ``known`` is in memory anyway."""
     of_inputs = {number for number, tensor in enumerate(inputs) if storage_key(tensor) in saved}
-    own = {o.storage: storage_key(t) for o, t in zip(described, outputs, strict=True) if o.of_input is None}
+    own = {one.storage: storage_key(t) for one, t in zip(memory, outputs, strict=True) if one.of_input is None}
     of_outputs = {storage for storage, key in own.items() if key in saved}
     elsewhere = {storage_key(tensor) for tensor in known} | set(own.values())
     inside = sum(size for key, size in saved.items() if key not in elsewhere)

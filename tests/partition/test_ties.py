@@ -14,7 +14,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.cut import Cut, cut_model
 from gpipe_cli.partition.model_profile import profile_layers
-from gpipe_cli.partition.tie_search import find_ties
+from gpipe_cli.partition.survey import survey
 
 CPU = torch.device("cpu")
 TWICE = (*own_model.DIGITS, "model._target_=own_model.with_a_layer_twice", "pipeline.K=2")
@@ -33,7 +33,7 @@ def cut(sizes: str, cost: str = "flops") -> Cut:
 
 def test_a_module_in_a_closure_is_found_with_both_its_names() -> None:
     table = nn.Embedding(7, 8)
-    ties = find_ties(builders(lambda: table, nn.ReLU, lambda: nn.Sequential(nn.ReLU(), table)))
+    ties = survey(builders(lambda: table, nn.ReLU, lambda: nn.Sequential(nn.ReLU(), table)))
     assert (ties.owners, ties.own[2]) == ([{}, {}, {"1.weight": Owner("layer0", "weight")}], [])
 
 
@@ -43,7 +43,7 @@ def declared(tied: dict[str, str], last: Any = nn.Linear) -> list[LayerBuilder]:
 
 
 def test_a_declared_tie_is_found_though_every_builder_makes_its_own() -> None:
-    ties = find_ties(declared({"weight": "table.weight"}))
+    ties = survey(declared({"weight": "table.weight"}))
     assert (ties.owners, [*map(len, ties.own)]) == ([{}, {}, {"weight": Owner("table", "weight")}], [1, 0, 1])
 
 
@@ -54,8 +54,8 @@ class TwoNames(nn.Linear):
 
 
 def test_a_tie_within_a_layer_stays_the_layers_own_and_a_tie_of_one_name_is_a_tie_of_both() -> None:
-    assert find_ties(builders(partial(TwoNames, 8, 8))).owners == [{}]
-    found = find_ties(declared({"again": "table.weight"}, TwoNames))
+    assert survey(builders(partial(TwoNames, 8, 8))).owners == [{}]
+    found = survey(declared({"again": "table.weight"}, TwoNames))
     assert (found.owners[2], len(found.own[2])) == ({"weight": Owner("table", "weight")}, 1)
 
 
@@ -74,7 +74,7 @@ def frozen(*sizes: int) -> nn.Module:
 )
 def test_a_declared_tie_that_cannot_be_is_refused_by_name(tied: dict[str, str], last: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        find_ties(declared(tied, last))
+        survey(declared(tied, last))
 
 
 @pytest.mark.parametrize("cost", ["flops", "parameters", "profile"])
