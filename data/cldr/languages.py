@@ -15,6 +15,16 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as _t
 RANK = {code: rank for rank, code in enumerate(LANGUAGES)}  # which decides how many pairs a language gets
 
 
+def name_of(code: str) -> str:
+    """Returns the English name of a language, as "German"; "" for a code that CLDR does not know."""
+    from babel import Locale
+
+    try:
+        return Locale.parse(code.replace("-", "_")).english_name or ""
+    except Exception:  # babel raises several for what is no code
+        return ""
+
+
 def check_languages(codes: Sequence[str] | None) -> list[str]:
     """Returns the chosen codes in the table's order; None: all 102.
 

@@ -23,6 +23,7 @@ from ..source import Batch, Report, read_ahead
 from ..torch_datasets import DatasetSource, stack_examples
 from .datasets import Name, open_images
 from .files import BrokenImage, ImageFiles, Images
+from .folders import read_folder
 from .transforms import Transform, evaluation_transform, mixture, training_transform
 
 MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
@@ -222,6 +223,31 @@ class ImagesToPredict(ImageSource):
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Writes nothing: the classes are those of the run."""
+
+
+class ImagesToTest(ImagesToPredict):
+    """Yields the images of class folders, with the numbers that their classes have in a run.
+
+    Args:
+        test: a folder with a folder for each class.
+        vocabularies: the run's folder, with the names of its classes.
+        image_size, evaluation_crop, bits, batch_size: as in `ImageSource`.
+    """
+
+    def __init__(self, test: str, vocabularies: str, image_size: Pixels, **settings: Any) -> None:
+        super().__init__([], image_size, **settings)
+        self.class_names = json.loads((Path(vocabularies) / CLASSES).read_text(encoding="utf-8"))
+        self._test, self._bits, self._crop = Path(test), settings.get("bits"), settings.get("evaluation_crop", 1.0)
+
+    def prepare(self, report: Report) -> None:
+        """Finds the images.
+
+        Raises:
+            ConfigurationError: there are none, or a class is not the run's.
+        """
+        images = read_folder(self._test, report, self.class_names)
+        images.bits = self._bits
+        self._evaluation_set = TransformedImages(images, evaluation_transform(self._image_size, self._crop))
 
 
 # -- in loader processes -----------------------------------------------------------------------------------------------

@@ -155,6 +155,50 @@ def find_pairs(
     return [replace(pair, unfit=(None, target)) if firsts[pair.source] is pair else pair for pair in chosen]
 
 
+def pairs_to_test(path: Path, target: str, only: str | None, columns: tuple[str, str] | None = None) -> list[PairFiles]:
+    """Returns the corpora of a file or folder; of a folder those that are named test, if there are any.
+
+    Args:
+        target: the language of the translations.
+        only: the source language of files whose names say none.
+        columns: of source and target in records; None: the languages.
+
+    Raises:
+        ConfigurationError: there is no such file, or nothing that can be read as pairs.
+    """
+    refuse_dead_links([path])
+    if not path.exists():
+        raise ConfigurationError(f"test={path}: there is no such file or folder")
+    folder, seen = path, [Path(file) for file in files_below(path, _NAME.match)]
+    if path.is_file():
+        folder, seen = path.parent, [path]
+    found = [*_pairs(folder, seen, target, only, None), *_of_translators(folder, seen, target, ())]
+    found = list({pair.source: pair for pair in found}.values()) or [*_of_any_name(path, target, only)]
+    if not found:
+        raise ConfigurationError(f"test={path}: no pairs of texts into '{target}'. Expected {LAYOUTS}")
+    chosen = [pair for pair in found if pair.split == "test"] or found
+    return [
+        replace(pair, columns=columns or columns_of(pair.source, pair.language, target))
+        if has_records(pair.source) and pair.target is None
+        else pair
+        for pair in chosen
+    ]
+
+
+def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFiles]:
+    """Yields a single file's corpora: one side of two, or a table, whose languages its first record may name."""
+    ending = ending_of(path).removeprefix(".")
+    if path.is_file() and ending not in _TABLES and re.fullmatch(LANGUAGE, ending):
+        yield PairFiles(ending, "test", path, _other(path, ending, target, "test"))
+    elif path.is_file() and only is not None:
+        yield PairFiles(only, "test", path, None)
+    elif path.is_file() and has_records(path):
+        with reading(path) as lines:
+            names = json.loads(next(iter(lines), b"{}"))
+        if target in names:
+            yield from (PairFiles(n, "test", path, None) for n in names if n != target and re.fullmatch(LANGUAGE, n))
+
+
 # -- files that are named ----------------------------------------------------------------------------------------------
 
 

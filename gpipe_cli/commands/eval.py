@@ -6,6 +6,8 @@
 
 checkpoint=PATH   a run directory, or one checkpoint: RUN/checkpoints/step_00000100; `checkpoint=` can be left out
 step=N            of a run: the checkpoint of step N; step=best: the one with the lowest loss; step=last (default)
+test=PATH         a test set of your own, FILE or FOLDER, with the run's vocabulary: pairs of sentences in any form that
+                  data=parallel_text reads (TMX, PO, CSV, pairs of files, .gz …), text, or class folders of images
 split=test        translation: held-out sentences by which no run has chosen its checkpoint; default: dev
 output=DIR        the report goes to DIR; default: RUN/evaluations/<step>_<split>; with translations/LANG.txt:
                   source, reference and output of each sentence, with tabs between
@@ -20,6 +22,7 @@ Keys of gpipe-train change the run's configuration: pipeline.K and pipeline.work
 task.generation.beam, task.generation.per_language_at_end, precision=bf16. More: docs/translation.md.
 """  # --help prints this
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +33,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
+from gpipe_cli.checkpoint.files import vocabulary_folder
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.json_files import Numbers, read_json
 from gpipe_cli.svg import Curve, Drawing, plot, running_means
@@ -37,7 +41,12 @@ from gpipe_cli.terminal.command import read_words, run_command, show
 from gpipe_cli.terminal.document import Document, Grid, Picture
 from gpipe_cli.terminal.text import text_table
 
-OWN = {**dict.fromkeys(("checkpoint", "step", "output"), str), "trust": list[str], "split": Literal["dev", "test"]}
+OWN = {
+    **dict.fromkeys(("checkpoint", "step", "output"), str),
+    "trust": list[str],
+    "split": Literal["dev", "test"],
+    "test": str,
+}
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 REPORT = "evaluation.json"  # written by inference/evaluate.py
 
@@ -78,15 +87,20 @@ def evaluate(words: Sequence[str]) -> int:
     split = line.own.get("split", "dev")
     overrides = [*line.overrides, *([] if split == "dev" else [f"++data.evaluation_split={split}"])]
     run = open_run(line.run("gpipe-eval"), overrides, line.own.get("step", "last"), line.own.get("trust", ()))
+    settings, test = dict(run.prepared.config), line.own.get("test")
+    if test is None:
+        run.require_named_paths()
+    else:
+        split = re.sub(r"\W+", "_", Path(test).name)
+        settings |= with_test_set(settings, test, vocabulary_folder(run.info.run_dir), run.named)
     default = run.info.run_dir / "evaluations" / f"{run.info.path.name}_{split}"
-    run.require_named_paths()
     folder = Path(line.own.get("output", default))
     if "output" not in line.own and default.resolve() != run.info.run_dir.resolve() / "evaluations" / default.name:
         raise ConfigurationError(f"{default} is a link to another place: name one by output=DIR")
     require_writable("output", folder)
     name = run.prepared.settings.name or run.info.run_dir.name
     about = {"name": name, "run": str(run.info.run_dir.absolute()), "step": run.info.step, "split": split}
-    config = {"settings": run.prepared.config, "checkpoint": str(run.info.path.absolute()), "about": about}
+    config = {"settings": settings, "checkpoint": str(run.info.path.absolute()), "about": about}
     began = time.monotonic()
     with Console(1, "auto") as console:
         console.warn(*run.warnings)
@@ -96,8 +110,46 @@ def evaluate(words: Sequence[str]) -> int:
     return 0
 
 
+def with_test_set(
+    settings: Mapping[str, Any], test: str, vocabularies: Path, typed: Sequence[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Returns the sections data and task of a run that is evaluated on a test set of the user's, on all of it.
+
+    Args:
+        vocabularies: the run's folder of them.
+        typed: keys that were typed.
+
+    Raises:
+        ConfigurationError: there is no such file, or the run's data are of no kind that can be read.
+    """
+    place, data, task = Path(test).expanduser().absolute(), settings["data"], settings["task"]
+    if not place.exists():
+        raise ConfigurationError(f"test={test}: there is no such file or folder")
+    kinds = {
+        "gpipe_cli.data.images.": ("images.source.ImagesToTest", ("image_size", "evaluation_crop", "bits")),
+        "gpipe_cli.data.text.": (
+            "test_sets.TextToTest",
+            ("document", "json_key", "end_token", "sequence_length", "pad_id"),
+        ),
+        "gpipe_cli.data.cldr.source.TextSource": ("test_sets.TextToTest", ("sequence_length", "pad_id")),
+        "gpipe_cli.data.": ("test_sets.PairsToTest", ("target", "languages", "columns", "max_length")),
+    }
+    found = next((kinds[kind] for kind in kinds if data["_target_"].startswith(kind)), None)
+    if found is None:
+        raise ConfigurationError(f"test={test}: data._target_={data['_target_']} is of your own, so its files are too")
+    keys = {key: data[key] for key in ("batch_size", *found[1]) if data.get(key) is not None}
+    if found[0].endswith("PairsToTest"):
+        keys.pop("batch_size", None)
+        keys["languages"] = [data["pair"]] if data.get("pair") else keys.get("languages")
+    source = {"_target_": f"gpipe_cli.data.{found[0]}", "test": str(place), "vocabularies": str(vocabularies), **keys}
+    if task.get("generation") and "task.generation.per_language_at_end" not in typed:
+        task = {**task, "generation": {**task["generation"], "per_language_at_end": None}}
+    return {"data": source, "task": task}
+
+
 def as_text(report: Mapping[str, Any]) -> list[str]:
     """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
+    from gpipe_cli.data.cldr.languages import name_of
     from gpipe_cli.metrics.translation_scores import languages_of
 
     numbers, sizes, sentences = report["numbers"], report["sizes"], report["sentences"]
@@ -106,14 +158,30 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"sacreBLEU {report['signature']}")
     scores = languages_of(numbers).items()
     few = sorted(sentences, key=sentences.__getitem__)[: int(numbers.get("languages_with_few_sentences") or 0)]
-    if languages := [[code + "*" * (code in few), sizes.get(code), sentences[code], f"{b:.1f}"] for code, b in scores]:
-        third = -(-len(languages) // 3)
-        thirds = (languages[first : first + third] for first in range(0, 3 * third, third))
-        rows = [[value for cell in row for value in cell] for row in zip_longest(*thirds, fillvalue=[""] * 4)]
-        lines += ["", text_table(["language", "pairs", "sentences", "BLEU"] * 3, rows)]
+    copying = report.get("copying", {})  # reports of earlier releases have none
+    languages = [
+        [
+            code + "*" * (code in few),
+            name_of(code),
+            sizes.get(code),
+            sentences[code],
+            f"{bleu:.1f}",
+            copied(copying, code),
+        ]
+        for code, bleu in scores
+    ]
+    if languages:
+        half = -(-len(languages) // 2)
+        rows = [[*one, *other] for one, other in zip_longest(languages[:half], languages[half:], fillvalue=[""] * 6)]
+        lines += ["", text_table(["language", "", "pairs", "sentences", "BLEU", "copying"] * 2, rows)]
     if few:
         lines.append(f"* in no mean: below task.generation.fewest_sentences={report['fewest_sentences']}")
     return lines
+
+
+def copied(copying: Mapping[str, float], code: str) -> str:
+    """Returns BLEU of a language's untranslated sources as text."""
+    return f"{copying[code]:.1f}" if code in copying else ""
 
 
 def figures_table(reports: Sequence[Mapping[str, Any]]) -> Grid:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..data.source import HeldOutSample, Source
 from ..metrics.records import Sample
-from ..metrics.translation_scores import with_averages
+from ..metrics.translation_scores import languages_of, with_averages
 from ..micro_batch import MicroBatch, Tensors
 from ..tasks.base import GenerationSettings, Task
 from .beam import BeamSearch
@@ -80,10 +80,11 @@ class Generator:
     samples: int
     reports: bool
 
-    def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample]]:
-        """Returns scores and translations on rank 0, nothing elsewhere.
+    def evaluate(self, final: bool) -> tuple[dict[str, float], list[Sample], dict[str, float]]:
+        """Returns scores, translations, and BLEU of each language's untranslated sources; on rank 0, nothing elsewhere.
 
-        The scores are of all sentences, of each language, and averages over languages.
+        The scores are of all sentences, of each language, and averages over languages. Sources can be so like their
+        translations that copying them is the first thing to beat; it is scored with the effort of the last evaluation.
 
         Args:
             final: with the effort of the last evaluation.
@@ -97,7 +98,7 @@ class Generator:
             sentences = self.source.held_out(self.source.evaluation_split, wanted)
         found = self.decoder.decode([sentence.source_ids for sentence in sentences], beam)
         if self.source is None or not self.reports or not sentences:  # a corpus may have no dev set
-            return {}, []
+            return {}, [], {}
         texts = [self.source.decode(hypothesis.tokens) for hypothesis in found]
         pairs = zip(sentences, texts, strict=True)
         translations = [Sample(of.language, of.source, of.reference, text) for of, text in pairs]
@@ -108,7 +109,9 @@ class Generator:
         cut = sum(hypothesis.cut for hypothesis in found)
         counts = {"cut_translations": float(cut), "languages_with_few_sentences": float(len(few))}
         told = {name: count for name, count in counts.items() if count}
-        return {**with_averages(scores, self.source.sizes, few), **told}, translations
+        copying = self.task.score([of.source for of in sentences], references, languages) if final else {}
+        told |= {"bleu_copying": copying["bleu"]} if final else {}
+        return {**with_averages(scores, self.source.sizes, few), **told}, translations, languages_of(copying)
 
     def shown(self, translations: Sequence[Sample]) -> list[Sample]:
         """Returns translations to show, from all languages."""

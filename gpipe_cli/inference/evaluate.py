@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..disk import own_folder, write_whole
 from ..launch.context import Context
 from ..metrics.metrics_file import json_safe
 from ..metrics.records import Evaluation, Sample
+from ..metrics.translation_scores import languages_of
 from ..trainer.assembly import Assembly, assemble_evaluator, assemble_from_checkpoint
 
 REPORT = "evaluation.json"
@@ -35,6 +36,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         return None
     made = {**config["about"], **report(assembly, result)}
     write_whole(context.run_dir / REPORT, json.dumps(made, indent=2, ensure_ascii=False) + "\n")
+    write_languages(made, context.run_dir / "languages.csv")
     write_translations(result.translations, context.run_dir / "translations")
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
@@ -55,7 +57,18 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
         "numbers": json_safe(result.numbers),
         "sizes": dict(result.sizes),
         "sentences": Counter(of.language for of in result.translations),
+        "copying": dict(result.copying),
     }
+
+
+def write_languages(report: Mapping[str, Any], path: Path) -> None:
+    """Writes a table in CSV: sentences, BLEU, and BLEU of the untranslated source, of each language."""
+    scores = languages_of(report["numbers"])
+    if scores:
+        rows = [
+            f"{code},{report['sentences'][code]},{bleu},{report['copying'][code]}\n" for code, bleu in scores.items()
+        ]
+        write_whole(path, "".join(["language,sentences,bleu,bleu_copying\n", *rows]))
 
 
 def write_translations(translations: Sequence[Sample], folder: Path) -> None:

@@ -15,6 +15,7 @@ from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.classes import classes_shown, draw_sheet
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
+from gpipe_cli.terminal.languages import draw_languages
 from gpipe_cli.terminal.runs import FinishedRun, read_run
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, seconds_text, size_text
 from gpipe_cli.typed_section import typed
@@ -94,11 +95,9 @@ def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) ->
         yield Grid(columns, [[name, *(row.get(name) for row in shown)] for name in names])
     if rows:
         yield Picture(str(_draw_loss(rows, evaluations)))
-    bleu = [score for name, score in last.items() if name.startswith("bleu/")]
+    bleu = {name.removeprefix("bleu/"): score for name, score in last.items() if name.startswith("bleu/")}
     if len(bleu) > 1:
-        curves = [("each language", "raw", bleu), ("mean over a tenth", "smooth", running_means(bleu, 0.1))]
-        drawn = [Curve("", label, role, list(enumerate(values, 1))) for label, role, values in curves]
-        yield Picture(str(plot(drawn, ("language", "BLEU"), "BLEU from the most to the least training data")))
+        yield Picture(str(draw_languages(bleu, last.get("copying") or {}, last.get("sentences") or {})))
     for sample in last.get("samples", ()):
         yield Facts(list(sample.items()))
     if (folder / CLASSES).is_file():

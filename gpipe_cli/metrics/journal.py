@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -181,7 +182,8 @@ class Journal(Notices):
         samples = [vars(sample) for sample in result.samples]
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
-        rare = {"signature": result.signature, "samples": samples}
+        sentences = Counter(of.language for of in result.translations)
+        rare = {"signature": result.signature, "samples": samples, "sentences": sentences, "copying": result.copying}
         with self._tried(self._evaluations_file.path):
             self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
         self._track("log", progress.step, {f"evaluation/{name}": value for name, value in result.numbers.items()})

@@ -77,6 +77,7 @@ class Evaluation:
         signature: of sacreBLEU: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
         translations: all of them, language after language, on rank 0.
+        copying: BLEU of each language's untranslated sources, on rank 0, after the last step.
         classes: result of `class_report`, on rank 0, of a task that predicts classes; else empty.
     """
 
@@ -88,3 +89,4 @@ class Evaluation:
     effort: Mapping[str, int | None] = field(default_factory=dict)
     translations: Sequence[Sample] = ()
     classes: Mapping[str, Any] = field(default_factory=dict)
+    copying: Mapping[str, float] = field(default_factory=dict)

@@ -53,15 +53,15 @@ class Evaluator:
     def _evaluate(self, final: bool) -> Evaluation:
         numbers = self._score()
         loss = next(iter(numbers.values()), None)
-        samples, translations, signature = list[Sample](), list[Sample](), None
+        samples, translations, copying, signature = list[Sample](), list[Sample](), dict[str, float](), None
         if self.generator is not None:
-            scores, translations = self.generator.evaluate(final)
+            scores, translations, copying = self.generator.evaluate(final)
             samples = self.generator.shown(translations)
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
         classes = self._classes() if self.pipeline.task.predicts else {}
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
-        return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations, classes)
+        return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations, classes, copying)
 
     def _score(self) -> dict[str, float]:
         """Returns the task's numbers over the evaluation set, nothing where it is empty."""

@@ -37,7 +37,7 @@ BELOW = {
     "tasks": "",
     "launch": "",
     "schedule": "",
-    "terminal": "launch",
+    "terminal": "data launch",
     "pipeline": "schedule",
     "distributed": "launch partition pipeline schedule tasks",
     "partition": "pipeline schedule",
