@@ -18,7 +18,7 @@ from typing import Any
 import sentencepiece
 
 from ..cpu import usable_cores
-from ..disk import DRAFT, NotRegular, cache_folder, own_folder, whole_file, write_whole
+from ..disk import DRAFT, NotRegular, cache_folder, whole_file, write_whole
 from ..json_files import DamagedJson, read_json
 from ..parent import die_with_parent
 from .cache import remove, sole_maker, writing_cache
@@ -130,7 +130,7 @@ class PreparedSource(VocabularySource):
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""
-        own_folder(folder)
+        folder.mkdir(exist_ok=True)
         for name in (SOURCE, TARGET, TOKENIZER):
             if (self._store.folder / name).exists():
                 with whole_file(folder / name) as draft:

@@ -1,7 +1,6 @@
 """Opens every file that the program writes, and says which one cannot be written, and why. No slow imports.
 
-In a folder that others write to, or that came from elsewhere, any name may be a link to somebody's file. So a file is
-replaced by a new one of a name that nobody can guess (`whole_file`), or opened without following links.
+A file is replaced by a new one (`whole_file`), or opened without following a link in its place.
 """
 
 import errno
@@ -31,7 +30,7 @@ class DiskError(PlainError):
 
 
 class NotRegular(PlainError, OSError):
-    """Raised where a file should be and a folder, a pipe or a device is, or a file that has another name elsewhere."""
+    """Raised where a file should be and a folder, a pipe or a device is."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -65,12 +64,9 @@ def writing(path: Path, advice: str = "", chosen: bool = False) -> Iterator[None
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """Returns a descriptor of a regular file, without waiting; raises NotRegular for a pipe, which may never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or (flags != os.O_RDONLY and found.st_nlink > 1):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        is_file = stat.S_ISREG(found.st_mode)
-        why = "it has another name elsewhere, put a copy in its place" if is_file else "it is no regular file"
-        raise NotRegular(errno.EINVAL, why, str(path))
+        raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
     return descriptor
 
 
@@ -93,14 +89,6 @@ def refuse_pointer(path: Path) -> None:
 def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:
     """Returns a descriptor of the file itself, made if it is not there; a link in its place is an OSError."""
     return open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW)
-
-
-def own_folder(path: Path) -> Path:
-    """Makes a folder of a run unless it is there; a symbolic link in its place is an OSError."""
-    path.mkdir(exist_ok=True)
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    return path
 
 
 def locked(descriptor: int, wait: bool = False) -> bool:
@@ -126,7 +114,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(8)}{path.suffix}")  # numpy wants its ending
-    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    draft.touch(exist_ok=False)
     try:
         yield draft
         draft.replace(path)

@@ -1,26 +1,23 @@
 """Reads JSON files, each against a model of its content, and names the damaged file and the place in it.
 
-A file may come from anywhere, and a crash may have left any bytes in it: only regular files of a sensible size are
-read, with finite numbers, and nested no deeper than what reads them can follow.
+A file may come from anywhere, and a crash may have left any bytes in it: only regular files are read, and only finite
+numbers in them where nothing else is said.
 """
 
 import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
-from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from typing_extensions import Required, TypedDict
 
 from gpipe_cli.disk import NotRegular, open_regular, read_bytes
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.errors import ConfigurationError, PlainError
 
 T = TypeVar("T")
-LARGEST, LONGEST = 256 << 20, 16 << 20  # bytes of a file, and of a line
-DEEPEST = 32  # lists and objects in each other
 Numbers = dict[str, float | None]
 
 
@@ -55,15 +52,12 @@ def read_json(path: Path, kind: type[T], finite: bool = True) -> T:
         finite: as in `parse_json`.
 
     Raises:
-        DamagedJson: it holds something else, is no regular file, or is too large.
+        DamagedJson: it holds something else, or is no regular file.
         FileNotFoundError: there is none.
         OSError: it cannot be read.
     """
     try:
-        content = read_bytes(path, LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ValueError(f"it has more than {LARGEST >> 20} MB")
-        return parse_json(content, kind, finite)
+        return parse_json(read_bytes(path), kind, finite)
     except NotRegular as error:
         raise DamagedJson(f"{path} is damaged: {error.strerror}") from error
     except ValueError as error:
@@ -76,7 +70,7 @@ def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
     Args:
         finite: refuses infinity and NaN, wherever `kind` itself would not.
     """
-    _refuse_strange(from_json(content, allow_inf_nan=not finite), finite)
+    from_json(content, allow_inf_nan=not finite)  # which validate_json takes anyway
     try:
         return cast(T, _reader(cast(Hashable, kind)).validate_json(content, strict=True))
     except ValidationError as error:
@@ -90,16 +84,6 @@ def _reader(kind: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cast(Any, kind))
 
 
-def _refuse_strange(value: Any, finite: bool, depth: int = 0) -> None:
-    if finite and isinstance(value, float) and not isfinite(value):
-        raise ValueError("a number is not finite")
-    if isinstance(value, (dict, list)):
-        if depth == DEEPEST:
-            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
-        for item in value.values() if isinstance(value, dict) else value:
-            _refuse_strange(item, finite, depth + 1)
-
-
 def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Yields each line with its JSON object; None where the line holds no `kind`, because it is damaged."""
     for line in lines:
@@ -109,20 +93,12 @@ def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[by
             yield line, None
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file, up to the first that is too long."""
-    while line := file.readline(LONGEST):
-        yield line
-        if len(line) == LONGEST:
-            return
-
-
 def read_rows(path: Path, kind: Any = StepRow) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
     if not path.is_file():
         return [], []
     with path.open("rb") as file:
-        found = [row for _, row in json_lines(_lines(file), kind)]
+        found = [row for _, row in json_lines(file, kind)]
     return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
 
 
@@ -131,9 +107,14 @@ def json_rows(path: Path, kind: type[T]) -> Iterator[T]:
 
     Raises:
         DamagedJson: one holds something else.
+        PlainError: the file is gone.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        for number, line in enumerate(_lines(file), 1):
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except FileNotFoundError as error:
+        raise PlainError(f"{path} was there and has been deleted: continue the run, which makes it anew") from error
+    with file:
+        for number, line in enumerate(file, 1):
             try:
                 yield parse_json(line, kind)
             except ValueError as error:

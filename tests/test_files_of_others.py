@@ -15,7 +15,6 @@ from own_model import WORDS
 from gpipe_cli.commands import eval as evaluate
 from gpipe_cli.commands import plan, train, translate
 from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
-from gpipe_cli.data.cldr.source import TranslationSource
 from gpipe_cli.data.images.tars import read_tars
 from gpipe_cli.data.lines import reading
 from gpipe_cli.data.source import no_report
@@ -62,16 +61,6 @@ def test_a_sweep_is_not_written_through_links(tmp_path: Path, mine: Path, capsys
     (tmp_path / "multirun.yaml").symlink_to(mine)
     assert train.main(["-m", *RUN, "pipeline.K=1000", f"hydra.sweep.dir={tmp_path}"]) == 1
     assert "pipeline.K=1000" in (tmp_path / "multirun.yaml").read_text()
-
-
-def test_vocabularies_of_another_folder_are_not_replaced(tmp_path: Path, mine: Path) -> None:
-    source = TranslationSource(languages=["yrl"], largest=300, vocabulary=400, cache_dir=str(tmp_path / "cache"))
-    source.prepare(no_report)
-    (tmp_path / "target.model").hardlink_to(mine)
-    (tmp_path / "vocabulary").symlink_to(tmp_path)
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        source.keep_vocabularies(tmp_path / "vocabulary")
-    assert (tmp_path / "target.model").exists()
 
 
 def test_links_in_a_shared_cache_are_not_written_through(tmp_path: Path, mine: Path) -> None:

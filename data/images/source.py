@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 from torch.utils.data import Dataset, default_collate
 
 from ...cpu import usable_cores
-from ...disk import own_folder, write_whole
+from ...disk import write_whole
 from ...errors import ConfigurationError
 from ...micro_batch import MicroBatch
 from ...typed_section import Count, CountOrZero, Examples, NotNegative, Part, PartAboveZero, Pixels
@@ -60,7 +60,8 @@ class SquareImages(DatasetSource):
 
     def keep_vocabularies(self, folder: Path) -> None:
         """Writes the names of the classes, by which a run's predictions are named."""
-        write_whole(own_folder(folder) / CLASSES, json.dumps(list(self.class_names), indent=0) + "\n")
+        folder.mkdir(exist_ok=True)
+        write_whole(folder / CLASSES, json.dumps(list(self.class_names), indent=0) + "\n")
 
     def first_images(self, count: int) -> Tensor:
         """Returns the first images of the first epoch as they are trained on, uint8 [n, 3, S, S]."""

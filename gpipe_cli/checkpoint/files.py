@@ -60,10 +60,6 @@ class CheckpointError(ConfigurationError):
     """Raised when a checkpoint cannot be written, found or used; the message names the file and what to do."""
 
 
-class DamagedFile(CheckpointError):
-    """Raised for a file of a checkpoint that differs from its entry in the manifest."""
-
-
 class NewerFormat(ConfigurationError):
     """Raised for a checkpoint that a later release of gpipe-cli has written; it is not damaged, and is not touched."""
 
@@ -262,14 +258,15 @@ def require_whole(info: CheckpointInfo, layer: str) -> None:
     """Compares the checksum of one layer's file with the manifest.
 
     Raises:
-        DamagedFile: it differs, or the file cannot be read.
+        CheckpointError: it differs, or the file cannot be read; the message names an older checkpoint, if any.
     """
     path = info.layer_path(layer)
     try:
-        if sha256_of(path) != info.layers[layer].sha256:
-            raise DamagedFile(f"{path} is damaged: its SHA-256 is not the manifest's")
+        is_whole = sha256_of(path) == info.layers[layer].sha256
     except OSError as error:
-        raise DamagedFile(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. {advice(info.path)}") from error
+    if not is_whole:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's. {advice(info.path)}")
 
 
 def best_step(run_dir: Path) -> int | None:

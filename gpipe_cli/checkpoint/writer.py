@@ -18,10 +18,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import chain
 from pathlib import Path
 
-from ..disk import DRAFT, DiskError, cannot_write, own_folder, whole_file, writing
+from ..disk import DiskError, cannot_write, whole_file, writing
 from ..json_files import read_json
 from ..version import __version__
 from . import files
@@ -123,7 +122,7 @@ class CheckpointWriter:
         directory = files.partial_directory(self._run_dir, step)
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
-            own_folder(own_folder(directory) / "layers")
+            (directory / "layers").mkdir(parents=True, exist_ok=True)
             try:
                 written = [write_layer(directory, step, name, state) for name, state in layers.items()]
                 sync_directory(directory / "layers")
@@ -209,7 +208,7 @@ def prune(run_dir: Path, keep: int) -> None:
 def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> None:
     """Prepares the run directory, once, before any worker saves.
 
-    Partial checkpoints and drafts of a killed run are removed. Checkpoints later than the one resumed from (they were
+    Partial checkpoints of a killed run are removed. Checkpoints later than the one resumed from (they were
     damaged, or the user went back on purpose) are discarded, and deleted when the first new checkpoint is complete: the
     directory always holds one training.
 
@@ -225,11 +224,6 @@ def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> No
         sync_directory(folder)
     _delete(run_dir, files.PARTIAL)
     _delete(run_dir, files.DISCARDED)
-    # In .hydra the command may be writing now; what lies behind a link may be others'.
-    folders = [folder for folder in (*run_dir.glob("[a-z]*"), *home.glob("step_*")) if not folder.is_symlink()]
-    for draft in chain.from_iterable(folder.glob(f"{DRAFT}*") for folder in (run_dir, *folders)):
-        with suppress(OSError):
-            draft.unlink()
     for directory in existing:
         if resumed is not None and files.step_of(directory) > resumed.step:
             _discard(directory)
@@ -238,9 +232,7 @@ def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> No
 def _discard(directory: Path) -> None:
     """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
     target = directory.with_name(f"{directory.name}{files.DISCARDED}")
-    if target.is_symlink():
-        target.unlink()
-    elif target.exists():
+    if target.exists():
         shutil.rmtree(target)
     directory.rename(target)
 

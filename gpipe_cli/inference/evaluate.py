@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..disk import own_folder, write_whole
+from ..disk import write_whole
 from ..launch.context import Context
 from ..metrics.metrics_file import json_safe
 from ..metrics.records import Evaluation, Sample
@@ -77,7 +77,7 @@ def write_translations(translations: Sequence[Sample], folder: Path) -> None:
     Files of languages that were evaluated here before are removed.
     """
     if translations or folder.exists():
-        own_folder(folder)
+        folder.mkdir(exist_ok=True)
     for old in folder.glob("*.txt"):
         old.unlink()
     lines: dict[str, list[str]] = {}

@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import latest, read_manifest, step_directories
-from gpipe_cli.disk import DiskError, locked, open_for_writing, own_folder, prepare_directory, write_whole, writing
+from gpipe_cli.disk import DiskError, locked, open_for_writing, prepare_directory, write_whole, writing
 from gpipe_cli.errors import NO_UTF8, ConfigurationError, refuses
 from gpipe_cli.jobs.torchrun import is_first
 from gpipe_cli.json_files import read_rows
@@ -171,7 +171,8 @@ class RunRecord:
 
     def _write(self) -> None:
         with writing(self._run_dir):
-            folder = own_folder(self._run_dir / ".hydra")
+            folder = self._run_dir / ".hydra"
+            folder.mkdir(exist_ok=True)
             for name, content in self._files.items():
                 write_whole(folder / name, OmegaConf.to_yaml(content))
             (self._run_dir / ERROR_FILE).unlink(missing_ok=True)

@@ -127,7 +127,7 @@ def publish(directory: Path, failure: Failure) -> str:
     """Writes the error file of a rank without a supervisor, whole or not at all; returns a text for the console."""
     path = directory / f"error_{failure.rank}.json"
     try:
-        disk.own_folder(directory)
+        directory.mkdir(exist_ok=True)
         disk.write_whole(path, json.dumps(asdict(failure), indent=1))
     except OSError as full:
         return f"{failure.text}\n({disk.cannot_write(directory, full)})"

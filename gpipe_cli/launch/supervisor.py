@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
-from gpipe_cli.disk import own_folder, writing
+from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, unnamed_memory
@@ -223,7 +223,7 @@ class _Watch:
     def __post_init__(self) -> None:
         self.directory = self.job.run_dir.absolute() / "workers"
         with writing(self.directory):
-            own_folder(self.directory)
+            self.directory.mkdir(exist_ok=True)
         self.processes = _Processes(self.job, self.directory)
 
     def until_end(self) -> WorkerFailed | ConfigurationError | None:

@@ -13,8 +13,7 @@ from typing import Any
 from ..config import Settings
 from ..data.images.source import SquareImages
 from ..data.source import Source
-from ..disk import DiskError, cannot_write, own_folder, whole_file, write_whole, writing
-from ..json_files import skipped
+from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
 from ..pipeline.meter import PHASES
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
@@ -104,9 +103,6 @@ class Journal(Notices):
         again = progress.evaluation_due or progress.step in (0, self._steps)
         self._metrics = MetricsFile(self._run_dir / "metrics.jsonl", progress.step)
         self._evaluations_file = MetricsFile(self._run_dir / "evaluations.jsonl", progress.step - again)
-        for file in (self._metrics, self._evaluations_file):
-            if file.damaged:
-                self.warn(skipped(file.path, file.damaged))
         board = [TensorBoard(progress.step)] if self._logging.tensorboard else []
         self._tracking = [Tracking(tracker, self.warn) for tracker in (*board, *self._trackers)]
         self._track("start", json_safe(asdict(self._settings)), self._run_dir)
@@ -202,7 +198,7 @@ class Journal(Notices):
             return
         path = self._run_dir / "pictures" / AUGMENTED
         with self._tried(path.parent):
-            own_folder(path.parent)
+            path.parent.mkdir(exist_ok=True)
             with whole_file(path) as draft:
                 draft.write_bytes(png(sheet(source.first_images(SHOWN))))
             self._track("picture", path.stem, path)
@@ -212,7 +208,7 @@ class Journal(Notices):
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in self._table]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         with self._tried(path):
-            own_folder(path.parent)
+            path.parent.mkdir(exist_ok=True)
             write_whole(path, json.dumps(trace(step, recordings, self._schedule.placement, layers)) + "\n")
             self.message(f"step {step} recorded: {path} (open it in https://ui.perfetto.dev)")
         self._draw(f"step_{step:06d}", f"step {step} as measured", recordings)
@@ -228,7 +224,7 @@ class Journal(Notices):
         with self._tried(path.parent):
             drawing = draw_step(f"{self._schedule.kind}, {title}", recordings, self._schedule)
             if drawing is not None:
-                own_folder(path.parent)
+                path.parent.mkdir(exist_ok=True)
                 drawing.save(path)
                 self._track("picture", name, path)
 

@@ -22,9 +22,6 @@ class MetricsFile:
         path: of the file; a resumed run appends to it. It may not be a symbolic link.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
 
-    Attributes:
-        damaged: numbers of the lines that hold no row; they stay, as the rows after them do.
-
     Raises:
         DiskError: by every method, where the file cannot be written.
     """
@@ -32,7 +29,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
         with writing(path):
-            self.damaged = _drop_later_rows(path, resumed_step)
+            _drop_later_rows(path, resumed_step)
             self._file = io.FileIO(open_for_writing(path), "r+")
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -60,24 +57,16 @@ def json_safe(value: Any) -> Any:
     return to_jsonable_python(value, inf_nan_mode="null")
 
 
-def _drop_later_rows(path: Path, step: int) -> list[int]:
+def _drop_later_rows(path: Path, step: int) -> None:
     """Truncates the file behind the last row up to ``step``, because a resumed run writes later steps again.
 
-    Truncating is atomic, so a kill meanwhile loses nothing.
-
-    Returns:
-        The numbers of damaged lines. A torn last one, as a kill leaves it, is none.
+    Truncating is atomic, so a kill meanwhile loses nothing. Damaged lines before that row stay; `gpipe-report` names
+    them.
     """
     end = place = 0
-    damaged: list[int] = []
     with os.fdopen(open_for_writing(path), "r+b") as file:
-        for number, (line, row) in enumerate(json_lines(file), 1):
+        for line, row in json_lines(file):
             place += len(line)
-            if not line.endswith(b"\n"):
-                break
-            if row is None or not isinstance(row.get("step"), int):
-                damaged.append(number)
-            elif row["step"] <= step:
+            if row is not None and row["step"] <= step and line.endswith(b"\n"):
                 end = place
         file.truncate(end)
-    return damaged

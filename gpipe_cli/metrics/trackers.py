@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from ..disk import own_folder, write_whole
+from ..disk import write_whole
 
 FINISH_SECONDS = 30.0  # that the end of a run waits for it
 
@@ -61,19 +61,17 @@ class TensorBoard:
     """
 
     def __init__(self, resumed_step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and only rank 0 needs it
 
-        self._Summary, self._Writer, self._begin = Summary, SummaryWriter, resumed_step + 1
+        self._Writer, self._begin = SummaryWriter, resumed_step + 1
 
     def start(self, config: Mapping[str, Any], run_dir: Path) -> None:
         # Files in the folder are new ones: named by second, host and process.
-        self._writer: Any = self._Writer(str(own_folder(run_dir / "tensorboard")), purge_step=self._begin)
+        self._writer: Any = self._Writer(str(run_dir / "tensorboard"), purge_step=self._begin)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Writes all in one event: thousands of them, with hundreds of workers."""
-        written = [self._Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._writer.file_writer.add_summary(self._Summary(value=written), step)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:

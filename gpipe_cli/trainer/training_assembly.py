@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.compatibility import require_compatible, vocabularies
-from ..checkpoint.files import CheckpointInfo, DamagedFile, RunState, advice, shorten
+from ..checkpoint.files import CheckpointInfo, RunState, shorten
 from ..checkpoint.writer import CheckpointWriter, prepare_directory
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
@@ -83,15 +83,11 @@ def restore(config: Mapping[str, Any], updater: Updater, journal: Notices, resum
     """Restores weights, optimizer and learning rate; every worker calls it at the same time.
 
     Raises:
-        DamagedFile: a file of the checkpoint is damaged.
-        CheckpointError: something in the checkpoint does not fit this run.
+        CheckpointError: a file of the checkpoint is damaged, or something in it does not fit this run.
     """
     saved: Mapping[str, Any] = resumed.state.configuration
     before, now = (tree["optimizer"]["_target_"] for tree in (saved, config["settings"]))
-    try:
-        updater.restore_layers(resumed, keep_memory=before == now)
-    except DamagedFile as error:
-        raise DamagedFile(f"{error}. {advice(resumed.path)}") from error
+    updater.restore_layers(resumed, keep_memory=before == now)
     if before != now:
         journal.warn(f"optimizer._target_ was {before} in the checkpoint: {now} begins without memory")
     updater.restore_lr(resumed, config["settings"])

@@ -142,8 +142,7 @@ class Updater:
             keep_memory: False: the optimizer begins without state.
 
         Raises:
-            DamagedFile: a file of the checkpoint is damaged.
-            CheckpointError: something in the checkpoint does not fit this run.
+            CheckpointError: a file of the checkpoint is damaged, or something in it does not fit this run.
         """
         for layer in self._layers:
             state = load_layer(info, layer.name)

@@ -27,7 +27,6 @@ from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import train
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.data.source import Batch
-from gpipe_cli.disk import DiskError
 from gpipe_cli.jobs.run_directory import require_writable
 from gpipe_cli.layers import LayerBuilder
 
@@ -58,10 +57,6 @@ def pipe(path: Path) -> None:
 def endless(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
-
-
-def sparse(path: Path) -> None:
-    os.truncate(path, 1 << 40)
 
 
 def replaced(old: str, new: str) -> Callable[[Path], None]:
@@ -197,10 +192,8 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (call_it_step_1000, "", "it says step 2, its directory step 1000"),
         (pipe, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
         (endless, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
-        (sparse, "manifest.json", r"manifest\.json is damaged: it has more than 256 MB"),
         (replaced('"versions": {', '"versions": {"torch": [],'), "manifest.json", r"versions\.torch: Input"),
         (replaced('"best_step": null', '"best": Infinity'), "manifest.json", r"damaged: state\.scalars\.best"),
-        (replaced('"epoch": 2', f'"a": {"[" * 99}{"]" * 99}'), "manifest.json", "nested more than 32 levels deep"),
         (replaced(r'"layers": \[.*\]', '"layers": []'), "manifest.json", r"layers: List should have at least 1 item"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -221,24 +214,12 @@ def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> N
     (run / "checkpoints").symlink_to(tmp_path / "scratch")
     require_writable("hydra.run.dir", run)
     two_checkpoints(run)
-    (run / "checkpoints" / "step_00000002.discarded").symlink_to(tmp_path)
     checkpoint_writer.prepare_directory(run, checkpoint_files.find(run / "checkpoints" / "step_00000001")[0])
     save(run, 2, make_layers())
     assert (tmp_path / "scratch" / "of others.tmp").exists()
     cut_short(layer_file(run, 2, "head"))
     with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
         checkpoint_files.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
-
-
-def test_a_checkpoint_is_not_written_to_a_folder_elsewhere(tmp_path: Path) -> None:
-    theirs = tmp_path / "layers" / "embed.safetensors"
-    for folder in (theirs.parent, tmp_path / "checkpoints"):
-        folder.mkdir()
-    theirs.touch()
-    (tmp_path / "checkpoints" / "step_00000001.partial").symlink_to(tmp_path)
-    with pytest.raises(DiskError, match="Too many levels of symbolic links"):
-        save(tmp_path, 1, make_layers())
-    assert theirs.exists()
 
 
 def test_a_run_with_only_damaged_checkpoints_is_an_error_not_a_new_beginning(tmp_path: Path) -> None:
@@ -310,9 +291,13 @@ def test_a_configuration_that_holds_infinity_is_read_again(tmp_path: Path) -> No
 def test_a_value_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    deep = f"+model.limit={'[' * 40}{']' * 40}"
-    assert train.main([*OWN, deep, f"hydra.run.dir={tmp_path / 'one'}"]) == 2
-    assert "model.limit=[[" in capsys.readouterr().err and not (tmp_path / "one").exists()
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "bytes.yaml").write_text(
+        "# @package _global_\nmodel:\n  limit: !!binary aGVsbG8=\n"
+    )
+    binary = ["--config-dir", str(tmp_path / "conf"), "experiment=bytes", f"hydra.run.dir={tmp_path / 'one'}"]
+    assert train.main([*OWN, *binary]) == 2
+    assert "no checkpoint can hold this value" in capsys.readouterr().err and not (tmp_path / "one").exists()
     source = "data._target_=test_checkpoint_files.Numbered"
     assert train.main([*OWN, source, f"hydra.run.dir={tmp_path / 'two'}"]) == 2
     assert "the position of a mini-batch=0: no checkpoint can hold this value" in capsys.readouterr().err
@@ -392,8 +377,3 @@ def test_a_run_or_one_of_its_checkpoints_can_be_given(suffix: str, tmp_path: Pat
     two_checkpoints(tmp_path)
     found = checkpoint_files.resolve(str(tmp_path / suffix), tmp_path / "new")[0]
     assert found is not None and found.step == 2
-
-
-def test_a_best_step_that_no_folder_can_have_is_none(tmp_path: Path) -> None:
-    save(tmp_path, 1, make_layers(), best=10**308)
-    assert checkpoint_files.best_step(tmp_path) is None

@@ -106,13 +106,3 @@ def test_a_run_that_goes_on_keeps_its_id_at_wandb(tmp_path: Path, monkeypatch: p
         config = {"checkpoint": {"resume": None if resume is None else str(resume)}}
         trackers.WandB().start(config, tmp_path / place)
     assert given == [(None, None), ("new1", "allow"), (None, None), (None, None)]
-
-
-def test_wandb_keeps_the_run_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    _, events = train_inline(tmp_path, *SHORT, "logging.trackers=[wandb]")
-    assert not [event for event in events if event["kind"] == "warning"]
-    (kept,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"train/loss" in kept.read_bytes() and b"evaluation/nll" in kept.read_bytes()
