@@ -24,7 +24,8 @@ from ..parent import die_with_parent
 from .cache import remove, sole_maker, writing_cache
 from .defects import DEFECTS, Defects
 from .source import Report, no_report
-from .vocabulary import SOURCE, TARGET, TOKENIZER, VocabularySource, smaller_notice
+from .vocabulary import FILES as VOCABULARIES
+from .vocabulary import VocabularySource, smaller_notice
 
 WORK = "work"  # folder of the intermediate files, in a folder that is being made
 FILES = "files.json"  # the size of each other file of a store, in bytes; earlier releases wrote none
@@ -131,7 +132,7 @@ class PreparedSource(VocabularySource):
     def keep_vocabularies(self, folder: Path) -> None:
         """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""
         folder.mkdir(exist_ok=True)
-        for name in (SOURCE, TARGET, TOKENIZER):
+        for name in VOCABULARIES:
             if (self._store.folder / name).exists():
                 with whole_file(folder / name) as draft:
                     shutil.copyfile(self._store.folder / name, draft)

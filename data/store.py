@@ -1,7 +1,7 @@
 """Reads and writes a corpus of sentence pairs on disk: token ids in memory-mapped shards, vocabularies, held-out texts.
 
     store.json                      languages, their shards, the lengths of their sentences; written last
-    source.model, target.model      SentencePiece; no target.model if both sides share one vocabulary
+    source.model, target.model      vocabularies, or .json; none of the target if both sides share one
     dev.jsonl, test.jsonl           [language, item, source, target] in each line
     defects.json                    {"counts": {language: {kind: count}}, …}: what was found when the store was made
     train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, then target ids, of one pair after the other
@@ -33,7 +33,7 @@ from ..json_files import json_rows, read_json
 from .cache import damaged, mapped_array, save_array
 from .source import fingerprint_of
 from .token_batches import width_of
-from .vocabulary import read_both
+from .vocabulary import FILES, read_both
 
 FORMAT = 3  # raised when the same parameters would give other bytes
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
@@ -149,7 +149,8 @@ class Store:
         The shards themselves are not read, because they may be of any size; a change that keeps all these numbers is
         not noticed.
         """
-        vocabularies = [path.read_bytes() for path in sorted(self.folder.glob("*.model"))]
+        files = (self.folder / name for name in sorted(FILES))
+        vocabularies = [path.read_bytes() for path in files if path.is_file()]
         numbers = json.dumps([self.block, {code: asdict(of) for code, of in self.languages.items()}]).encode()
         return fingerprint_of(numbers, *vocabularies)
 

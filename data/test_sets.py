@@ -20,7 +20,7 @@ from .source import Batch, Report
 from .store import HeldOutPair
 from .text.files import documents, find_texts, in_short, read_text
 from .translation import PairSource
-from .vocabulary import EXAMPLE, PAD, Vocabulary, VocabularySource, read_both, read_vocabulary, vocabulary_file
+from .vocabulary import EXAMPLE, PAD, AnyVocabulary, VocabularySource, read_both, read_vocabulary, vocabulary_file
 from .windows import WindowSource
 
 AT_ONCE, PIECE = 50_000, 2**24  # lines and bytes that are read at a time
@@ -86,7 +86,11 @@ class TestPairs:
     """Holds pairs as `PairSource` reads them from a store."""
 
     def __init__(
-        self, pairs: Sequence[HeldOutPair], folder: Path, source_vocabulary: Vocabulary, target_vocabulary: Vocabulary
+        self,
+        pairs: Sequence[HeldOutPair],
+        folder: Path,
+        source_vocabulary: AnyVocabulary,
+        target_vocabulary: AnyVocabulary,
     ) -> None:
         self._pairs, self.folder = pairs, folder
         self.source_vocabulary, self.target_vocabulary = source_vocabulary, target_vocabulary

@@ -1,9 +1,11 @@
 """Trains, reads and keeps vocabularies, and defines the sources that encode and decode text by them.
 
-A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json.
+A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json. A model that translates
+knows padding, the unknown piece, beginning and end by the ids 0 to 3; those of a vocabulary made elsewhere come after.
 """
 
 import io
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
@@ -15,8 +17,10 @@ from ..disk import read_bytes, refuse_pointer
 from ..errors import ConfigurationError
 from .source import Batch, Source
 
-PAD, UNKNOWN, BOS, EOS = 0, 1, 2, 3
-SOURCE, TARGET, TOKENIZER = "source.model", "target.model", "tokenizer.json"
+PAD, UNKNOWN, BOS, EOS = SPECIAL = 0, 1, 2, 3
+SIDES = ("source", "target")
+SOURCE, TOKENIZER = "source.model", "tokenizer.json"  # of a text; of pairs the target's too, if it has its own
+FILES = (TOKENIZER, *(f"{side}{ending}" for side in SIDES for ending in (".model", ".json")))
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
 BLANKS = str.maketrans("\t\n\r", "   ")  # inside a text
@@ -98,10 +102,10 @@ def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
 
 
 class Vocabulary:
-    """Turns texts into ids and back with a trained model.
+    """Turns texts into ids and back with a SentencePiece model.
 
     Args:
-        model: as `train_vocabulary` returns it.
+        model: its bytes.
         name: of its file, for messages.
 
     Raises:
@@ -113,18 +117,18 @@ class Vocabulary:
     def __init__(self, model: bytes, name: object = "the vocabulary") -> None:
         try:
             self._pieces = pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-            special: tuple[int, ...] | None = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
-        except RuntimeError:
-            special = None
-        if special != (PAD, UNKNOWN, BOS, EOS):
-            raise ConfigurationError(f"{name} is damaged, or not made with pad_id=0 unk_id=1 bos_id=2 eos_id=3")
+            special = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
+        except RuntimeError as error:
+            raise ConfigurationError(f"{name} is damaged, or no SentencePiece model") from error
+        self._first = 0 if special == SPECIAL else len(SPECIAL)  # the id of its first piece
 
     def __len__(self) -> int:
-        return int(self._pieces.get_piece_size())
+        return self._first + int(self._pieces.get_piece_size())
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """Returns the ids of each text, without beginning and end tokens; tabs and line breaks are blanks."""
-        return list(self._pieces.encode([text.translate(BLANKS) for text in texts], out_type=int, num_threads=threads))
+        plain = [text.translate(BLANKS) for text in texts]
+        return _moved(self._pieces.encode(plain, out_type=int, num_threads=threads), self._first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.
@@ -133,7 +137,8 @@ class Vocabulary:
             after: ids before this place are of a prompt, in which an end token ends nothing.
         """
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
-        kept = [piece for piece in _before_end(ids, EOS, after) if piece not in (PAD, BOS, EOS) and piece < len(self)]
+        known = (piece for piece in _before_end(ids, EOS, after) if self._first <= piece < len(self))
+        kept = [piece - self._first for piece in known if self._first or piece not in (PAD, BOS, EOS)]
         return CONTROL.sub("\ufffd", str(self._pieces.decode(kept)))
 
 
@@ -143,12 +148,16 @@ class TokenizerFile:
     Args:
         path: of the file.
         end_token: the text of the token that ends a document; None: one of `ENDS` that the file has.
+        of_pairs: the ids of `SPECIAL` come before those of the file, which needs no end token.
 
     Raises:
         ConfigurationError: the library or the file is missing, it is no such file, or has no such token.
     """
 
-    def __init__(self, path: Path, end_token: str | None = None) -> None:
+    eos_id: int
+
+    def __init__(self, path: Path, end_token: str | None = None, of_pairs: bool = False) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core
         try:
             from tokenizers import Tokenizer
 
@@ -159,10 +168,14 @@ class TokenizerFile:
             ) from error
         except Exception as error:  # the library raises no error of its own kind
             raise ConfigurationError(
-                f"data.tokenizer={path} is no tokenizer.json, nor a run's vocabulary/source.model: {error}"
+                f"data.tokenizer={path} is no tokenizer.json, SentencePiece .model or run: {error}"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._first = len(SPECIAL) if of_pairs else 0  # the id of its first token
+        if of_pairs:
+            self.eos_id = EOS
+            return
         wanted = ENDS if end_token is None else (end_token,)
         found = [number for name in wanted if (number := self._tokenizer.token_to_id(name)) is not None]
         if not found:
@@ -171,20 +184,25 @@ class TokenizerFile:
                 f"data.tokenizer={path} has no token {' or '.join(wanted)} to end a document with: name one as "
                 f"data.end_token; its special tokens: {', '.join(special) or 'none'}"
             )
-        self.eos_id: int = found[0]
+        self.eos_id = found[0]
 
     def __len__(self) -> int:
         """Returns one more than the largest id."""
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return self._first + 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Returns the ids of each text, without special tokens."""
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return _moved([one.ids for one in encoded], self._first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text as `Vocabulary.decode` does; special tokens before the end are text."""
-        kept = _before_end(ids, self.eos_id, after)
+        kept = [token - self._first for token in _before_end(ids, self.eos_id, after) if token >= self._first]
         return CONTROL.sub("\ufffd", self._tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def _moved(ids: list[list[int]], by: int) -> list[list[int]]:
+    return [[number + by for number in of_one] for of_one in ids] if by else ids
 
 
 def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
@@ -192,35 +210,54 @@ def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
     return kept[: kept.index(end, after)] if end in kept[after:] else kept
 
 
-# -- in folders --------------------------------------------------------------------------------------------------------
+# -- in files ----------------------------------------------------------------------------------------------------------
+
+AnyVocabulary = Vocabulary | TokenizerFile
 
 
-def vocabulary_file(folder: Path) -> Path:
-    """Returns the file in a folder that holds a text's vocabulary."""
-    return folder / (TOKENIZER if (folder / TOKENIZER).exists() else SOURCE)
+def vocabulary_file(folder: Path, side: str = "source") -> Path:
+    """Returns the file in a folder that holds the vocabulary of a text, or of one side of pairs."""
+    names = (f"{side}.model", f"{side}.json", *FILES)
+    return next((folder / name for name in names if (folder / name).is_file()), folder / SOURCE)
 
 
-def read_vocabulary(path: Path, end_token: str | None = None) -> Vocabulary | TokenizerFile:
-    """Returns the vocabulary of a file: a tokenizer.json, or a .model that a run has kept.
+def file_named(name: str, side: str = "source") -> Path:
+    """Returns the file that data.tokenizer names: itself, or that of one side in a run's folder."""
+    path = Path(name).expanduser()
+    folder = path / "vocabulary" if (path / "vocabulary").is_dir() else path
+    return vocabulary_file(folder, side) if path.is_dir() else path
+
+
+def read_vocabulary(path: Path, end_token: str | None = None, of_pairs: bool = False) -> AnyVocabulary:
+    """Returns the vocabulary of a file: a tokenizer.json, or a SentencePiece .model.
 
     Args:
-        end_token: see `TokenizerFile`.
+        end_token, of_pairs: see `TokenizerFile`.
 
     Raises:
         ConfigurationError: it is neither, or damaged.
     """
     if path.is_file():
         refuse_pointer(path)
-    if path.suffix == ".model" and path.is_file():
-        return Vocabulary(read_bytes(path), path)
-    return TokenizerFile(path, end_token)
+        if path.suffix == ".model":
+            return Vocabulary(read_bytes(path), path)
+    return TokenizerFile(path, end_token, of_pairs)
 
 
-def read_both(folder: Path) -> tuple[Vocabulary, Vocabulary]:
+def read_both(folder: Path) -> tuple[AnyVocabulary, AnyVocabulary]:
     """Returns the vocabularies of sources and of targets in a folder; one object if they share one."""
-    source, target = (folder / name for name in (SOURCE, TARGET))
-    of_source = Vocabulary(read_bytes(source), source)
-    return of_source, Vocabulary(read_bytes(target), target) if target.exists() else of_source
+    source, target = (vocabulary_file(folder, side) for side in SIDES)
+    of_source = read_vocabulary(source, of_pairs=True)
+    return of_source, of_source if target == source else read_vocabulary(target, of_pairs=True)
+
+
+def require_room(key: str, size: int, tokenizer: object, vocabulary: Sized) -> None:
+    """Raises ConfigurationError if a vocabulary has more ids than the key under `data` that the model reads."""
+    if (ids := len(vocabulary)) > size:
+        raise ConfigurationError(
+            f"data.{key}={size}, but data.tokenizer={tokenizer} has ids up to {ids - 1}: use data.{key}={ids}, which "
+            "the model reads"
+        )
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
@@ -233,8 +270,8 @@ class VocabularySource(Source):
         reads_ends: whether the model reads an end token after each source text.
     """
 
-    source_vocabulary: Vocabulary | TokenizerFile
-    target_vocabulary: Vocabulary | TokenizerFile
+    source_vocabulary: AnyVocabulary
+    target_vocabulary: AnyVocabulary
     reads_ends = False
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

@@ -21,7 +21,7 @@ from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
 from ..store import LanguageSummary, Numbers, Sizes, interleave, pair_ends, places_of, write_shard
-from ..vocabulary import SOURCE, TARGET, Normalization, Vocabulary
+from ..vocabulary import SIDES, AnyVocabulary, Normalization, read_vocabulary
 from .folders import PairFiles
 
 LONGEST_SAMPLE = 4_192  # characters; SentencePiece leaves out sentences of more bytes
@@ -38,6 +38,7 @@ class Vocabularies:
         shared: one vocabulary for both sides, of `source` pieces.
         character_coverage, normalization: see `train_vocabulary`.
         smaller: a text that supports fewer pieces gets so many.
+        given: paths of vocabularies made elsewhere, of source and target; None: to be trained.
     """
 
     source: int
@@ -46,6 +47,7 @@ class Vocabularies:
     character_coverage: float = 0.999995
     smaller: bool = False
     normalization: Normalization = "nmt_nfkc"
+    given: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,10 @@ class Draft:
     @property
     def models(self) -> tuple[Path, Path]:
         """Returns the files of the source's and the target's vocabulary."""
-        source = self.folder / SOURCE
-        return source, source if self.text.vocabularies.shared else self.folder / TARGET
+        wanted = self.text.vocabularies
+        endings = (".model" if path is None or path.endswith(".model") else ".json" for path in wanted.given)
+        source, target = (self.folder / f"{side}{ending}" for side, ending in zip(SIDES, endings, strict=True))
+        return source, source if wanted.shared else target
 
     def held_out(self, language: str) -> Path:
         """Returns the intermediate file of the digests of a language's held-out pairs."""
@@ -320,8 +324,8 @@ def short_enough(
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(model: Path) -> Vocabulary:
-    return Vocabulary(model.read_bytes())
+def _vocabulary(file: Path) -> AnyVocabulary:
+    return read_vocabulary(file, of_pairs=True)
 
 
 def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> LanguageSummary:

@@ -6,6 +6,7 @@ shuffled. All of this happens in a folder of the cache that becomes the store at
 
 import glob
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -120,11 +121,14 @@ class Preparation:
     def _train_vocabularies(self, lines: Corpora) -> None:
         wanted = self.text.vocabularies
         if wanted.shared:
-            sides = [("vocabulary", wanted.source, [0, 1])]
+            sides = [("source_vocabulary", wanted.source, [0, 1])]
         else:
             sides = [("source_vocabulary", wanted.source, [0]), ("target_vocabulary", wanted.target, [1])]
         refused = []
-        for (key, size, columns), model in zip(sides, self.draft.models, strict=False):
+        for (key, size, columns), model, given in zip(sides, self.draft.models, wanted.given, strict=False):
+            if given is not None:
+                shutil.copyfile(given, model)
+                continue
             sentences = [pair[column] for pair in self._vocabulary_pairs(lines) for column in columns]
             if not sentences:
                 _, found = readable(next(read_pieces(self.pairs[0], self.text.piece)), self.text.max_length)

@@ -15,7 +15,7 @@ from ..prepared import digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, no_report
 from ..store import FORMAT, Store
 from ..translation import PairSource
-from ..vocabulary import Normalization
+from ..vocabulary import SIDES, Normalization, file_named, read_vocabulary, require_room
 from .folders import Files, find_pairs
 from .pieces import Draft, ParallelText, Vocabularies
 from .preparation import Preparation
@@ -33,8 +33,10 @@ class ParallelTextSource(PairSource):
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
-        source_vocabulary, target_vocabulary: pieces of each side's vocabulary.
-        vocabulary: pieces of one vocabulary for both sides; the two keys above must then be the same number.
+        source_vocabulary, target_vocabulary: pieces of each side's vocabulary; with a tokenizer its most ids.
+        shared_vocabulary: one vocabulary for both sides; the two keys above must then be the same number.
+        tokenizer: a run, a tokenizer.json or a SentencePiece .model for both sides, or two of these for [source,
+            target]; None: SentencePiece is trained on the text.
         character_coverage: share of the text's characters that get pieces of their own.
         normalization: of texts before they become pieces, see `Normalization`.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
@@ -62,7 +64,8 @@ class ParallelTextSource(PairSource):
         target: str = "en",
         source_vocabulary: Vocabulary = 64_000,
         target_vocabulary: Vocabulary = 32_000,
-        vocabulary: Vocabulary | None = None,
+        shared_vocabulary: bool = False,
+        tokenizer: str | Annotated[Sequence[str | None], Field(min_length=2, max_length=2)] | None = None,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.999995,
         normalization: Normalization = "nmt_nfkc",
         smaller_vocabulary: bool = False,
@@ -82,17 +85,19 @@ class ParallelTextSource(PairSource):
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
-        if vocabulary is not None and {source_vocabulary, target_vocabulary} != {vocabulary}:
-            raise ConfigurationError(
-                f"data.vocabulary={vocabulary} is one vocabulary for both sides: use "
-                f"data.source_vocabulary={vocabulary} data.target_vocabulary={vocabulary} too, which the model reads"
-            )
         self._strict, self._cache_dir, self._workers, self._share = strict, cache_dir, preparation_workers, held_out
         given = {"train": train, "dev": dev, "test": test}
         self._columns = None if columns is None else (columns[0], columns[1])
         self._files = {split: files for split, files in given.items() if files is not None}
-        sizes = (source_vocabulary, target_vocabulary, vocabulary is not None)
-        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary, normalization)
+        own = _files_of(tokenizer, (source_vocabulary, target_vocabulary))
+        shared = shared_vocabulary if own == (None, None) else own[0] == own[1]
+        if shared_vocabulary and not (shared and source_vocabulary == target_vocabulary):
+            raise ConfigurationError(
+                "data.shared_vocabulary=true is one vocabulary for both sides: use one number for "
+                "data.source_vocabulary and data.target_vocabulary, which the model reads, and one data.tokenizer"
+            )
+        sizes = (source_vocabulary, target_vocabulary, shared)
+        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary, normalization, own)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
         self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, language_column)
@@ -133,18 +138,34 @@ class ParallelTextSource(PairSource):
             workers = worker_count([file for _, file in each], self._workers)
             Preparation(Draft(text, draft), pairs, self._strict, workers, report).run()
 
+        own = [stat_of(Path(file)) for file in text.vocabularies.given if file is not None]
         stats = [[pair.language, pair.split, *stat_of(file), *pair.form] for pair, file in each]
-        return f"parallel-{digest_of(FORMAT, made_of, stats)}", make
+        return f"parallel-{digest_of(FORMAT, made_of, stats, own)}", make
 
     def prepare(self, report: Report) -> None:
         """Prepares the text unless it is in the cache, opens it, and tells the defects."""
         super().prepare(report)
         store, wanted = self._store, self.text.vocabularies
-        sides = {"vocabulary": (wanted.source, store.source_vocabulary)}
-        if not wanted.shared:
-            sides = {"source_" + key: of for key, of in sides.items()}
-            sides["target_vocabulary"] = (wanted.target, store.target_vocabulary)
+        sides = {}
+        for side, given in zip(SIDES, wanted.given, strict=True):
+            if given is None and not (wanted.shared and side == "target"):
+                sides[f"{side}_vocabulary"] = getattr(wanted, side), getattr(store, f"{side}_vocabulary")
         for split, drawn in store.drawn.items():
             report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
         used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used; in all splits"
         self._warn(self._strict, used, sides)
+
+
+def _files_of(tokenizer: str | Sequence[str | None] | None, sizes: tuple[int, int]) -> tuple[str | None, str | None]:
+    """Returns the paths of the vocabularies of source and target that data.tokenizer names.
+
+    Raises:
+        ConfigurationError: one is no vocabulary, or has more ids than its size.
+    """
+    names = (tokenizer, tokenizer) if tokenizer is None or isinstance(tokenizer, str) else tuple(tokenizer)
+    found = [None if name is None else file_named(name, side) for name, side in zip(names, SIDES, strict=True)]
+    for file, side, size in zip(found, SIDES, sizes, strict=True):
+        if file is not None:
+            require_room(f"{side}_vocabulary", size, file, read_vocabulary(file, of_pairs=True))
+    source, target = (None if file is None else str(file) for file in found)
+    return source, target

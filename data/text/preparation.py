@@ -11,7 +11,6 @@ defects.json            what was found when the store was made
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -33,8 +32,8 @@ from ..source import Report
 from ..vocabulary import (
     SOURCE,
     TOKENIZER,
+    AnyVocabulary,
     Normalization,
-    Vocabulary,
     read_vocabulary,
     train_vocabulary,
     vocabulary_file,
@@ -56,7 +55,7 @@ class TextForm:
         document, json_key: see `documents`.
         held_out: share of the documents that are held out; 0: none.
         seed: of their draw.
-        tokenizer: a tokenizer.json, or the .model of a run; None: SentencePiece is trained.
+        tokenizer: path of a tokenizer.json or SentencePiece .model; None: SentencePiece is trained.
         end_token: see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller, normalization: see `train_vocabulary`.
@@ -132,7 +131,7 @@ class TextPreparation:
         """
         with in_processes(self.workers) as run_all:
             if self.form.tokenizer is not None:
-                given = Path(self.form.tokenizer).expanduser()
+                given = Path(self.form.tokenizer)
                 with whole_file(self.draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
                     shutil.copyfile(given, draft)
             else:
@@ -234,6 +233,5 @@ def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> np.ndarray[An
 
 
 @lru_cache(maxsize=2)
-def _opened(folder: Path, end_token: str | None) -> Vocabulary | Any:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+def _opened(folder: Path, end_token: str | None) -> AnyVocabulary:
     return read_vocabulary(vocabulary_file(folder), end_token)

@@ -17,7 +17,7 @@ from ...typed_section import Count, Examples, Seed, Vocabulary
 from ..cache import mapped_array
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, fingerprint_of
-from ..vocabulary import BOS, Normalization, read_vocabulary, vocabulary_file
+from ..vocabulary import BOS, Normalization, file_named, read_vocabulary, require_room, vocabulary_file
 from ..windows import WindowSource
 from .files import Ends, find_texts, in_short
 from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
@@ -88,7 +88,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         json_key: of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each, where no file is named dev.
         evaluation_root: a file or folder that is held out, in place of files of `root` or a share of it.
-        tokenizer: a tokenizer.json, or a run's vocabulary/source.model; None: SentencePiece is trained on the text.
+        tokenizer: a run, a tokenizer.json or a SentencePiece .model; None: SentencePiece is trained on the text.
         end_token: the text of the tokenizer's token that ends a document; None: found by its usual names.
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
         smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
@@ -136,12 +136,8 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._root, self._evaluation_root, self._pattern = root, evaluation_root, files
         self._strict, self._workers, self._cache_dir = strict, preparation_workers, cache_dir
         if tokenizer is not None:
-            ids = len(read_vocabulary(Path(tokenizer).expanduser(), end_token))
-            if ids > vocabulary:
-                raise ConfigurationError(
-                    f"data.vocabulary={vocabulary}, but data.tokenizer={tokenizer} has ids up to {ids - 1}: use "
-                    f"data.vocabulary={ids}, which the model reads"
-                )
+            tokenizer = str(file_named(tokenizer))
+            require_room("vocabulary", vocabulary, tokenizer, read_vocabulary(Path(tokenizer), end_token))
         share = held_out if evaluation_root is None else 0.0
         pieces = (vocabulary, character_coverage, smaller_vocabulary, normalization)
         self.form = TextForm(document, json_key, share, corpus_seed, tokenizer, end_token, *pieces, PIECE)
@@ -199,7 +195,7 @@ class TextFilesSource(WindowSource, PreparedSource):
             workers = worker_count([*files, *held_out], self._workers)
             TextPreparation(form, files, held_out, self._strict, draft, workers, report).run()
 
-        given = [] if form.tokenizer is None else [Path(form.tokenizer).expanduser()]
+        given = [] if form.tokenizer is None else [Path(form.tokenizer)]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
         made_of = {key: value for key, value in asdict(form).items() if value or key != "ends"}
         name = f"text-{digest_of(FORMAT, made_of, stats)}"

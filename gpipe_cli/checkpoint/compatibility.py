@@ -24,12 +24,13 @@ STEPS = "trainer.steps"
 _MAY_DIFFER_IN = {
     "pipeline": "K workers devices partition cost remat keep memory backend shard_optimizer device",
     "trainer": "steps epochs seconds evaluate_every evaluate_first nonfinite_limit patience samples trace_steps",
-    "data": "workers preparation_workers cache_dir evaluation_* strict held_out",
+    "data": "workers preparation_workers cache_dir evaluation_* strict held_out tokenizer",
 }
 MAY_DIFFER = (
     *("name", "task.generation", "checkpoint", "logging", "launch"),
     *(f"{section}.{key}" for section, keys in _MAY_DIFFER_IN.items() for key in keys.split()),
 )
+VOCABULARIES = ("*.vocabulary", "*.source_vocabulary", "*.target_vocabulary")
 NOT_SET = "(not set)"
 # Values that give the same bits. These schedules add up the gradients of the micro-batches from the first to the last,
 # gpipe from the last to the first (`tests/golden`). Earlier runs lacked the other keys.
@@ -84,7 +85,15 @@ def require_compatible(
 
     Raises:
         CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
+            Nobody can insist on another size of a vocabulary.
     """
+    if sizes := vocabulary_sizes(info, new):
+        others = ", ".join(f"{key}={typed(old)} there, {shown(now)} here" for key, (old, now) in sizes.items())
+        raise CheckpointError(
+            f"{info.path} has another vocabulary ({others}), which cannot change: the model has learnt its ids. Type "
+            f"{shlex.join(f'{key}={typed(old)}' for key, (old, _) in sizes.items())}, and for other text "
+            f"data.tokenizer={info.run_dir}"
+        )
     places = () if info.state.data_fingerprint is None else COMPARED_BY_CONTENT
     may_differ = {*MAY_DIFFER, *places} - ({STEPS} if by_steps else set())
     differing = differences(info.state.configuration, new, (*may_differ, *allow_changes))
@@ -112,6 +121,13 @@ def refuse_unknown(changes: Sequence[str], new: Mapping[str, Json], info: Checkp
     for pattern in changes:
         if not any(is_named(key, [pattern]) for key in known):
             raise CheckpointError(f"checkpoint.allow_changes=[{pattern}]: {unknown_key(pattern, known)}")
+
+
+def vocabulary_sizes(info: CheckpointInfo, new: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
+    """Returns the sizes of vocabularies that differ, see `differences`: weights of one do not fit the other."""
+    now = flat(new)
+    sizes = {key: size for key, size in flat(info.state.configuration).items() if is_named(key, VOCABULARIES)}
+    return {key: (size, now[key]) for key, size in sizes.items() if now.get(key, size) != size}
 
 
 def _insist(changes: Sequence[str]) -> str:
@@ -154,6 +170,12 @@ def vocabularies_in(folder: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in paths if path.is_file() and not path.name.startswith(".")}
 
 
+def with_vocabulary(data: Mapping[str, Json], info: CheckpointInfo) -> dict[str, Json]:
+    """Returns the section `data` with the vocabulary that a run has learnt, where it can take one and names none."""
+    takes_one = data.get("tokenizer", "") is None
+    return {**data, **({"tokenizer": str(info.run_dir.absolute())} if takes_one else {})}
+
+
 def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None:
     """Returns the name of a vocabulary that differs from the one that ``info`` was trained with; None: none does.
 
@@ -177,6 +199,7 @@ def require_same_vocabularies(info: CheckpointInfo, now: Mapping[str, str]) -> N
 def _advice(info: CheckpointInfo) -> str:
     made_with = ", ".join(f"{name} {info.versions[name]}" for name in MAKERS if name in info.versions)
     return (
-        f"put the former files back, or install the releases that made the data ({made_with}); or begin a new run with "
-        f"its weights: checkpoint.init_from={info.run_dir}"
+        f"put the former files back, take the run's vocabulary (data.tokenizer={info.run_dir}), or install the "
+        f"releases that made the data ({made_with}); or begin a new run with its weights: "
+        f"checkpoint.init_from={info.run_dir}"
     )

@@ -51,6 +51,7 @@ GONE = {  # keys that our own models, data and optimizers had in format 2 or in 
         *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
     ),
 }
+PARALLEL_TEXT = "gpipe_cli.data.parallel.source.ParallelTextSource"  # whose `vocabulary` was a number, if shared
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
@@ -226,6 +227,8 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
         target = str(section.get("_target_")) if isinstance(section, Mapping) else ""
         if target.startswith("gpipe_cli."):
             kept = {key: value for key, value in section.items() if key not in GONE.get(name, ())}
+            if target == PARALLEL_TEXT and "vocabulary" in kept:
+                kept["shared_vocabulary"] = kept.pop("vocabulary") is not None
             renamed[name] = {**kept, "_target_": RENAMED.get(target, target)}
     return renamed
 

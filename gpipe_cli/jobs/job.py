@@ -25,7 +25,12 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint import files as checkpoints
-from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatible
+from gpipe_cli.checkpoint.compatibility import (
+    refuse_unknown,
+    require_compatible,
+    vocabulary_sizes,
+    with_vocabulary,
+)
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run, step_directories, step_of
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
@@ -140,8 +145,10 @@ def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Con
     paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
         config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
+        if resumed.state.vocabularies and checkpoints.is_named("data", section.allow_changes):
+            config = {**config, "data": with_vocabulary(config["data"], resumed)}
     elif section.init_from is not None:
-        begun = _begun_with(Path(section.init_from).expanduser(), console)
+        begun = _begun_with(Path(section.init_from).expanduser(), prepared, console)
         paths = {"resume": None, "init_from": str(begun.absolute())}
     return {**config, "checkpoint": {**config["checkpoint"], **paths}}
 
@@ -167,8 +174,12 @@ def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, A
     return {**config, "pipeline": {**pipeline, **taken}}
 
 
-def _begun_with(path: Path, console: Console) -> Path:
-    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for."""
+def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
+    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for.
+
+    Raises:
+        CheckpointError: there is none, or its tables are of another vocabulary's size.
+    """
     if is_foreign(path):
         with naming("checkpoint.init_from"):
             weight_files(path)  # refuses a folder that is not complete, before workers start
@@ -176,6 +187,13 @@ def _begun_with(path: Path, console: Console) -> Path:
     with naming("checkpoint.init_from"):
         info, warnings = checkpoints.find(path)
     console.warn(*warnings)
+    sizes = vocabulary_sizes(info, {"model": prepared.config["model"]})
+    if sizes and not prepared.settings.checkpoint.init_except:
+        others = ", ".join(f"{key}={old} there, {now} here" for key, (old, now) in sizes.items())
+        raise CheckpointError(
+            f"checkpoint.init_from={path} has another vocabulary ({others}): use its sizes and data.tokenizer="
+            f"{info.run_dir}, or begin its tables anew: checkpoint.init_except=['*embedding',softmax]"
+        )
     return info.path
 
 

@@ -12,6 +12,7 @@ from gpipe_cli.gpus import count_gpus
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.schedule.own_lists import is_file, read_lists, why_not_for
 from gpipe_cli.terminal.text import plural
+from gpipe_cli.typed_section import shown
 
 THREADS_OF_A_CORE = 8  # at most: a run may go on, with the same number of threads, on a smaller machine
 WORKER_BYTES = 32 << 20  # that a worker needs at least, without its part of the model
@@ -40,9 +41,11 @@ def missing_data(settings: Settings) -> Iterator[str]:
         yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
         return
     for key in ("root", "evaluation_root", "tokenizer"):
-        if data.get(key) and not os.access(Path(str(data[key])).expanduser(), os.F_OK):
-            yield f"data.{key}={data[key]}: there is no {data[key]}"
-            return
+        names = data[key] if isinstance(data.get(key), list) else [data.get(key)]
+        for name in filter(None, names):
+            if not os.access(Path(str(name)).expanduser(), os.F_OK):
+                yield f"data.{key}={shown(data[key])}: there is no {name}"
+                return
     two_splits = data.get("dataset") in ("image_folder", "imagenet") and data.get("held_out") is None
     if two_splits and (line := unsplit(Path(str(data["root"])).expanduser(), data["folders"])):
         yield line

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpipe_cli.checkpoint.compatibility import with_vocabulary
 from gpipe_cli.checkpoint.files import CheckpointInfo, choose
 from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
@@ -38,6 +39,7 @@ ANEW: Mapping[str, Any] = {
     "checkpoint.init_from": None,
     "launch.inline": False,
 }
+OTHER_TEXT = {f"data.{key}" for key in ("languages", "pair", "root", "files", "train", "dev", "test")}
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # the first never is recorded
     with info.named(keys):
         config = _with_overrides(info.state.configuration, words)
+        if {*keys} & OTHER_TEXT:
+            config.data = with_vocabulary(config.data, info)
+            keys.append("data.tokenizer")
         names = [*trusted, *trust.typed_names(words)]
         trust.refuse_foreign(plain(config), names, info.path / "manifest.json")
         return Reopened(info, prepare(config, trusted=names), warnings, [*trusted, *keys])

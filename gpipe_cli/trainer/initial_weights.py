@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.compatibility import differences, other_vocabulary, vocabularies
-from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten, vocabulary_folder
+from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten
 from ..checkpoint.foreign import SavedTensor, is_foreign, match_names, open_foreign
 from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, shapes_of
 from ..layers import own_name
@@ -55,7 +55,7 @@ def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: No
     if name := other_vocabulary(info, vocabularies(assembly.source)):
         journal.warn(
             f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
-            f"With data=text, data.tokenizer={vocabulary_folder(info.run_dir) / name} keeps them"
+            f"data.tokenizer={info.run_dir} keeps them"
         )
     before, now = ({"model": model} for model in (info.state.configuration["model"], assembly.settings.model))
     if other := differences(before, now, OTHERS_MAY_DIFFER):

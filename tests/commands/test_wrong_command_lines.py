@@ -139,7 +139,7 @@ def test_a_link_that_leads_nowhere_is_refused(here: Path, capsys: Capture) -> No
     [
         (["name='${os.environ}'"], "name: Interpolation key 'os.environ' not found"),
         (["hydra.run.dir="], "hydra.run.dir= is empty: name a folder, or leave it out"),
-        (["data._target_=my_module.Images"], "model.source_vocabulary: Interpolation key 'data.vocabulary' not found"),
+        (["data._target_=my_module.Images", "model.source_vocabulary=9"], "model.target_vocabulary=null: should be"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import numpy as np
 import parallel_folder
 import pytest
+import sentencepiece
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import write_po
@@ -508,8 +510,53 @@ def test_pairs_that_are_held_out_are_dropped_copied_ones_are_kept_and_both_are_c
 def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) -> None:
     apart = source(root, target_vocabulary=200)._store
     assert (len(apart.source_vocabulary), len(apart.target_vocabulary)) == (300, 200)
-    shared = source(root, vocabulary=300)._store
+    shared = source(root, shared_vocabulary=True)._store
     assert shared.target_vocabulary is shared.source_vocabulary
+    assert "use one number for data.source_vocabulary" in refusal(root, shared_vocabulary=True, target_vocabulary=200)
+
+
+def own_sentencepiece(folder: Path, texts: Sequence[str]) -> Path:
+    """Returns a model as SentencePiece makes it by default: <unk>, <s> and </s> are 0 to 2, there is no padding."""
+    prefix = folder / "own"
+    sizes: dict[str, Any] = {"vocab_size": 200, "hard_vocab_limit": False, "character_coverage": 1.0}
+    how = {"model_prefix": str(prefix), "normalization_rule_name": "identity", "minloglevel": 2, **sizes}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), **how)
+    return prefix.with_suffix(".model")
+
+
+def own_tokenizer(folder: Path, texts: Sequence[str]) -> Path:
+    """Returns a tokenizer.json without any special token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=290, initial_alphabet=letters))
+    made.save(str(folder / "own.json"))
+    return folder / "own.json"
+
+
+@pytest.mark.parametrize("make", [own_sentencepiece, own_tokenizer])
+def test_a_vocabulary_made_elsewhere_is_that_of_a_side_or_of_both(
+    make: Callable[[Path, Sequence[str]], Path], root: Path, tmp_path: Path
+) -> None:
+    texts = [text for pair in parallel_folder.pairs_of("de", 300) for text in pair[:2]]
+    file = make(tmp_path, texts)
+    both = source(root, tokenizer=str(file))
+    assert both.target_vocabulary is both.source_vocabulary
+    assert set(sides_read(both, 1)) == {pair.target for pair in parallel_folder.pairs_of("de", 300)}
+    read = [inputs[0].flatten() for batch in islice(both.train(None, 1, 0, 1), 9) for inputs, _ in batch.micro_batches]
+    ids = np.concatenate(read)
+    assert {0, 3} == set(ids[ids < 4].tolist())  # padding and the end
+    (tmp_path / "run").mkdir()
+    both.keep_vocabularies(tmp_path / "run" / "vocabulary")
+    again = source(root, tokenizer=str(tmp_path / "run"), shared_vocabulary=True)
+    assert again.encode(texts[:9]) == both.encode(texts[:9])
+    apart = source(root, tokenizer=[None, str(file)], source_vocabulary=150)
+    assert len(apart.source_vocabulary) == 150 and apart.decode(both.encode(texts[:1])[0]) == texts[0]
+    said = refusal(root, tokenizer=[None, str(file)], shared_vocabulary=True)
+    assert "data.shared_vocabulary=true is one vocabulary for both sides" in said and "one data.tokenizer" in said
+    said = refusal(root, tokenizer=str(file), target_vocabulary=20)
+    assert re.search(r"data\.target_vocabulary=20, but data\.tokenizer=.* has ids up to \d+: use", said)
 
 
 def test_a_vocabulary_may_be_as_small_as_its_text_and_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -321,7 +321,7 @@ def test_a_run_goes_on_on_other_text_with_its_vocabulary_or_is_warned(tmp_path: 
         _, events = train_inline(tmp_path / f"next{number}", *words, f"data.root={roots[1]}", *more)
         said.append([event["text"] for event in events if event.get("kind") == "warning"])
     (told,) = [text for text in said[0] if "trained with another vocabulary (source.model)" in text]
-    assert f"data.tokenizer={kept}" in told
+    assert f"data.tokenizer={tmp_path / 'run'} keeps them" in told
     assert not any("another vocabulary" in text for text in said[1])
     assert (tmp_path / "next1" / "vocabulary" / "source.model").read_bytes() == kept.read_bytes()
 
