@@ -6,8 +6,9 @@ message takes c forwards of a cell, a backward two; `interleaved_1f1b` has two s
     python -m benchmarks.receives
 """
 
+from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate

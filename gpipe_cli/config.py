@@ -56,7 +56,8 @@ class WorkerDevice(TypedDict, total=False):
     memory: str | Positive
 
 
-Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "zero_bubble"]
+ROUND_ROBIN = ("interleaved_1f1b", "breadth_first")  # cell c lies on worker c mod W; else neighbours lie together
 
 
 def _named_as_file(name: str) -> str:
@@ -127,9 +128,9 @@ class PipelineConfig:
                 f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
                 f"use pipeline.workers<={K} or pipeline.K>={workers}"
             )
-        if self.schedule == "interleaved_1f1b" and (rest := K % workers):
+        if self.schedule in ROUND_ROBIN and (rest := K % workers):
             return (
-                f"pipeline.schedule=interleaved_1f1b gives each worker the same number of cells, but pipeline.K={K} is "
+                f"pipeline.schedule={self.schedule} gives each worker the same number of cells, but pipeline.K={K} is "
                 f"no multiple of pipeline.workers={workers}: use pipeline.K={K - rest} or {K - rest + workers}"
             )
         return ""
@@ -137,7 +138,7 @@ class PipelineConfig:
     def workers_in(self, room: int) -> int:
         """Returns `workers`; "auto" stands for one worker per cell, at most ``room``.
 
-        interleaved_1f1b gets a number of workers that divides K, so that all have the same number of cells.
+        A kind of `ROUND_ROBIN` gets a number of workers that divides K, so that all have the same number of cells.
 
         Args:
             room: the largest number of workers of one replica, at least 1.
@@ -145,7 +146,7 @@ class PipelineConfig:
         if self.workers != "auto":
             return self.workers
         most = min(self.K, len(self.devices or ()) or room)
-        if "K" in self.auto or self.schedule != "interleaved_1f1b":
+        if "K" in self.auto or self.schedule not in ROUND_ROBIN:
             return most
         return max(number for number in range(1, most + 1) if self.K % number == 0)
 

@@ -12,7 +12,7 @@ Keys (key=value) and the defaults of model=transformer:
     pipeline.K              4            cells that the model is cut into
     pipeline.M              4            micro-batches in a mini-batch
     pipeline.remat          except_last  recompute each forward before its backward: always, except_last, never
-    pipeline.schedule       gpipe        gpipe, 1f1b, interleaved_1f1b, zero_bubble, or a file of lists
+    pipeline.schedule       gpipe        gpipe, 1f1b, interleaved_1f1b, breadth_first, zero_bubble, or a file
     pipeline.workers        auto         processes; auto: one for each cell, up to the number of devices
     pipeline.replicas       1            copies of the whole pipeline
     data.batch_size         96           examples in a mini-batch, over all replicas

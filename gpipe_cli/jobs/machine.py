@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpipe_cli.config import PipelineConfig, Settings
+from gpipe_cli.config import ROUND_ROBIN, PipelineConfig, Settings
 from gpipe_cli.cpu import usable_cores, usable_memory
 from gpipe_cli.data.images.layout import unsplit
 from gpipe_cli.errors import ConfigurationError
@@ -93,11 +93,11 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:
     replicas, K = pipeline.replicas, pipeline.K
     workers, rest = divmod(world_size, replicas)
-    uneven = pipeline.schedule == "interleaved_1f1b" and workers and K % workers
+    uneven = pipeline.schedule in ROUND_ROBIN and workers and K % workers
     if rest or not 1 <= workers <= K or pipeline.workers not in ("auto", workers) or uneven:
         raise ConfigurationError(
             f"WORLD_SIZE={world_size} does not fit pipeline.workers={pipeline.workers} × pipeline.replicas={replicas} "
             f"and pipeline.K={K}: start torchrun with pipeline.replicas times 1 to {K} processes"
-            + (", a number that divides pipeline.K (interleaved_1f1b)" if uneven else "")
+            + (f", a number that divides pipeline.K ({pipeline.schedule})" if uneven else "")
         )
     return workers

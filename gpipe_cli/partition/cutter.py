@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..config import PipelineConfig
+from ..config import ROUND_ROBIN, PipelineConfig
 from ..schedule.instruction import COMPUTE, Instruction, InstructionLists, Message, Op, execution_order
-from ..schedule.orders import ROUND_ROBIN, runs_of
+from ..schedule.orders import runs_of
 from ..schedule.schedule import kept_graphs, schedule
 from .cost import LayerTimes
 from .partition import Floats, Places, checked_places, divide, even_placement

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import PipelineConfig
+from ..config import ROUND_ROBIN, PipelineConfig
 from ..errors import ConfigurationError
-from ..schedule.orders import ROUND_ROBIN
 from ..schedule.own_lists import is_file, read_lists, why_not_for
 
 TIE = 1e-13  # share by which sums of the same costs differ by rounding

@@ -7,10 +7,10 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from ..config import PipelineConfig, Settings
+from ..config import ROUND_ROBIN, PipelineConfig, Settings
 from ..errors import ConfigurationError
 from ..factory.example import example_micro_batch
-from ..schedule.orders import KINDS, ROUND_ROBIN
+from ..schedule.orders import KINDS
 from ..schedule.schedule import REMAT
 from .cells import CellPlan
 from .options import Options

@@ -5,16 +5,17 @@
 | gpipe | (W-1)(F+B) | M |
 | 1f1b | (W-1)(F+B) | W-w on worker w |
 | interleaved_1f1b, v cells a worker | (W-1)(F+B)/v | about W + (W-1)/v |
+| breadth_first, v cells a worker | (W-1)(F+B)/v | v M |
 | zero_bubble | (W-1)(F+I-W') | W |
 
 F, B, I and W' are the times of a worker's forward, backward, and the two halves of its backward; M >= W.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from .instruction import Op
+from .instruction import Op, send_window
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Unit:
     """Describes a unit of work: one direction of one micro-batch through consecutive cells of a worker.
 
     A kind of schedule is only an order of units; receives, recomputes and sends follow from the placement and the
-    numbers of kept graphs (`schedule.py`).
+    numbers of kept graphs (`schedule.py`). A receive is a unit only where it stands earlier than before its use.
     """
 
-    op: Op  # FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT
+    op: Op  # FORWARD, BACKWARD, INPUT_GRADIENT or WEIGHT_GRADIENT; RECEIVE_ACTIVATION or RECEIVE_GRADIENT
     cells: tuple[int, ...]  # ascending, all on one worker
     micro_batch: int
 
@@ -66,6 +67,28 @@ def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
     return lists
 
 
+def breadth_first(placement: Sequence[int], M: int) -> list[list[Unit]]:
+    """Takes all micro-batches through a cell before the next, cell c on worker c mod W; backward in reverse.
+
+    A worker turns to a cell twice a step, however many micro-batches there are. After Lamy-Poirier 2022 ("Breadth-First
+    Pipeline Parallelism"). The last worker sends for the first one's next cell while the first still is at the one
+    before: it receives early, or the last would wait for room to send. In backward likewise, the other way.
+    """
+    K, workers = len(placement), max(placement) + 1
+    lead = M - workers - send_window(workers) // 2  # units before its own at which a message is received
+    lists = []
+    for worker in range(workers):
+        cells = range(worker, K, workers)
+        forwards = [unit for cell in cells for unit in _each(Op.FORWARD, (cell,), M)]
+        backwards = [unit for cell in reversed(cells) for unit in _each(Op.BACKWARD, (cell,), M)[::-1]]
+        if workers > 1 and lead > 0 and worker == 0:
+            forwards = _receiving_early(forwards, Op.RECEIVE_ACTIVATION, M, lead)
+        if workers > 1 and lead > 0 and worker == workers - 1:
+            backwards = _receiving_early(backwards, Op.RECEIVE_GRADIENT, M, lead)
+        lists.append(forwards + backwards)
+    return lists
+
+
 def zero_bubble(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Runs 1F1B with the backward in two halves; the weights' half, which no worker waits for, fills the idle time.
 
@@ -93,9 +116,9 @@ KINDS: dict[str, Callable[[Sequence[int], int], list[list[Unit]]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved_1f1b": interleaved,
+    "breadth_first": breadth_first,
     "zero_bubble": zero_bubble,
 }
-ROUND_ROBIN = ("interleaved_1f1b",)  # kinds whose cell c lies on worker c mod W; of the others, neighbours lie together
 
 
 def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
@@ -111,6 +134,16 @@ def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _each(op: Op, cells: tuple[int, ...], M: int) -> list[Unit]:
     return [Unit(op, cells, m) for m in range(M)]
+
+
+def _receiving_early(units: Sequence[Unit], receive: Op, first: int, lead: int) -> list[Unit]:
+    """Returns the units, and ``lead`` units before each from ``first`` on its receive."""
+    made: list[Unit] = []
+    for position, unit in enumerate(units):
+        if first <= position + lead < len(units):
+            made.append(replace(units[position + lead], op=receive))
+        made.append(unit)
+    return made
 
 
 def _alternate(forwards: Sequence[Unit], backwards: Sequence[Unit], warm_up: int) -> list[Unit]:

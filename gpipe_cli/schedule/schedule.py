@@ -19,6 +19,7 @@ from .orders import KINDS, Unit, runs_of
 from .own_lists import is_file, read_lists
 
 REMAT = ("always", "except_last", "never")
+_RECEIVES = (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
 _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is kept: until W, with halves
 
 
@@ -124,15 +125,18 @@ def _instructions(units: Sequence[Unit], placement: Sequence[int], keep: Sequenc
         by_number = {most: _kept(units, cells, most) for most in {keep[cell] for cell in cells}}
         kept |= {cell: by_number[keep[cell]] for cell in cells}
     made: list[Instruction] = []
+    received = {Instruction(unit.op, unit.cells[0], unit.micro_batch) for unit in units if unit.op in _RECEIVES}
     for unit in units:
-        if unit.op is Op.FORWARD:
-            made += _forward(unit, placement)
+        if unit.op in _RECEIVES:
+            made.append(Instruction(unit.op, unit.cells[0], unit.micro_batch))
+        elif unit.op is Op.FORWARD:
+            made += (i for i in _forward(unit, placement) if i not in received)
         elif unit.op is Op.WEIGHT_GRADIENT:
             made += [Instruction(unit.op, cell, unit.micro_batch) for cell in reversed(unit.cells)]
         else:
             again = {cell for cell in unit.cells if unit.micro_batch not in kept[cell]}
             early = {cell for cell in again if keep[cell] or cell == unit.cells[-1]}
-            made += _backward(unit, placement, again, early)
+            made += (i for i in _backward(unit, placement, again, early) if i not in received)
     return made
 
 

@@ -12,6 +12,7 @@ from group_jobs import CPU, joined, of_all
 from schedule_rules import Policy, scheduled
 
 from benchmarks.subject import mini_batch, small_model
+from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer
@@ -19,7 +20,7 @@ from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.early import post_early
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT
 
 STEPS = 3

@@ -13,9 +13,9 @@ from inline_run import train_inline
 from processes import command, succeeded
 
 FOLDER = Path(__file__).parents[1] / "golden"
-# The schedules of a group add up the gradients of micro-batches in the same order, and so make the same losses: gpipe
+# The schedules of a group add up the gradients of micro-batches in the same order, and so make the same losses: gpipe's
 # from the last micro-batch to the first, the others from the first to the last. Files are named after the first ones.
-GROUPS = {"gpipe": ["gpipe"], "1f1b": ["1f1b", "interleaved_1f1b", "zero_bubble"]}
+GROUPS = {"gpipe": ["gpipe", "breadth_first"], "1f1b": ["1f1b", "interleaved_1f1b", "zero_bubble"]}
 STEPS = 12
 # debug=tiny makes them small; what is drawn at random (dropout, drop path) is on in all of them.
 DROPOUT = ["model.dropout=0.1", "model.input_dropout=0.1", "model.attention_dropout=0.1"]

@@ -22,7 +22,7 @@ from composed import checked
 from nccl_rules import Call
 from torch import Tensor, nn
 
-from gpipe_cli.config import PipelineConfig
+from gpipe_cli.config import ROUND_ROBIN, PipelineConfig
 from gpipe_cli.distributed.pipeline import WorkerPipeline
 from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import COMPUTE, Op
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.schedule import REMAT
 from gpipe_cli.tasks.own_loss import LossFunctionTask
 from gpipe_cli.trainer.update import Updater

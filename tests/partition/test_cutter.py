@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from composed import checked
 
+from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.partition.cost import LayerTimes
 from gpipe_cli.partition.cutter import GAIN, MARGIN, Cutter, Memory, instruction_lists, step_seconds
 from gpipe_cli.partition.partition import Floats, PartitionError, Places, divide
@@ -79,7 +80,7 @@ def drawn_times(draw: random.Random) -> LayerTimes:
 def test_no_cut_that_fits_has_a_much_shorter_step(kind: str, seed: int, fitting: bool) -> None:
     draw = random.Random(seed)
     times = list(map(drawn_times, [draw] * 10))
-    K = 4 if kind == "interleaved_1f1b" else 2
+    K = 4 if kind in ROUND_ROBIN else 2
     config = checked(f"pipeline.K={K}", "pipeline.workers=2", f"pipeline.schedule={kind}", "pipeline.M=4").settings
     cutter, every = Cutter(times, config.pipeline, 2, {}), cuts(10, K)
     held = [0, *accumulate(draw.randint(1, 5) for _ in times)]

@@ -9,9 +9,10 @@ from nccl_rules import Call, Machine, Stalled
 from nccl_runs import Run, drawn_run
 from schedule_rules import scheduled
 
+from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.instruction import COMPUTE, InstructionLists, Message
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.posting import Posts, post_ahead
 from gpipe_cli.schedule.schedule import REMAT, forward_only
 

@@ -9,9 +9,10 @@ import pytest
 from processes import run, succeeded
 from schedule_rules import Policy, check_rules, scheduled
 
+from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.instruction import BACK, Instruction, Op, ScheduleError
-from gpipe_cli.schedule.orders import KINDS, ROUND_ROBIN
+from gpipe_cli.schedule.orders import KINDS
 from gpipe_cli.schedule.picture import draw_panels, draw_text
 from gpipe_cli.schedule.posting import post_when_sent
 from gpipe_cli.schedule.schedule import REMAT, forward_only, most_kept
@@ -66,6 +67,12 @@ GRIDS: dict[str, tuple[str, Sequence[int], int, Policy, str]] = {
         worker 1 cell 1 |  . F0 F1             F2 B0 F3 B1             B2 B3  .
         worker 1 cell 3 |  .       F0 B0 F1 B1             F2 B2 F3 B3        .
     """),
+    "breadth_first: all micro-batches go through a cell at once": ("breadth_first", (0, 1, 0, 1), 3, "never", """
+        worker 0 cell 0 | F0 F1 F2           .  .          B2 B1 B0
+        worker 0 cell 2 |          F0 F1 F2  .  . B2 B1 B0
+        worker 1 cell 1 |  . F0 F1 F2                   B2 B1 B0  .
+        worker 1 cell 3 |  .          F0 F1 F2 B2 B1 B0           .
+    """),
     "zero_bubble: weight gradients fill the idle time": ("zero_bubble", range(4), 6, "never", """
         worker 0 | F0 F1 F2 F3  .  .  . I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
         worker 1 |  . F0 F1 F2  .  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
@@ -119,6 +126,14 @@ def test_the_rules_hold_for_every_training_schedule(kind: str, placement: tuple[
 def test_the_rules_hold_for_every_forward_only_schedule_round_robin_too(placement: tuple[int, ...]) -> None:
     for M in (1, 2, 7):
         check_rules(forward_only(placement, M), placement, M)
+
+
+@pytest.mark.parametrize("W", [2, 5, 12])
+def test_no_worker_of_breadth_first_waits_for_room_to_send_however_many_micro_batches_there_are(W: int) -> None:
+    placement = tuple(range(W)) * 3
+    lists = scheduled("breadth_first", placement, 100, "never")
+    check_rules(lists, placement, 100, "never")
+    assert simulate(lists, placement, unit_durations).bubble == pytest.approx((W - 1) / (3 * 100 + W - 1))
 
 
 @pytest.mark.parametrize(("W", "M"), [(5, 13), (12, 31), (17, 46)], ids=str)
@@ -196,7 +211,9 @@ def test_zero_bubble_idles_for_a_third_of_it(K: int, M: int) -> None:
 
 
 @pytest.mark.parametrize("M", [4, 5, 8])
-@pytest.mark.parametrize(("kind", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3)])
+@pytest.mark.parametrize(
+    ("kind", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 1), ("interleaved_1f1b", 3), ("breadth_first", 3)]
+)
 def test_even_cells_have_the_bubble_of_the_formula(kind: str, v: int, M: int) -> None:
     placement = tuple(range(4)) * v
     line = simulate(scheduled(kind, placement, M, "never"), placement, cost_durations([1.0] * len(placement)))
@@ -237,7 +254,7 @@ def test_sends_and_receives_keep_their_worker_busy_for_the_host_s_time() -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_recompute_starts_before_the_gradient_arrives(kind: str) -> None:
     line = timeline(kind, 4, 4, "always")
-    first = 3 if kind == "gpipe" else 0
+    first = 3 if kind in ("gpipe", "breadth_first") else 0
     assert start_of(line, f"R0.{first}") < start_of(line, f"sg1.{first}")
 
 
