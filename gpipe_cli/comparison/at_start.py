@@ -91,12 +91,14 @@ def key_of(settings: Settings) -> list[Any]:
     return [{**settings.model, "example": None}, settings.task, settings.optimizer, settings.precision.autocast]
 
 
-def key_of_module(builders: Sequence[LayerBuilder], task: Task) -> list[Any]:
-    """Returns the same for a module of a loop of one's own: its parts with their plain values, and the loss."""
+def key_of_module(builders: Sequence[LayerBuilder]) -> list[Any] | None:
+    """Returns the same for a module of a loop of one's own, its parts with their plain values; None in a notebook."""
+    if not hasattr(sys.modules["__main__"], "__file__"):  # no file tells when the code changes
+        return None
     traced_from = maker_of(builders[0]).traced_from
     module = traced_from.constructor()
     values = [{name: value for name, value in vars(part).items() if type(value) in PLAIN} for part in module.modules()]
-    return [repr(module), values, vars(task), traced_from.autocast]
+    return [repr(module), values, traced_from.autocast]
 
 
 def mean_loss(task: Task) -> Loss:
@@ -105,7 +107,7 @@ def mean_loss(task: Task) -> Loss:
 
 
 def compare_at_start(
-    builders: Sequence[LayerBuilder], given: Given, key: Sequence[Any], say: Callable[[str], None]
+    builders: Sequence[LayerBuilder], given: Given, key: Sequence[Any] | None, say: Callable[[str], None]
 ) -> list[int]:
     """Compares a traced module with itself.
 
@@ -139,19 +141,19 @@ def refuse_fewer(layers: Sequence[BuiltLayer], fewest: int, shortest: int) -> No
             layer.module.require(fewest, shortest)
 
 
-def compare_with_module(builders: Sequence[LayerBuilder], given: Given, key: Sequence[Any]) -> ModuleReport:
+def compare_with_module(builders: Sequence[LayerBuilder], given: Given, key: Sequence[Any] | None) -> ModuleReport:
     """Compares the layers of a traced module with the module itself, on the CPU, unless that was done within a day.
 
     Args:
-        key: what the result depends on beside the code that is loaded, shapes and releases.
+        key: what the result depends on beside the code that is loaded, shapes and releases; None: nothing is kept.
 
     Raises:
         DiskError: the cache cannot be written.
     """
-    file = _file(builders, given, key)
-    if (kept := _kept(file)) is not None:
+    file = None if key is None else _file(builders, given, key)
+    if file is not None and (kept := _kept(file)) is not None:
         return kept
-    if (report := _compared(builders, given)).agrees:
+    if (report := _compared(builders, given)).agrees and file is not None:
         with writing_cache(file.parent):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(asdict(report)))

@@ -68,11 +68,6 @@ class World:
         return self.rank % self.workers
 
     @property
-    def is_closed(self) -> bool:
-        """Returns whether only the job's own workers can write into its messages, as into sockets without names."""
-        return self.all_ranks is not None and dist.get_backend(self.all_ranks) == LOCAL
-
-    @property
     def reads_data(self) -> bool:
         """Returns whether this is the first worker of a replica; targets travel with their micro-batch."""
         return self.worker == 0

@@ -18,11 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..config import FREE_FORM, GROUP, PrecisionConfig, Settings
 from ..data.source import Source
-from ..distributed.world import World
 from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..gpus import GPU
 from ..layers import LayerBuilder, name_used_twice
-from ..models.traced.layers import traced_once
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -34,17 +32,13 @@ LINES_SHOWN = 2  # of an exception's message
 NOT_LOCATED = re.compile(r"Error locating target '(?P<target>[^']*)'(?:.*\nfull_key: (?P<inner>\S+))?", re.DOTALL)
 
 
-def build_model(section: Mapping[str, Any], seed: int = 0, world: World | None = None) -> list[LayerBuilder]:
+def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]:
     """Calls ``model._target_`` with the section's other keys, and ``seed`` if it takes one, and returns its layers.
-
-    Args:
-        world: whose workers all do so; on one machine one of them traces a module for all.
 
     Raises:
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
-    with traced_once(world.broadcast) if world is not None and world.is_closed else nullcontext():
-        model = _instantiate("model", _with_seed(section, seed), seed)
+    model = _instantiate("model", _with_seed(section, seed), seed)
     if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
         raise ConfigurationError(
             f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"

@@ -407,7 +407,7 @@ def _agreed_or_refusal(
         cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), [1, 1]
         if is_traced(builders):
             given = Given([micro_batch], mean_loss(task), lambda named: torch.optim.SGD([p for _, p in named], 0.01))
-            fewest = compare_at_start(builders, given, key_of_module(builders, task), lambda _: None)
+            fewest = compare_at_start(builders, given, key_of_module(builders), lambda _: None)
         return cut, fewest
     except ConfigurationError as error:
         return str(error)

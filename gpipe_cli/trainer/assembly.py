@@ -169,7 +169,7 @@ def list_layers(
         ConfigurationError: it cannot be made, has fewer layers than cells, or, on rank 0, does not fit the memory.
     """
     with context.where.doing("listing the model's layers"):
-        builders, groups = build_model(settings.model, settings.seed, world), Groups(settings.optimizer)
+        builders, groups = build_model(settings.model, settings.seed), Groups(settings.optimizer)
         refuse_more_cells_than_layers(len(builders), settings.pipeline)
         if trains:
             builders = groups.frozen_in(builders)

@@ -7,7 +7,7 @@ beginning) has found to be right. So any step can be checked, and rounding does 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -37,7 +37,6 @@ class Checker:
         spill: what the workers have written.
         tolerance: the largest relative difference that counts as rounding.
         repeated: the same of an output that is computed again.
-        batchnorms: layers that have one.
     """
 
     settings: Settings
@@ -47,7 +46,6 @@ class Checker:
     spill: Spill
     tolerance: float
     repeated: float
-    batchnorms: set[int] = field(default_factory=set)
 
     def _load(self, moment: str, *more: str) -> Load:
         """Returns the weights and buffers of a moment, as a function of the layer; ``more``: what replaces them."""
@@ -60,10 +58,11 @@ class Checker:
         gaps: Gaps = {}
         if self.settings.checkpoint.init_from is not None:
             return []
-        for cell in self.model.cells:
-            ours = {layer: self._load(moment)(layer) for layer in cell}
-            for key, tensor in self.model.build(cell).held.items():
-                gaps[key] = measure(ours[key[0]].get(key[1]), tensor)
+        for layer in range(len(self.names)):
+            ours = self._load(moment)(layer)
+            for key, tensor in self.model.held.items():
+                if key[0] == layer:
+                    gaps[key] = measure(ours.get(key[1]), tensor)
         return [c.tensors(c.BEGIN, gaps, self.tolerance * 1e-3)]
 
     def unchanged(self, name: str, before: str, after: str) -> list[Quantity]:
@@ -87,18 +86,8 @@ class Checker:
             updates: that the run had made before, skipped ones not counted.
         """
         gaps: dict[str, Gaps] = defaultdict(dict)
-
-        def take(layers: Sequence[int], gradients: Mapping[Key, Tensor], buffers: Mapping[Key, Tensor]) -> None:
-            for layer in layers:
-                ours = self.spill.get(f"gradients {number}", layer)
-                for name in {name for of, name in gradients if of == layer} | ours.keys():
-                    gaps[c.GRADIENTS][layer, name] = measure(ours.get(name), gradients.get((layer, name)))
-                now, old = self._load(f"held {number}")(layer), self._load(before)(layer)
-                for name, buffer in ((name, buffer) for (of, name), buffer in buffers.items() if of == layer):
-                    gaps[c.BUFFERS][layer, name] = measure(now.get(name), buffer, old.get(name))
-
-        plain = self.model.run(mini_batch, self._load(before), take)
-        finite = all(map(math.isfinite, plain.norms.values()))
+        plain = self.model.run(mini_batch, self._load(before))
+        finite = all(bool(gradient.isfinite().all()) for gradient in plain.gradients.values())
         norms = {ALL_PARAMETERS: plain.gradient_norm if finite or record.finite else math.nan}
         whole = [
             c.numbers(c.LOSS, {MINI_BATCH: record.loss}, {MINI_BATCH: plain.loss}, self.tolerance),
@@ -106,7 +95,7 @@ class Checker:
         ]
         if not record.finite:
             return [*whole, *self.unchanged(c.SKIPPED, before, f"held {number}")]
-        self.batchnorms |= plain.batchnorms
+        self._measure_gradients(gaps, number, before, plain)
         limit, norm = self.settings.trainer.gradient_clip, record.gradient_norm
         factor = limit / norm if limit is not None and norm > limit else 1.0
         self._measure_update(gaps, number, before, updates, factor)
@@ -118,6 +107,17 @@ class Checker:
             *(c.tensors(n, gaps[n], self.tolerance, changes=True) for n in (c.BUFFERS, c.UPDATED, c.AVERAGES)),
             _of_replicas(record.seen.get(HELD, {})),
         ]
+
+    def _measure_gradients(self, gaps: dict[str, Gaps], number: int, before: str, plain: PlainStep) -> None:
+        """Measures gradients and buffers; gradients that one side alone has are differences."""
+        for layer in range(len(self.names)):
+            ours, names = self.spill.get(f"gradients {number}", layer), [n for of, n in self.model.held if of == layer]
+            now, old = self._load(f"held {number}")(layer), self._load(before)(layer)
+            for key in ((layer, name) for name in names):
+                if key not in self.model.weights:
+                    gaps[c.BUFFERS][key] = measure(now.get(key[1]), self.model.held[key], old.get(key[1]))
+                elif key[1] in ours or key in plain.gradients:
+                    gaps[c.GRADIENTS][key] = measure(ours.get(key[1]), plain.gradients.get(key))
 
     def _of_forward(self, ours: RecordedStep, plain: PlainStep) -> list[Quantity]:
         seen, names, tolerance = ours.seen, self.names, self.tolerance

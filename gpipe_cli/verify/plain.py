@@ -1,10 +1,9 @@
 """Computes the gradients of a step without the engine: layer after layer, as `nn.Sequential` would run them.
 
 It shares with the pipeline what defines the run (the layers, the task, the data), and nothing of how the pipeline runs
-it: no schedule, no messages, torch's own BatchNorm, seeds of its own. So that it needs memory for one cell only, it
-builds the layers of a cell, computes their outputs for all micro-batches, and forgets them; then it goes back from the
-last cell to the first. Optimizers and learning-rate schedules are asked themselves, one parameter at a time and from
-their beginning: no code that divides, sums, saves or resumes takes part.
+it: no schedule, no cells, no messages, no recompute, torch's own BatchNorm, seeds of its own. Optimizers and
+learning-rate schedules are asked themselves, one parameter at a time and from their beginning: no code that divides,
+sums, saves or resumes takes part.
 """
 
 from __future__ import annotations
@@ -33,6 +32,9 @@ from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
 
+Section = Mapping[str, Any]
+Load = Callable[[int], Mapping[str, Tensor]]  # returns a layer's weights and buffers by full name
+
 
 @dataclass(frozen=True)
 class MiniBatch:
@@ -40,8 +42,8 @@ class MiniBatch:
 
     Attributes:
         step: its number, from 0.
-        micro_batches: of each replica, in the order in which their gradients are added up, which changes only the
-            rounding.
+        micro_batches: those of each replica, in the order in which their gradients are added up, which changes only
+            the rounding.
         loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
     """
 
@@ -52,20 +54,18 @@ class MiniBatch:
 
 @dataclass
 class PlainStep:
-    """Holds the results of a plain step that are not tensors of the model's size.
+    """Holds the results of a plain step.
 
     Attributes:
-        weight: of the mini-batch, by which its losses are divided.
+        weight: weight of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
-        norms: of each parameter's gradient.
-        batchnorms: layers that have one.
+        gradients: gradient of each parameter; a tied one has that of its owner. Where nothing flowed back is none.
         outputs: fingerprints of what the layers returned.
     """
 
     weight: float
     losses: dict[Place, float] = field(default_factory=dict)
-    norms: dict[Key, float] = field(default_factory=dict)
-    batchnorms: set[int] = field(default_factory=set)
+    gradients: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Point, Fingerprint] = field(default_factory=dict)
 
     @property
@@ -74,106 +74,97 @@ class PlainStep:
 
     @property
     def gradient_norm(self) -> float:
-        return norm_of_all(self.norms[key] for key in sorted(self.norms))
+        norms = (torch.linalg.vector_norm(self.gradients[key], dtype=torch.float64) for key in sorted(self.gradients))
+        return norm_of_all(map(float, norms))
 
 
-Section = Mapping[str, Any]
-Take = Callable[[Sequence[int], dict[Key, Tensor], dict[Key, Tensor]], None]  # a cell's layers, gradients, new buffers
-Load = Callable[[int], Mapping[str, Tensor]]  # a layer's weights and buffers by full name; empty: as they are built
-
-
-@dataclass(frozen=True)
 class PlainModel:
-    """Builds layers and runs steps, one cell at a time.
+    """Holds all layers of a run, and runs steps of them.
+
+    Args:
+        settings: configuration of the run.
+        task: gives the loss.
+        device: where it runs.
+        owners: owner of each tied parameter of later layers.
 
     Attributes:
-        settings: of the run.
-        task: for the loss.
-        device: where it runs.
-        cells: the layers of each cell.
-        owners: of the tied parameters of later layers.
+        weights: parameters by layer and full name.
+        held: parameters and buffers, likewise.
+        batchnorms: layers that have a BatchNorm.
     """
 
-    settings: Settings
-    task: Task
-    device: torch.device
-    cells: Sequence[Sequence[int]]
-    owners: Mapping[Key, Key]
+    def __init__(self, settings: Settings, task: Task, device: torch.device, owners: Mapping[Key, Key]) -> None:
+        self.settings, self.task, self.device, self.owners = settings, task, device, owners
+        self._layers = self._built()
+        self._modules = nn.ModuleList(module for _, _, module in self._layers)
+        self._autocast = build_autocast(settings.precision, device)
+        self._boundary_type = boundary_type_of(settings.precision)
+        self.weights = {(layer[0], name): p for layer in self._layers for name, p in named(layer).items()}
+        buffers = {(layer[0], name): b for layer in self._layers for name, b in named_buffers(layer).items()}
+        self.held: dict[Key, Tensor] = {**self.weights, **buffers}
+        parts = ((index, part) for index, _, module in self._layers for part in module.modules())
+        self.batchnorms = {index for index, part in parts if isinstance(part, _BatchNorm)}
+        self._give_ties()
 
-    @torch.no_grad()
-    def build(self, cell: Sequence[int], load: Load = lambda layer: {}, step: int = 0) -> _Cell:
-        """Builds the layers of a cell, each under its own seed, with the weights and buffers that ``load`` returns.
-
-        A tied parameter has its owner's value.
-
-        Args:
-            step: that they are told of (`begin_step`).
-        """
+    def _built(self) -> list[Layer]:
+        """Builds the layers, each under its own seed."""
         seed = self.settings.seed
-        groups = Groups(self.settings.optimizer)
-        builders, layers = groups.frozen_in(build_model(self.settings.model, seed)), []
-        announce(builders[index] for index in cell)
+        builders = Groups(self.settings.optimizer).frozen_in(build_model(self.settings.model, seed))
+        announce(builders)
+        layers: list[Layer] = []
         used: set[int] = set()
-        for index in cell:
+        for index, builder in enumerate(builders):
             with seeded(int.from_bytes(_digest((1, seed, index), 8), "little") // 2):
-                module = builders[index].made()
+                module = builder.made()
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builders[index].name, module.to(self.device)))
-        built = _Cell(self, layers)
-        held = built.held
-        for index in cell:
+            layers.append((index, builder.name, module.to(self.device)))
+        return layers
+
+    @torch.no_grad()
+    def _give_ties(self) -> None:
+        for key, owner in self.owners.items():
+            self.held[key].copy_(self.held[owner])
+
+    @torch.no_grad()
+    def load(self, load: Load, step: int) -> None:
+        """Takes weights and buffers, and tells the layers of the step (`begin_step`)."""
+        for index, _, _ in self._layers:
             for name, tensor in load(index).items():
-                held[index, name].copy_(tensor)
-        for (index, name), (other, owner) in self.owners.items():
-            if index in cell:
-                value = load(other).get(owner)
-                held[index, name].copy_(self.build([other], load).held[other, owner] if value is None else value)
-        for part in built.modules():
+                self.held[index, name].copy_(tensor)
+        self._give_ties()
+        for part in self._modules.modules():
             begin_step: Any = getattr(part, "begin_step", None)
             if begin_step is not None:
                 begin_step(step, self.settings.trainer.steps or 0)
-        return built
 
-    def _summed(
-        self, layers: Sequence[int], gradients: dict[Key, Tensor], waiting: dict[Key, dict[Key, Tensor]]
-    ) -> dict[Key, Tensor]:
-        """Returns a cell's gradients with those of all uses of its tied parameters.
-
-        Args:
-            layers: of the cell.
-            waiting: of later uses, by their owner; gets those of this cell.
-        """
-        for key, owner in self.owners.items():
-            if key in gradients:
-                waiting.setdefault(owner, {})[key] = gradients.pop(key)
-        for owner in [owner for owner in waiting if owner[0] in layers]:
-            for _, gradient in sorted(waiting.pop(owner).items()):
-                gradients[owner] = gradients[owner] + gradient if owner in gradients else gradient
-        return gradients
-
-    def run(self, mini_batch: MiniBatch, load: Load, take: Take) -> PlainStep:
-        """Runs forward and backward of one mini-batch.
+    def run(self, mini_batch: MiniBatch, load: Load) -> PlainStep:
+        """Runs forward and backward of one mini-batch; `held` then has its buffers after the step.
 
         Args:
             load: gives the weights and buffers before the step.
-            take: called for each cell, from the last to the first; where nothing flowed back there is no gradient.
         """
         mini_batch, step = self._on_device(mini_batch)
-        given: list[dict[Place, Tensors]] = [{place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}]
-        for layers in self.cells[:-1]:
-            cell = self.build(layers, load, mini_batch.step)
-            given.append({place: _cut(cell.forward(mini_batch, place, x)[0]) for place, x in given[-1].items()})
-        back: dict[Place, Sequence[Tensor | None]] = {}
-        waiting: dict[Key, dict[Key, Tensor]] = {}
-        for layers in reversed(self.cells):
-            cell = self.build(layers, load, mini_batch.step)
-            with averaged_over_a_mini_batch(cell):
-                gradients, back = cell.forward_and_back(mini_batch, given.pop(), back, step)
-            gradients = self._summed(layers, gradients, waiting)
-            step.norms |= {key: float(torch.linalg.vector_norm(g, dtype=torch.float64)) for key, g in gradients.items()}
-            take(layers, gradients, {key: held for key, held in cell.held.items() if key not in cell.weights})
+        self.load(load, mini_batch.step)
+        self._modules.train()
+        scale = mini_batch.loss_scale / step.weight if step.weight else 0.0
+        with averaged_over_a_mini_batch(self._modules):
+            for _, places in groupby(mini_batch.micro_batches, key=lambda place: place[0]):  # each replica adds its own
+                for place in places:
+                    _, losses = self._forward(mini_batch, place, step)
+                    step.losses[place] = sum(loss.item() for loss in losses)
+                    roots = [loss for loss in losses if loss.requires_grad]
+                    torch.autograd.backward(roots, [torch.full_like(loss, scale) for loss in roots])
+                for key, parameter in self.weights.items():
+                    if (own := parameter.grad) is not None:
+                        before, parameter.grad = step.gradients.get(key), None
+                        step.gradients[key] = own if before is None else before + own
+        for key, owner in sorted(self.owners.items()):  # uses in layer order
+            if (own := step.gradients.pop(key, None)) is not None:
+                before = step.gradients.get(owner)
+                step.gradients[owner] = own if before is None else before + own
+        step.gradients = {key: gradient / mini_batch.loss_scale for key, gradient in step.gradients.items()}
         return step
 
     @torch.no_grad()
@@ -187,14 +178,12 @@ class PlainModel:
             The numbers, as the task summarizes them, and the layers' outputs.
         """
         mini_batch, step = self._on_device(mini_batch)
-        values = {place: inputs for place, (inputs, _) in mini_batch.micro_batches.items()}
+        self.load(load, mini_batch.step)
+        self._modules.eval()
         sums = []
-        for layers in self.cells:
-            cell = self.build(layers, load, mini_batch.step).eval()
-            for place, (_, targets) in mini_batch.micro_batches.items():
-                values[place] = cell.forward(mini_batch, place, values[place], step)[0]
-                if layers is self.cells[-1]:
-                    sums.append(self.task.evaluate(values[place], targets).cpu())
+        for place, (_, targets) in mini_batch.micro_batches.items():
+            outputs, _ = self._forward(mini_batch, place, step)
+            sums.append(self.task.evaluate(outputs, targets).cpu())
         totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
         return self.task.summarize(totals, step.weight) if step.weight else {}, step
 
@@ -206,93 +195,30 @@ class PlainModel:
         step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
         return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale), step
 
-
-class _Cell(nn.Module):
-    """Holds the layers of one cell, and runs them."""
-
-    def __init__(self, model: PlainModel, layers: list[Layer]) -> None:
-        super().__init__()
-        self._layers, self._model, precision = layers, model, model.settings.precision
-        self._parts = nn.ModuleList(module for _, _, module in layers)
-        self._autocast = build_autocast(precision, model.device)
-        self._boundary_type = boundary_type_of(precision)
-        self.weights = {(layer[0], name): p for layer in layers for name, p in named(layer).items()}
-
-    @property
-    def held(self) -> dict[Key, Tensor]:
-        """Returns weights and buffers."""
-        buffers = {(layer[0], name): b for layer in self._layers for name, b in named_buffers(layer).items()}
-        return {**self.weights, **buffers}
-
-    def forward_and_back(
-        self,
-        mini_batch: MiniBatch,
-        given: Mapping[Place, Tensors],
-        back: Mapping[Place, Sequence[Tensor | None]],
-        step: PlainStep,
-    ) -> tuple[dict[Key, Tensor], dict[Place, Sequence[Tensor | None]]]:
-        """Runs forward and backward of all micro-batches.
-
-        Args:
-            given: the inputs of the cell.
-            back: the gradients of the outputs, None where nothing flowed back; empty behind the last cell.
-            step: gets what is no gradient.
-
-        Returns:
-            The gradients of the parameters, and of the inputs.
-        """
-        for index, _, module in self._layers:
-            if any(isinstance(part, _BatchNorm) for part in module.modules()):
-                step.batchnorms.add(index)
-        scale = mini_batch.loss_scale / step.weight if step.weight else 0.0
-        gradients: dict[Key, Tensor] = {}
-        for _, places in groupby(given, key=lambda place: place[0]):  # each replica adds up its own
-            for place in places:
-                outputs, losses = self.forward(mini_batch, place, given[place], step)
-                step.losses[place] = step.losses.get(place, 0.0) + sum(loss.item() for loss in losses)
-                arrived = zip(_trained(outputs), back[place], strict=True) if back else ()
-                roots = [(output, gradient) for output, gradient in arrived if gradient is not None]
-                roots += [(loss, torch.full_like(loss, scale)) for loss in losses if loss.requires_grad]
-                if roots:
-                    torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-            for key, parameter in self.weights.items():
-                if (own := parameter.grad) is not None:
-                    gradients[key], parameter.grad = gradients[key] + own if key in gradients else own, None
-        gradients = {key: gradient / mini_batch.loss_scale for key, gradient in gradients.items()}
-        return gradients, {place: [tensor.grad for tensor in _trained(tensors)] for place, tensors in given.items()}
-
-    def forward(
-        self, mini_batch: MiniBatch, place: Place, values: Tensors, step: PlainStep | None = None
-    ) -> tuple[Tensors, list[Tensor]]:
+    def _forward(self, mini_batch: MiniBatch, place: Place, step: PlainStep) -> tuple[Tensors, list[Tensor]]:
         """Returns outputs and, in training, unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
-        model, losses = self._model, []
-        targets, seed_of_run = mini_batch.micro_batches[place][1], model.settings.seed
+        (values, targets), losses = mini_batch.micro_batches[place], list[Tensor]()
+        training, seed_of_run = self._modules.training, self.settings.seed
         # In an evaluation: its first mini-batch.
-        purpose = [2, seed_of_run, mini_batch.step] if self.training else [4, seed_of_run, 0, 0]
+        purpose = [2, seed_of_run, mini_batch.step] if training else [4, seed_of_run, 0, 0]
         with self._autocast():
             for index, _, module in self._layers:
                 torch.manual_seed(seed := noise_seed(*purpose, *place, index))
                 returned = module(as_argument(values))
-                if step:
-                    marks = enumerate(map(fingerprint, as_tensors(returned)))
-                    step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
+                marks = enumerate(map(fingerprint, as_tensors(returned)))
+                step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
                 auxiliary = getattr(module, "auxiliary_loss", None)
-                own = [auxiliary(returned, targets)] if auxiliary is not None and self.training else []
+                own = [auxiliary(returned, targets)] if auxiliary is not None and training else []
                 made = [tensor for tensor in as_tensors(returned) if not any(tensor is one for one in values)]
                 _seed_backward(seed, [*made, *own])
                 losses += own
-                is_last = index == model.cells[-1][-1]
+                is_last = index == len(self._layers) - 1
                 values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
-            if is_last and step and self.training:
-                loss = model.task.loss(values, targets)[0]
-                losses.append(loss if model.task.weight(targets) else torch.zeros_like(loss))
+            if training:
+                loss = self.task.loss(values, targets)[0]
+                losses.append(loss if self.task.weight(targets) else torch.zeros_like(loss))
                 _seed_backward(noise_seed(*purpose, *place, -1), losses[-1:])
         return values, losses
-
-
-def _cut(tensors: Tensors) -> Tensors:
-    """Returns leaves that collect a gradient where the tensors would."""
-    return grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors), tensors)
 
 
 def _seed_backward(seed: int, made: Sequence[Tensor]) -> None:
@@ -306,10 +232,6 @@ def _seed_backward(seed: int, made: Sequence[Tensor]) -> None:
     for tensor in made:
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _trained(tensors: Tensors) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _as_passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> Tensors:

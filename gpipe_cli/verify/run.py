@@ -148,7 +148,7 @@ class Verification:
         checker, memory = self._checker, peak_memory(self._world.device)
         if checker is None:
             return None
-        found = findings(self._compared, checker.places, checker.batchnorms)
+        found = findings(self._compared, checker.places, checker.model.batchnorms)
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, self._loss, memory)
 
     def _run_steps(self) -> None:
@@ -229,7 +229,7 @@ class Verification:
             mini_batch = MiniBatch(number - 1, ordered, record.loss_scale)
             found = checker.step(number, record, mini_batch, before, updates)
             sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
-            if number == 1 and checker.batchnorms and len(sizes) > 1:
+            if number == 1 and checker.model.batchnorms and len(sizes) > 1:
                 said = f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}"
                 self._notes.append(f"{said}: another M gives another loss (paper, section 2.2), and that is no error")
             return found
@@ -283,7 +283,7 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
     }
     places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
     task, device = assembly.pipeline.task, assembly.world.device
-    model = PlainModel(settings, task, device, [list(layers) for layers in cut.layers], owners)
+    model = PlainModel(settings, task, device, owners)
     repeated = 0.0 if device.type == "cpu" else 1e-6
     return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
 

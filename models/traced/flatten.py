@@ -28,7 +28,6 @@ CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations th
 INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
-CUMULATIVE = -1.0  # stands for a BatchNorm's momentum of None, which its code would turn into a value of a tensor
 LSTM = torch.ops.aten.lstm.input
 
 

@@ -5,21 +5,17 @@ Each layer has the module's own weights under the module's own names, and its co
 
 from __future__ import annotations
 
-from base64 import b85decode, b85encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from io import BytesIO
 from operator import attrgetter
 from typing import Any
 
 import torch
 from pydantic import SkipValidation
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.serialization import safe_globals
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...cpu import seeded
 from ...errors import ConfigurationError
@@ -27,13 +23,11 @@ from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .module import Call, Constructor, InFloat32, TracedFrom
-from .own_backward import OwnFunction
-from .recording import ConstructorRecord, NotRecordable, recorded
-from .segments import Code, Segment, segments_of
-from .trace import Example, SizeCondition, SizeError, traced, without_values
+from .recording import NotRecordable
+from .segments import Segment, segments_of
+from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
 
 Forward = Callable[..., Any]
-Broadcast = Callable[[Callable[[], Any]], Any]
 
 
 def layers(
@@ -77,95 +71,23 @@ def layers(
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     # As good as identity: what it stands for is kept beside it.
     key = repr((*made_by, example, seed, call, float_type, autocast, trust))
-    of = TracedFrom(InFloat32(module), call, seed, autocast, trust)
-
-    def known(text: str | None = None) -> Traced:
-        if key not in _known:
-            _known.clear()
-            found = heard(text, of) if text else find(of, example, getattr(torch, float_type))
-            _known[key] = found, layers_of(found, of)
-        return _known[key][0]
-
-    known(_broadcast[-1](lambda: told(known())) if _broadcast else None)
-    return _known[key][1]
+    if key not in _known:
+        _known.clear()
+        of = TracedFrom(InFloat32(module), call, seed, autocast, trust)
+        _known[key] = traced_layers(of, example, getattr(torch, float_type))
+    return _known[key]
 
 
-_known: dict[str, tuple[Traced, list[LayerBuilder]]] = {}  # the last one: gpipe-verify asks for it again and again
-_broadcast: list[Broadcast] = []
-
-
-@contextmanager
-def traced_once(broadcast: Broadcast) -> Iterator[None]:
-    """Makes one of several processes trace within the context, which all enter, and tell the others what it found.
-
-    Args:
-        broadcast: calls its argument in that process, and returns what this returns in all of them. Nobody else may be
-            able to write to it.
-    """
-    _broadcast.append(broadcast)
-    try:
-        yield
-    finally:
-        _broadcast.pop()
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Holds the result of tracing a module, as its layers need it.
-
-    Attributes:
-        segments: of the layers.
-        held, persistent, constants, recording, seconds: see `Trace`.
-    """
-
-    segments: Sequence[Segment]
-    held: Mapping[str, Tensor]
-    persistent: set[str]
-    constants: Mapping[str, Tensor]
-    recording: ConstructorRecord | None
-    seconds: float
-
-
-def told(found: Traced) -> str | None:
-    """Returns the traced layers as text; None where something in them has no name that another process can find."""
-    further = {} if found.recording is None else found.recording.further
-    file = BytesIO()
-    with suppress(Exception):
-        torch.save((replace(found, recording=None), further), file)
-        return b85encode(file.getvalue()).decode()
-    return None
-
-
-def heard(text: str, of: TracedFrom) -> Traced:
-    """Returns the layers that another process has traced, from its text, whose code they run."""
-    found: Traced
-    with safe_globals([Traced, Segment, Code, SizeCondition, OwnFunction]):
-        found, further = torch.load(BytesIO(b85decode(text)), weights_only=True)
-    with suppress(NotRecordable):  # as where nothing further is told
-        _, recording = recorded(of.constructor, of.seed, FakeTensorMode(allow_non_fake_inputs=True))
-        recording.further.update(further)
-        return replace(found, recording=recording)
-    return found
-
-
-def find(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> Traced:
-    """Traces a module and divides it into layers; the arguments are those of `layers`."""
-    trace = traced(traced_from, example, float_type)
-    segments = segments_of(trace, choose_cuts(trace.training, trace.evaluation))
-    return Traced(segments, trace.held, trace.persistent, trace.constants, trace.recording, trace.seconds)
+_known: dict[str, list[LayerBuilder]] = {}  # the last one: gpipe-verify asks for it again and again
 
 
 def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
-    """Returns the layers of a traced module; the arguments are those of `layers`."""
-    return layers_of(find(traced_from, example, float_type), traced_from)
-
-
-def layers_of(found: Traced, traced_from: TracedFrom) -> list[LayerBuilder]:
-    """Returns the layers of a module that was traced here or elsewhere."""
-    weights = Weights(found, traced_from)
+    """Traces a module and divides it into layers; the arguments are those of `layers`."""
+    trace = traced(traced_from, example, float_type)
+    weights = Weights(trace, traced_from)
     return [
-        LayerBuilder(segment.name, LayerMaker(segment, found, weights, traced_from), tied=segment.tied)
-        for segment in found.segments
+        LayerBuilder(segment.name, LayerMaker(segment, trace, weights, traced_from), tied=segment.tied)
+        for segment in segments_of(trace, choose_cuts(trace.training, trace.evaluation))
     ]
 
 
@@ -227,7 +149,7 @@ class Weights:
             None: they are made anew.
     """
 
-    def __init__(self, trace: Traced, traced_from: TracedFrom) -> None:
+    def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
         self._trace, self._traced_from = trace, traced_from
         self._announced: dict[str, set[str]] = {}  # by layer
         self._made: dict[str, Tensor] = {}
@@ -288,13 +210,11 @@ class LayerMaker:
     Attributes:
         traced_from: of all layers of the module.
         held: names of the layer's tensors in the module: name within the layer -> first name.
-        seconds: that tracing the whole module took.
     """
 
-    def __init__(self, segment: Segment, trace: Traced, weights: Weights, traced_from: TracedFrom) -> None:
+    def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
-        self.seconds = trace.seconds
         self._forwards: tuple[Forward, Forward] | None = None
 
     def share_with(self, module: nn.Module) -> None:

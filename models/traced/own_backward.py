@@ -5,12 +5,10 @@ module is traced each call becomes an operation without content, in place of whi
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from inspect import getattr_static
 from itertools import count
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +30,7 @@ _usual_apply: Any = getattr_static(Function, "apply")
 
 @dataclass(frozen=True, eq=False)
 class OwnFunction:
-    """Calls an autograd function, see `reference`, with tensors and sizes at their places among other arguments."""
+    """Calls an autograd function with tensors and sizes at their places among other arguments."""
 
     function: Any
     others: tuple[Any, ...]
@@ -47,21 +45,7 @@ class OwnFunction:
         return whole
 
     def __call__(self, *given: Any) -> list[Tensor]:
-        return _tensors(referred(self.function).apply(*self.filled(given)))
-
-
-def reference(value: Any) -> Any:
-    """Returns the names by which other processes find a function or class; itself, where they would not."""
-    with suppress(AttributeError, ImportError):
-        names = f"{value.__module__}:{value.__qualname__}"
-        return names if referred(names) is value else value
-    return value
-
-
-def referred(value: Any) -> Any:
-    """Returns the object that a `reference` stands for."""
-    module, colon, path = value.partition(":") if isinstance(value, str) else ("", "", "")
-    return attrgetter(path)(import_module(module)) if colon else value
+        return _tensors(self.function.apply(*self.filled(given)))
 
 
 @contextmanager
@@ -82,7 +66,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
     if not all(isinstance(argument, PLAIN) for argument in tree_iter(others)):
         raise Untraceable(f"here {function.__name__}, which has a backward of its own, gets a function or an object")
     answer: Any = None
-    run = OwnFunction(reference(function), others, places)
+    run = OwnFunction(function, others, places)
 
     def forward(*given: Any) -> list[Tensor]:
         nonlocal answer

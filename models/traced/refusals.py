@@ -30,7 +30,7 @@ UNTRACEABLE = {  # what torch says -> what the code does
     ),
     "failed to unpack the object": "here a tensor's value is a size, as with pack_padded_sequence: mask the padding",
     "unhashable type: .*SymInt": "here a size that varies is the key of a cache: cut one table of the largest",
-    "ufunc": "here numpy computes with a size: use math.sqrt, or torch",
+    "ufunc": "here numpy computes with a size: compute with torch",
     "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
         "its forward does not take the data's tensors: name its arguments, model.inputs=[…] and model.arguments={…}"

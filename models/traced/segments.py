@@ -16,8 +16,7 @@ from torch import Tensor, fx
 
 from ...layers import AGAIN, SPAN
 from .cuts import Boundary, CutPoint, calls_of, is_size
-from .flatten import BATCH_NORM, CUMULATIVE, Flat, enter_autocast, is_view_of_parameter, leave_autocast
-from .own_backward import reference, referred
+from .flatten import BATCH_NORM, Flat, enter_autocast, is_view_of_parameter, leave_autocast
 from .trace import SizeCondition, Trace
 
 USUAL = fx.Graph().python_code(root_module="self").globals  # names that every graph's code may use
@@ -27,7 +26,7 @@ Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training grap
 
 @dataclass(frozen=True)
 class Code:
-    """Holds the source text of a graph, and the objects of the names in it, see `reference`."""
+    """Holds the source text of a graph, and the objects of the names in it."""
 
     source: str
     names: Mapping[str, Any]
@@ -35,11 +34,11 @@ class Code:
     @classmethod
     def of(cls, graph: fx.Graph) -> Code:
         made = graph.python_code(root_module="self")
-        return cls(made.src, {name: reference(value) for name, value in made.globals.items() if name not in USUAL})
+        return cls(made.src, {name: value for name, value in made.globals.items() if name not in USUAL})
 
     def compiled(self, layer: str) -> Callable[..., Any]:
         """Returns the function."""
-        namespace = USUAL | {name: referred(value) for name, value in self.names.items()}
+        namespace = {**USUAL, **self.names}
         exec(compile(self.source, f"<layer {layer}>", "exec"), namespace)
         forward: Callable[..., Any] = namespace["forward"]
         return forward
@@ -239,8 +238,7 @@ class _PartGraph:
         if names != own:
             return False
         value: Tensor = given.meta["val"]  # type: ignore[union-attr]
-        factor, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
-        momentum = None if factor == CUMULATIVE else factor
+        momentum, eps = float(node.args[6]), float(node.args[7])  # type: ignore[arg-type]
         kind = f"BatchNorm{max(1, value.dim() - 2)}d"
         self._batchnorms[path] = kind, (int(value.shape[1]), eps, momentum, weight is not None)
         self._env[node] = self._graph.call_module(path, (self._value(given),))  # type: ignore[arg-type]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from traceback import FrameSummary
@@ -20,10 +19,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...cpu import seeded
-from .flatten import CUMULATIVE, Flat, flatten, place_of
+from .flatten import Flat, flatten, place_of
 from .module import TracedFrom, Untraceable, autocast_of
 from .recording import ConstructorRecord, NotRecordable, recorded
 from .refusals import TraceError, explained, name_of, refuse_module, told_with_place
@@ -83,7 +81,6 @@ class Trace:
         constants: tensors that the code made.
         recording: of the constructor; None where it must run for real.
         conditions: that the sizes of the inputs must fulfil.
-        seconds: of the processor, that tracing took.
     """
 
     training: Flat
@@ -94,7 +91,6 @@ class Trace:
     constants: dict[str, Tensor]
     recording: ConstructorRecord | None
     conditions: list[SizeCondition]
-    seconds: float
 
     def is_parameter(self, name: str) -> bool:
         """Returns whether a first name is that of a parameter."""
@@ -116,7 +112,7 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
     Raises:
         TraceError: it cannot be traced.
     """
-    constructor, began = of.constructor, time.process_time()
+    constructor = of.constructor
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         try:
@@ -128,11 +124,8 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
         raise TraceError(f"{name_of(constructor)} cannot be constructed: {told_with_place(error)}") from error
     try:
         refuse_module(module)
-        for part in module.modules():
-            if isinstance(part, _BatchNorm) and part.momentum is None:
-                part.momentum = CUMULATIVE
         _widen(module, float_type)
-        return replace(_traced(module, of, recording, example, fake), seconds=time.process_time() - began)
+        return _traced(module, of, recording, example, fake)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
 
@@ -165,7 +158,7 @@ def _traced(
         c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
     ]
     assumed = list(dict.fromkeys(conditions))
-    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed, 0.0)
+    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed)
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:

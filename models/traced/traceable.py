@@ -5,20 +5,17 @@ from __future__ import annotations
 import builtins
 import functools
 import gc
-import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import SymFloat, SymInt, Tensor, fx, nn
-from torch._export.verifier import Verifier
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, uninteresting_files
 
 from ...errors import place_in_users_code
@@ -31,19 +28,9 @@ MUTABLE = (list, dict, set, deque)
 STATE, CHILDREN = {*vars(nn.Module())}, ("_parameters", "_buffers", "_modules")
 DATA: Any = torch._C.TensorBase.data
 Size = (SymInt, SymFloat)
-SQRT, LOG2 = (getattr(torch, f"_sym_{name}") for name in ("sqrt", "log2"))
-MATH: dict[str, Callable[..., Any]] = {  # of a size that may vary, where math and numpy would make a constant of it
-    "sqrt": SQRT,
-    "log2": LOG2,
-    "log": lambda size, base=math.e: LOG2(size) / math.log2(base),
-    "log10": lambda size: LOG2(size) / math.log2(10),
-    "log1p": lambda size: LOG2(size + 1) / math.log2(math.e),
-    "exp": lambda size: math.e**size,
-}
 SIZES = (1, 2, 3, 1000)  # examples of a size that depends on values, where it is not 0
 ASKING = ("torch", "torch.fx.experimental.sym_node", "torch.fx.experimental.recording")  # between `if` and `evaluate`
 uninteresting_files().add(__file__)  # for torch, which names the line that asks for a size
-ALLOWED = Verifier().allowed_op_types()
 _length, _evaluate = builtins.len, ShapeEnv.evaluate_sym_node
 fixed_at: dict[Any, str | None] = {}  # sizes of which a trace has made constants, and the user's line that needs them
 
@@ -78,12 +65,6 @@ class Traceable(Called):
             for name, parameter in nn.Module.named_parameters(self.module, remove_duplicate=False):
                 marks = self._marks.get(name, {})
                 vars(parameter).update({mark: value for mark, value in marks.items() if not hasattr(parameter, mark)})
-            for name, symbolic in MATH.items():
-                usual = getattr(math, name)
-                for space in (vars(math), *(space for space in self.before.files if space.get(name) is usual)):
-                    stack.enter_context(patch.dict(space, {name: _either(usual, symbolic)}))
-                for kind in Size:  # numpy calls a method of this name
-                    stack.enter_context(patch.object(kind, name, symbolic, create=True))
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
             return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
@@ -139,7 +120,6 @@ def traceable() -> Iterator[None]:
         own_backward_kept(),
         patch.object(fx.proxy.TracerBase, "_filter_traceback_frames", lambda _, frames: frames, create=True),
         patch.object(ShapeEnv, "evaluate_sym_node", evaluate),
-        patch.object(Verifier, "allowed_op_types", lambda _: (*ALLOWED, FunctionType)),  # LOG2 is one
         patch.object(Tensor, "data", property(_data, DATA.__set__), create=True),
     ):
         yield

@@ -1,9 +1,7 @@
 """Defines small modules as their users write them, traced by model=module."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -55,20 +53,6 @@ class Noisy(nn.Module):
         x = x + self.again(means)
         x.relu_()
         return self.head(x)
-
-
-class Noted(Noisy):
-    """Writes down which processes trace it."""
-
-    def __init__(self, file: str) -> None:
-        super().__init__()
-        self.file = file
-
-    def forward(self, images: Tensor) -> Tensor:
-        if isinstance(images, FakeTensor):
-            with Path(self.file).open("a", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} ")
-        return super().forward(images)
 
 
 class AloneInImages(Noisy):

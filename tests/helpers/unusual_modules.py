@@ -1,11 +1,9 @@
 """Defines modules with code that torch.export alone would lose, keep wrong or refuse."""
 
 import functools
-import math
 import random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -115,14 +113,6 @@ class Habits(Perceptron):
         left.mul_(2)
         right[:, 1] = left[:, 0]
         return h.sin() if self.training else h.cos()
-
-
-class Sizes(Perceptron):
-    """Computes with the number of examples by functions of Python and numpy."""
-
-    def changed(self, h: Tensor) -> Tensor:
-        number, root = float(h.shape[0]), np.sqrt(h.size(0))
-        return self.second(h) * (math.log(len(h) + 1, 3) - math.exp(-number) + int(root + 7) / root)
 
 
 class Marked(Perceptron):
@@ -242,7 +232,7 @@ class Lower(Perceptron):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x - x.sum(0) / len(x)).float() / math.sqrt(x.shape[0])
+            return super().forward(x - x.sum(0) / len(x)).float() / float(x.shape[0])
 
 
 # -- these are refused -------------------------------------------------------------------------------------------------

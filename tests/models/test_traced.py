@@ -1,6 +1,5 @@
 """Tests model=module: a traced module trains, is evaluated and exported like any list of layers, by its own names."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe_cli.commands import export, train
+from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
 from gpipe_cli.factory.build import build_model
 
@@ -75,15 +74,6 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
     assert all(torch.equal(one[name], four[name]) for name in one)
     assert not Noisy().load_state_dict(one).missing_keys
     assert torch.equal(one["table.weight"], one["again.weight"])
-
-
-@pytest.mark.slow
-def test_one_worker_traces_for_all(tmp_path: Path) -> None:
-    words = [*WORDS, "model.module._target_=own_module.Noted", f"model.module.file={tmp_path / 'pids'}"]
-    words += ["pipeline.K=2", "pipeline.workers=2", f"hydra.run.dir={tmp_path / 'run'}"]
-    assert train.main(words) == 0
-    assert len({*(tmp_path / "pids").read_text().split()}) == 1
-    assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["cells"]) == 2
 
 
 @pytest.mark.parametrize(

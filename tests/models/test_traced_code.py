@@ -1,7 +1,6 @@
 """Tests that a traced module does what its code does, or is refused with the line and the way out."""
 
 import copy
-import functools
 import math
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from benchmarks.traced.check import find
 from benchmarks.traced.modules import Subject, from_config
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.models.traced.layers import find as find_layers
-from gpipe_cli.models.traced.layers import heard, layers, layers_of, told
-from gpipe_cli.models.traced.module import Call, Called, CallError, TracedFrom
+from gpipe_cli.models.traced.layers import layers
+from gpipe_cli.models.traced.module import Call, Called, CallError
 from gpipe_cli.models.traced.refusals import TraceError
 from gpipe_cli.models.traced.trace import SizeError
 
@@ -40,7 +38,7 @@ def line_of(code: str) -> str:
     "module",
     [
         *("OwnBackward", "Recurrent", "HalfInside", "Habits", "Masked", "Pieces", "Experts", "DrawsInPlace", "Keeps"),
-        *("Lower", "Sizes", "ChangesInput", "Marked", "Rounds"),
+        *("Lower", "KeptAside", "ChangesInput", "Marked", "Rounds"),
     ],
 )
 def test_unusual_code_gives_the_modules_own_numbers_at_every_cut(module: str) -> None:
@@ -106,29 +104,13 @@ def test_models_of_texts_images_and_sounds_are_their_own(name: str, config: Any,
     assert found.verified, found
 
 
-@pytest.mark.parametrize("module", ["OwnBackward", "HalfInside", "Habits", "Lower", "KeptAside"])
-def test_other_processes_make_the_same_layers_of_what_one_has_traced(module: str) -> None:
-    of = TracedFrom(getattr(unusual_modules, module), Call(), 3)
-    found = find_layers(of, [("float32", [4, 3])], torch.float32)
-    text = told(found)
-    assert text is not None
-    ours, theirs = ([builder.build() for builder in layers_of(one, of)] for one in (found, heard(text, of)))
-    for one, other in zip(ours, theirs, strict=True):
-        assert repr(one) == repr(other)
-        pair = [{n: (t, t.requires_grad) for n, t in of.state_dict(keep_vars=True).items()} for of in (one, other)]
-        assert all(torch.equal(t, pair[1][n][0]) and pair[1][n][1] is trained for n, (t, trained) in pair[0].items())
-    for mode in (True, False):
-        a, b = (functools.reduce(lambda x, layer: layer.train(mode)(x), of, torch.ones(3, 3)) for of in (ours, theirs))
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         (lambda m, h: torch.stack([m.second(row) for row in h]), "all of them at once, in place of a loop"),
         (lambda m, h: m.second(h) / math.isqrt(h.shape[0]), "as in h / len(h)"),
         (lambda m, h: m.second(h.view(2, 8)), "or h.view(-1, 8)"),
-        (lambda m, h: m.second(h) / np.cbrt(h.shape[0]), "use math.sqrt"),
+        (lambda m, h: m.second(h) / np.cbrt(h.shape[0]), "compute with torch"),
         (lambda m, h: m.second(h) + {len(h): 1}[len(h)], "cut one table of the largest"),
         (lambda m, h: h if torch.rand([]) < 0.1 else m.second(h), "use torch.where, or multiply by a mask"),
         (lambda m, h: m.second(h.detach()).sum().backward() or h, "here forward computes a gradient"),
