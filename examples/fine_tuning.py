@@ -8,9 +8,9 @@ MODEL is a name or a folder for `from_pretrained`, as gpt2; without it a small G
 import sys
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from gpipe_cli import Pipeline
 
@@ -18,11 +18,11 @@ TEXT = "A pipeline divides a model among workers, and a mini-batch among the wor
 LENGTH, SIZE, STEPS = 16, 8, 8  # of a sequence; of a mini-batch; number of steps
 
 
-def model_and_tokens(name: str | None) -> tuple[nn.Module, Tensor]:
+def model_and_tokens(name: str | None) -> tuple[PreTrainedModel, Tensor]:
     """Returns the model, the same on every worker, and the text as its tokens."""
     if name is not None:
         tokens = AutoTokenizer.from_pretrained(name)(TEXT).input_ids
-        return AutoModelForCausalLM.from_pretrained(name, use_cache=False), torch.tensor(tokens)
+        return AutoModelForCausalLM.from_pretrained(name, use_cache=False).train(), torch.tensor(tokens)
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(**sizes, use_cache=False, bos_token_id=None, eos_token_id=None)
@@ -53,7 +53,10 @@ def main() -> None:
         pipeline.zero_grad()
         if pipeline.world.rank == 0:
             print(f"step {number + 1}  loss {sum(losses) / 2:.4f}  gradient norm {norm:.3f}")
-    pipeline.save("checkpoints", optimizer)  # pipeline.load("checkpoints", optimizer) continues, at any K
+    pipeline.save("checkpoints", optimizer, extra=schedule.state_dict())  # pipeline.load(…) continues, at any K
+    pipeline.write_back(model)  # every process has trained its own part
+    if pipeline.world.rank == 0:
+        model.save_pretrained("tuned")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from .version import __version__ as __version__
 if TYPE_CHECKING:
     from .layers import LayerBuilder
     from .library.pipeline import Pipeline
+    from .tasks.base import Task
 
 
 # In a clone, conf/, models/ and data/ stand beside this folder; an installed wheel has them inside it. Looking in
@@ -21,8 +22,12 @@ _clone = _Path(__file__).resolve().parent.parent
 if (_clone / "pyproject.toml").is_file() and (_clone / "conf").is_dir():
     __path__.append(str(_clone))
 
-_PUBLIC = {"LayerBuilder": "layers", "Pipeline": "library.pipeline"}  # docs/library.md says what they promise
-__all__ = ["LayerBuilder", "Pipeline"]  # made when asked for: the commands' own process imports no torch
+_PUBLIC = {
+    "LayerBuilder": "layers",
+    "Pipeline": "library.pipeline",
+    "Task": "tasks.base",
+}  # docs/library.md says what they promise
+__all__ = ["LayerBuilder", "Pipeline", "Task"]  # made when asked for: the commands' own process imports no torch
 
 
 def __getattr__(name: str) -> _Any:

@@ -49,6 +49,9 @@ def name_used_twice(builders: Iterable[LayerBuilder]) -> str | None:
 class LayerBuilder:
     """Describes how to make one layer, the smallest thing that a cut can separate.
 
+        layers = [LayerBuilder("first", partial(nn.Linear, 2, 64)), LayerBuilder("last", partial(nn.Linear, 64, 2))]
+        pipeline = Pipeline.of(layers, loss, (inputs, targets), cells=2, micro_batches=4)
+
     A worker calls ``build`` only for the layers of its own cells, so a list that describes 84 billion parameters is
     as cheap to hold as a small one. The built module maps a tensor, or tensors in tuples, lists and dicts, to
     such; floating-point tensors have gradients, integer and bool tensors are passed on as they are.

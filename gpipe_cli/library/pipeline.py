@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,31 @@ from ..config import PipelineConfig
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
-from ..errors import ConfigurationError, Problems
-from ..layers import LayerBuilder, name_used_twice, own_name
+from ..errors import ConfigurationError
+from ..layers import AGAIN, LayerBuilder, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
 from ..models.traced.module import Call, TracedFrom, copied
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.engine import SenderFailed
-from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.gradients import clip_factor, copy_from_replica, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
-from ..tasks.own_loss import LossFunctionTask
-from ..typed_section import read_values
+from ..tasks.own_loss import alone
+from .arguments import Inputs, Side, checked, listed, one_of, task_of, tensors_of
 from .failures import Signals, describe, failed_there
 
-Side: TypeAlias = "Tensor | Tensors"  # inputs or targets
 _NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": []}
 _NOT_OFFERED |= dict.fromkeys(("sync_batchnorm", "compile", "shard_optimizer"), False)
 
 
 class Pipeline(WorkerPipeline):
     """Runs a model that is cut into cells, in a loop of one's own; every worker calls a method at the same time.
+
+        pipeline = Pipeline.of(model, loss, (inputs, targets), cells=2, micro_batches=4)
+        loss = pipeline.step(inputs, targets)  # adds to .grad, as backward() does; then optimizer.step()
 
     After an exception gradients, statistics, modes and random numbers are as before the call, on all workers, which
     all raise it.
@@ -60,6 +63,7 @@ class Pipeline(WorkerPipeline):
         self._signals = Signals()
         self._built = self._held()
         self._trained = self._trained_names()
+        self._inputs, self._nothing = Inputs(), nn.Parameter(torch.empty(0, device=self.world.device))
 
     @classmethod
     def of(
@@ -68,8 +72,12 @@ class Pipeline(WorkerPipeline):
         loss: Callable[[Any, Any], Tensor] | Task,
         example: tuple[Side, Side],
         *,
-        K: int,
-        M: int,
+        K: int | None = None,
+        M: int | None = None,
+        cells: int | None = None,
+        micro_batches: int | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        shared: Sequence[str] = (),
         schedule: Any = "gpipe",
         remat: Any = "except_last",
         keep: Any = None,
@@ -87,9 +95,12 @@ class Pipeline(WorkerPipeline):
         """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
 
         Args:
-            layers: or a module, which is traced and keeps its weights (docs/your-own-model.md).
+            layers: or a module, which is traced and shares its weights (docs/your-own-model.md).
             loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
             example: inputs and targets of a micro-batch; values matter only where a module is compared with itself.
+            cells, micro_batches: other names of K and M.
+            weight: returns of targets how many things the mean of ``loss`` is over, as tokens; None: examples.
+            shared: names of inputs, given as {name: tensor}, that are the same for all micro-batches.
             K, M, schedule, remat, keep, partition, cost, device, backend, replicas: as keys of `pipeline` (README).
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
             steps: that the program will take, for layers with `begin_step`.
@@ -99,22 +110,18 @@ class Pipeline(WorkerPipeline):
         Raises:
             ConfigurationError: the layers cannot be cut or run so.
         """
-        values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
-        values |= {"cost": cost, "device": device, "backend": backend}
-        values |= {"replicas": replicas, "seed": seed, "steps": steps}
-        if autocast not in (None, torch.bfloat16, torch.float16):
-            raise ConfigurationError(f"autocast={autocast!r}: only None, torch.bfloat16 or torch.float16")
-        checked = _checked({name: list(v) if isinstance(v, tuple) else v for name, v in values.items()})
-        seed, steps = checked.pop("seed"), checked.pop("steps")
-        if not isinstance(example, Sequence) or len(example) != 2 or not (callable(loss) or isinstance(loss, Task)):
-            raise ConfigurationError("Pipeline.of(layers, loss, example): a function or task, and (inputs, targets)")
-        micro_batch = _tensors(example[0], "example[0], the inputs,"), _tensors(example[1], "example[1], the targets,")
-        refuse_unlike_lengths(*micro_batch)
-        traced_as = (micro_batch[0], seed, autocast, trust)
-        builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else _listed(layers)
+        values: dict[str, Any] = {"K": one_of("K", K, "cells", cells)}
+        values["M"] = one_of("M", M, "micro_batches", micro_batches)
+        values |= {"schedule": schedule, "remat": remat, "keep": keep, "partition": partition, "cost": cost}
+        values |= {"device": device, "backend": backend, "replicas": replicas, "seed": seed, "steps": steps}
+        values = checked(values, autocast)
+        seed, steps = values.pop("seed"), values.pop("steps")
+        task = task_of(loss, weight)
+        given, micro_batch = Inputs.of(example, shared, isinstance(layers, nn.Module))
+        traced_as = (given, micro_batch[0], seed, autocast, trust)
+        builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else listed(layers)
         world = join_torchrun(replicas, device, backend, group)
-        config = PipelineConfig(**checked, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
-        task = loss if isinstance(loss, Task) else LossFunctionTask(loss)
+        config = PipelineConfig(**values, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
             raise ConfigurationError(agreed)
@@ -125,7 +132,7 @@ class Pipeline(WorkerPipeline):
         for cell in made.cells:
             cell.guard_buffers()
         refuse_fewer(made.layers, *agreed[1])
-        made._steps, made.engine.frees_peers = steps, True
+        made._steps, made._inputs, made.engine.frees_peers = steps, given, True
         return made
 
     def close(self) -> None:
@@ -138,6 +145,10 @@ class Pipeline(WorkerPipeline):
         for group in groups if world.members and not self._is_closed else ():
             dist.destroy_process_group(group)
         self._is_closed = True
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that this process trains; an empty one where it has none, as optimizers want one."""
+        return super().parameters() or [self._nothing]
 
     def zero_grad(self) -> None:
         """Takes the gradients from the parameters."""
@@ -158,20 +169,28 @@ class Pipeline(WorkerPipeline):
 
         The norm has the same bits for every K.
         """
-        self.message.write_result(StepRecord(), squared_norms(self.parameters()), ())
+        own = super().parameters()
+        self.message.write_result(StepRecord(), squared_norms(own), ())
         with self._together():
             self.message.run()
             norm = self.message.read_result(total_weight=0.0).gradient_norm
-            scale_gradients(self.parameters(), clip_factor(norm, max_norm))
+            scale_gradients(own, clip_factor(norm, max_norm))
         return norm
 
-    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None, keep: int = 2) -> None:
+    def save(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        keep: int = 2,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
         """Writes a checkpoint of the step, one file a layer, which `load` reads at any K.
 
         Args:
             folder: on a file system that all workers share.
             optimizer: whose state is saved too.
             keep: how many checkpoints stay in the folder.
+            extra: what else `load` is to return, such as the state of a scheduler: JSON values, those of rank 0.
 
         Raises:
             DiskError: it cannot be written.
@@ -186,11 +205,14 @@ class Pipeline(WorkerPipeline):
                 writer.wait()
         with self._together(), self._meeting():
             if self.world.rank == 0:
-                writer.commit(self.steps_done, RunState(), self.world.workers)
+                writer.commit(self.steps_done, RunState(schedule=extra), self.world.workers)
                 writer.wait()
 
-    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Continues where the newest checkpoint of a folder was written, at any K: weights, `steps_done`, optimizer.
+
+        Returns:
+            ``extra`` of `save`.
 
         Raises:
             CheckpointError: there is none, or it is of another model.
@@ -200,40 +222,53 @@ class Pipeline(WorkerPipeline):
             for layer in self.layers:
                 restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
             self.steps_done, self.forwards = info.step, 0
+        return info.state.schedule
 
-    def step(self, inputs: Side | None = None, targets: Side | None = None) -> float:
+    @overload
+    def step(self, inputs: Side | None = None, targets: Side | None = None) -> float: ...
+    @overload
+    def step(
+        self, inputs: Side | None = None, targets: Side | None = None, *, outputs: Literal[True]
+    ) -> tuple[float, list[MicroBatch]]: ...
+    def step(
+        self, inputs: Side | None = None, targets: Side | None = None, *, outputs: bool = False
+    ) -> float | tuple[float, list[MicroBatch]]:
         """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
 
         Args:
             inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used, with replicas
                 those of each one's first worker: its own part of the mini-batch.
+            outputs: return what `forward` does, too.
 
         Returns:
             the mean loss of the mini-batch, the same bits on every worker and for every K.
         """
-        own = [*self.parameters(), *self.ties.users]
+        weights = super().parameters()
+        own, found = [*weights, *self.ties.users], dict[int, MicroBatch]()
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
-            plan = self._plan(inputs, targets, "train")
+            plan = self._plan(lambda: self._divided(inputs, targets), "train")
             record, replicas = StepRecord(), self.world.replica_group
             if replicas is not None:  # whose sum has the gradients of this step alone
                 _put_back(own, [None] * len(own))
             with self._meeting():
                 try:
-                    record = self.train_step(plan, timed=False)
+                    with self._noting(found) if outputs else nullcontext():
+                        record = self.train_step(plan, timed=False)
                 finally:
-                    self.unused.fill(self.parameters())
+                    self.unused.fill(weights)
                     self.unused.owners = self.ties.add_gradients()
                     # The norm is not asked for here, nor statistics.
                     self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
             if replicas is not None:
-                reduce_over_replicas(self.parameters(), replicas)
+                reduce_over_replicas(weights, replicas)
             self.unused.clear(self.message.read_used)
             if replicas is not None:
                 _add(own, gradients)
             finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], replicas)
             self.steps_done, self.forwards = self.steps_done + 1, 0
-        return self.message.read_result(plan.total_weight).loss
+        loss = self.message.read_result(plan.total_weight).loss
+        return (loss, _in_order(found)) if outputs else loss
 
     def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:
         """Runs a mini-batch forward in evaluation mode, without a graph; arguments as of `step`.
@@ -241,36 +276,58 @@ class Pipeline(WorkerPipeline):
         Returns:
             (outputs, targets) of each micro-batch on the worker of the last cell; nothing elsewhere.
         """
-        found: dict[int, MicroBatch] = {}
+        return self._forward_only(lambda: self._divided(inputs, targets))
 
-        def keep(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
-            found[micro_batch] = outputs, targets
+    def predict(self, inputs: Side | None = None) -> Any:
+        """Returns the model's outputs for a mini-batch, in evaluation mode, on the CPU of every worker.
 
-        with self._together(), self.evaluating():
-            plan = self._plan(inputs, targets, "evaluate")
-            with self._meeting():
-                self.run_forward(plan.signatures, plan.micro_batches, keep)
-        return [found[number] for number in sorted(found)]
+        With replicas those of all, one's after another's.
+        """
+        found = self._forward_only(lambda: self._divided(inputs, self._no_targets(inputs)))
+        by_place = zip(*(outputs for outputs, _ in found), strict=True)
+        own = {str(place): torch.cat([*map(torch.atleast_1d, parts)]) for place, parts in enumerate(by_place)}
+        by_replica = [outputs.values() for outputs in self._everyones(own) if outputs]
+        return alone(tuple(map(torch.cat, zip(*by_replica, strict=True))))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and buffers of this worker's layers, by their names in the whole model."""
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Returns the sum of a tensor over all workers, in the order of their ranks; all give the same shape."""
+        first, *others = [own[""] for own in self._everyones({"": tensor})]
+        return sum(others, first).to(tensor.device)
+
+    def state_dict(self, whole: bool = False) -> dict[str, Tensor]:
+        """Returns weights and buffers of this worker's layers, by their names in the whole model.
+
+        Args:
+            whole: of all layers, on the CPU of every worker.
+        """
         with self._signals.held_back():
             self.ties.spread()
-        return {
+        own = {
             own_name(layer.name, name): value
             for layer in self.layers
             for name, value in layer.module.state_dict().items()
         }
+        if not whole:
+            return own
+        everyones = self._everyones({name: value for name, value in own.items() if AGAIN not in name})
+        return {name: value for one in everyones for name, value in one.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def write_back(self, model: nn.Module) -> None:
+        """Copies the weights and buffers of all workers into a module of the same names, as for `save_pretrained`."""
+        model.load_state_dict(self.state_dict(whole=True))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes this worker's weights and buffers from a state_dict of the whole model, or of these layers.
 
         Raises:
-            KeyError: one of them is missing.
+            KeyError: one of them is missing, on some worker; then nothing is loaded.
+            ValueError: one has another shape; likewise.
         """
-        for layer in self.layers:
-            own = {name: state[own_name(layer.name, name)] for name in layer.module.state_dict()}
-            layer.module.load_state_dict(own)
+        with self._together():
+            with self._meeting():
+                own = [_given_of(layer, state) for layer in self.layers]
+            for layer, tensors in zip(self.layers, own, strict=True):
+                layer.module.load_state_dict(tensors)
 
     @contextmanager
     def _together(self, put_back: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -319,16 +376,62 @@ class Pipeline(WorkerPipeline):
             raise failure
         raise failed_there(rank, described) from failure
 
-    def _plan(self, inputs: Side | None, targets: Side | None, kind: str) -> StepPlan:
-        """Returns the plan of a mini-batch, on every worker, whose tied parameters agree then."""
+    def _forward_only(self, divided: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+        """Runs micro-batches forward in evaluation mode; returns as `forward`."""
+        found: dict[int, MicroBatch] = {}
+
+        def keep(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
+            found[micro_batch] = outputs, targets
+
+        with self._together(), self.evaluating():
+            plan = self._plan(divided, "evaluate")
+            with self._meeting():
+                self.run_forward(plan.signatures, plan.micro_batches, keep)
+        return _in_order(found)
+
+    @contextmanager
+    def _noting(self, found: dict[int, MicroBatch]) -> Iterator[None]:
+        """Notes outputs and targets of each micro-batch, without a graph, when its loss is computed in the context."""
+        usual = self.engine.loss
+
+        def note(outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
+            found[self.engine.running.micro_batch] = tuple(tensor.detach() for tensor in outputs), targets
+            return usual(outputs, targets)
+
+        self.engine.loss = note
+        try:
+            yield
+        finally:
+            self.engine.loss = usual
+
+    def _everyones(self, own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Returns the named tensors of every worker, in the order of the ranks, on the CPU."""
+        kinds = {name: (str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for name, tensor in own.items()}
+        found: list[dict[str, Tensor]] = []
+        with self._signals.held_back():
+            for rank, named in enumerate(self.world.all_gather(kinds)):
+                found.append({})
+                for name, (kind, shape) in named.items():
+                    tensor = found[-1][name] = torch.empty(shape, dtype=getattr(torch, kind))
+                    if rank == self.world.rank:
+                        tensor.copy_(own[name].detach())
+                    if self.world.all_ranks is not None and tensor.numel():
+                        copy_from_replica(tensor.view(-1).view(torch.uint8), rank, self.world.all_ranks)
+        return found
+
+    def _plan(self, divided: Callable[[], list[MicroBatch]], kind: str) -> StepPlan:
+        """Returns the plan of a mini-batch, on every worker, whose tied parameters agree then.
+
+        Args:
+            divided: returns the micro-batches, where data are read.
+        """
         self.ties.spread()  # the owners' values after the optimizer's step
         micro_batches, trained = None, self._trained_names()
         self.message.write_flag("trains others", trained != self._trained)
         with self._meeting():
             self._refuse_changes()
             if self.world.reads_data:
-                micro_batches = self._divided(inputs, targets)
-                self.write_plan(micro_batches)
+                self.write_plan(micro_batches := divided())
         if "trains others" in self.message.flags:
             self.engine.describe_anew()
             self.ties.freeze_with_owners({name for own in self.world.all_gather(sorted(trained)) for name in own})
@@ -368,20 +471,26 @@ class Pipeline(WorkerPipeline):
         Raises:
             ConfigurationError: the arguments are not tensors, have no examples, or unlike numbers of them.
         """
-        sides = [_tensors(side, name) for side, name in ((inputs, "inputs"), (targets, "targets"))]
+        sides = self._inputs.tensors(inputs, "inputs"), tensors_of(targets, "targets")
         refuse_unlike_lengths(*sides)
         if not (M := min(self.M, len(sides[0][0]))):
             raise ConfigurationError("the mini-batch has no examples")
         pieces = [zip(*(tensor.tensor_split(M) for tensor in side), strict=True) for side in sides]
         return list(zip(*pieces, strict=True))
 
+    def _no_targets(self, inputs: Side | None) -> Tensors:
+        """Returns zeros in place of targets, of which nobody takes a loss."""
+        examples = len(self._inputs.tensors(inputs, "inputs")[0])
+        return tuple(torch.zeros(examples, *[1] * (dimensions - 1)) for dimensions in self.shape.targets)
+
 
 def traced(
-    module: nn.Module, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
+    module: nn.Module, given: Inputs, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
 ) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
     dtype = None if autocast is None else str(autocast).removeprefix("torch.")
-    of = TracedFrom(partial(copied, module), Call(mean=None), seed, dtype, trust)
+    call = Call(inputs=given.names or None, mean=None, shared=given.shared)
+    of = TracedFrom(partial(copied, module), call, seed, dtype, trust)
     return traced_layers(of, example_of(inputs), torch.float32)
 
 
@@ -413,59 +522,9 @@ def _agreed_or_refusal(
         return str(error)
 
 
-def _listed(layers: object) -> Sequence[LayerBuilder]:
-    """Returns the layers.
-
-    Raises:
-        ConfigurationError: they are no list of layers, or two have one name.
-    """
-    if not isinstance(layers, Sequence) or not layers or not all(isinstance(one, LayerBuilder) for one in layers):
-        raise ConfigurationError(
-            "layers are a module, which is traced, or a list of LayerBuilder(name, build), where build() makes a "
-            f"module, but are a {type(layers).__name__}"
-        )
-    for layer in layers:
-        if isinstance(layer.build, nn.Module) or not callable(layer.build):
-            kind = type(layer.build).__name__
-            raise ConfigurationError(
-                f"LayerBuilder({layer.name!r}, build): build makes the module when it is called, as "
-                f"functools.partial({kind}, …), but is a {kind}"
-            )
-    if (twice := name_used_twice(layers)) is not None:
-        raise ConfigurationError(f"there are two layers named {twice!r}: rename one")
-    return layers
-
-
 def _context_of(autocast: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Returns the maker of the context of a forward: autocast without its cache, as the engine keeps casts."""
     return nullcontext if autocast is None else partial(torch.autocast, device.type, autocast, cache_enabled=False)
-
-
-def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `Pipeline.of` that have passed the checks of the keys of ``pipeline``.
-
-    Raises:
-        ConfigurationError: it has a line for each other one.
-    """
-    problems = Problems()
-    hints = get_type_hints(PipelineConfig, include_extras=True) | {"seed": int, "steps": int}
-    checked = read_values(hints, values, "", problems)
-    problems.refuse()
-    return checked
-
-
-def _tensors(value: Side | None, name: str) -> Tensors:
-    """Returns inputs or targets as a tuple.
-
-    Raises:
-        ConfigurationError: they are neither a tensor nor some tensors.
-    """
-    if isinstance(value, Tensor):
-        return (value,)
-    if not isinstance(value, (tuple, list)) or not value or not all(isinstance(one, Tensor) for one in value):
-        found = "None: rank 0 gives them" if value is None else f"a {type(value).__name__}"
-        raise ConfigurationError(f"{name} are a tensor, or a tuple of tensors, but are {found}")
-    return tuple(value)
 
 
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
@@ -478,3 +537,25 @@ def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None])
 def _put_back(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def _in_order(found: Mapping[int, MicroBatch]) -> list[MicroBatch]:
+    return [found[number] for number in sorted(found)]
+
+
+def _given_of(layer: BuiltLayer, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a layer from a state_dict, which may hold a tied one under its owner's name alone.
+
+    Raises:
+        KeyError: one is missing.
+        ValueError: one has another shape.
+    """
+    own = {}
+    for name, tensor in layer.module.state_dict().items():
+        full = own_name(layer.name, name)
+        if full not in state and name in layer.tied:
+            full = own_name(*layer.tied[name])
+        own[name] = state[full]
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{full} has the shape {list(own[name].shape)}, not {list(tensor.shape)}")
+    return own

@@ -33,6 +33,7 @@ class Call:
         labels: arguments that the targets become, for a module that computes its own loss; they are the last of the
             input tensors then. None: the targets are no input.
         ignored: the target that the module's loss leaves out; it becomes -100, torch's own such target.
+        shared: names of inputs that all micro-batches share; each comes once for each example.
     """
 
     inputs: Sequence[str] | None = None
@@ -44,6 +45,7 @@ class Call:
     std: Sequence[float] = (0.5, 0.5, 0.5)
     labels: Sequence[str] | None = None
     ignored: int | None = None
+    shared: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class Called(nn.Module):
         if len(call.inputs) != len(values):
             raise CallError(f"model.inputs={list(call.inputs)}: name as many as there are input tensors: {len(values)}")
         named = dict(zip(call.inputs, values, strict=True))
+        named |= {name: named[name][0] for name in call.shared}
         masks = {mask: named[tokens] != call.pad_id for mask, tokens in call.masks.items()}
         return output_of(self.module(**named, **masks, **more), call.output)
 

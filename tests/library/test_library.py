@@ -17,6 +17,7 @@ from failing_loop import PLACES, ends_of
 from inline_run import train_inline
 from processes import TORCHRUN, run, succeeded
 from run_files import losses as losses_of
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gpipe_cli import LayerBuilder, Pipeline
@@ -247,6 +248,70 @@ def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) ->
         other[0].load(tmp_path / "nothing")
 
 
+def test_the_last_checkpoint_gives_back_what_was_saved_beside_it(tmp_path: Path) -> None:
+    pipeline = pipeline_of(nn.Linear(2, 2))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.Adam(pipeline.parameters()), 8)
+    pipeline.save(tmp_path, extra=scheduler.state_dict())
+    assert pipeline.load(tmp_path) == scheduler.state_dict()
+
+
+def test_the_loss_is_weighted_by_what_its_mean_is_over() -> None:
+    """Of padded texts of unlike length: at every M as of the whole mini-batch."""
+    tokens, lengths = torch.arange(8 * 5).view(8, 5) % 7, torch.tensor([5, 1, 5, 1, 2, 1, 5, 3])
+    targets = tokens.masked_fill(torch.arange(5) >= lengths[:, None], -100)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    wanted = loss(model(tokens), targets)
+    wanted.backward()
+    right = model[0].weight.grad
+    layers = [LayerBuilder("table", lambda: model[0]), LayerBuilder("last", lambda: model[1])]
+    for M in (1, 4, 8):
+        count = {"weight": lambda targets: (targets != -100).sum()}
+        pipeline = Pipeline.of(layers, loss, (tokens[:2], targets[:2]), K=2, M=M, **count)
+        model.zero_grad()
+        assert pipeline.step(tokens, targets) == pytest.approx(wanted.item(), rel=1e-6)
+        assert torch.allclose(model[0].weight.grad, right, atol=1e-7)
+    with pytest.warns(UserWarning, match=r"depend on M.*weight=lambda targets: \(targets != -100\)"):
+        Pipeline.of(layers, loss, (tokens[:2], targets[:2]), K=2, M=8).step(tokens, targets)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, *, bias: Tensor, scale: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * scale + bias.sum(0))
+
+
+def test_a_module_gets_its_inputs_by_name_some_the_same_for_all_micro_batches() -> None:
+    torch.manual_seed(0)
+    model, bias, scale = Biased(), torch.randn(5, 2), torch.rand(8, 1)
+    inputs = {"x": X, "bias": bias, "scale": scale}
+    pipeline = Pipeline.of(model, nn.functional.mse_loss, (inputs, Y), cells=1, micro_batches=4, shared=["bias"])
+    wanted = model(**inputs)
+    loss, found = pipeline.step({"scale": scale, "bias": bias, "x": X}, Y, outputs=True)
+    assert loss == pytest.approx(nn.functional.mse_loss(wanted, Y).item(), rel=1e-6)
+    for outputs in (torch.cat([output for (output,), _ in found]), pipeline.predict(inputs)):
+        assert torch.allclose(outputs, wanted, atol=1e-6)
+    with pytest.raises(ConfigurationError, match="inputs are the tensors x, bias, scale by name, but are x, scale"):
+        pipeline.step({"x": X, "scale": scale}, Y)
+
+
+def test_two_processes_that_hold_unlike_parts_agree() -> None:
+    """One has no weights of its own: as one process does, with the same bits."""
+    script = Path(__file__).parents[1] / "helpers" / "two_processes.py"
+    alone = succeeded(run(sys.executable, script, OMP_NUM_THREADS="1"))
+    assert "unchanged True\nhome [True, True, True] True" in alone
+    both = succeeded(run(*TORCHRUN, script, OMP_NUM_THREADS="1"))
+    for line in alone.splitlines():
+        assert both.count(line) == (1 if line.endswith("outputs 8") else 2), both
+
+
 def test_evaluation_mode_and_autocast_are_torch_s() -> None:
     pipeline = pipeline_of(nn.Linear(2, 2), nn.Dropout(0.5), autocast=torch.bfloat16)
     pipeline.eval()
@@ -265,7 +330,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"layers": [nn.Linear(2, 2)]}, r"layers are a module, which is traced, or a list of LayerBuilder\(name, build\)"),
     ({"layers": [LayerBuilder("a", nn.Linear(2, 2))]}, "build makes the module when it is called"),
     ({"layers": [LayerBuilder("a", lambda: nn.Linear)]}, r"layer 'a': build\(\) makes a type, not a module"),
-    ({"loss": None}, r"a function or task, and \(inputs, targets\)"),
+    ({"loss": None}, "loss is a function, with weight= or not, or a task"),
+    ({"cells": 2}, "give K=, or cells= for the same, one of them"),
+    ({"example": ({"input": X}, Y), "shared": ("input",)}, "some, not all, of the names of inputs"),
     ({"seed": 1.5}, "seed=1.5: should be a valid integer"),
     ({"example": (X, Y[:1])}, r"inputs\[0\] 8, targets\[0\] 1"),
     ({"example": (X.numpy(), Y)}, "the inputs, are a tensor, or a tuple of tensors, but are a ndarray"),
@@ -285,6 +352,8 @@ def test_the_fine_tuning_example_trains_on_two_workers_as_on_one(tmp_path: Path)
     (tmp_path / "two").mkdir()
     alone = succeeded(run(sys.executable, script, cwd=tmp_path, OMP_NUM_THREADS="1"))
     assert succeeded(run(*TORCHRUN, script, cwd=tmp_path / "two", OMP_NUM_THREADS="1")) == alone
+    tuned = [load_file(folder / "tuned" / "model.safetensors") for folder in (tmp_path, tmp_path / "two")]
+    assert all(torch.equal(value, tuned[1][name]) for name, value in tuned[0].items())
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", alone)]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.3

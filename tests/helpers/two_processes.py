@@ -1,0 +1,100 @@
+"""Uses a pipeline of two processes in ways that differ between them, under torchrun; each says what was wrong."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli import LayerBuilder, Pipeline
+
+TOKENS = torch.arange(8)
+
+
+class Head(nn.Module):
+    """Shares the table's weights, and has none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.head(torch.tanh(self.middle(self.table(tokens))))
+        return hidden
+
+
+def made(**others: Any) -> Pipeline:
+    layers = [
+        LayerBuilder("table", partial(nn.Embedding, 9, 4)),
+        LayerBuilder("middle", partial(nn.Linear, 4, 4)),
+        LayerBuilder("head", Head, tied={"weight": "table.weight"}),
+    ]
+    example = (TOKENS[:2], TOKENS[:2])
+    return Pipeline.of(layers, nn.functional.cross_entropy, example, K=2, M=4, partition=[2, 1], **others)
+
+
+def list_of_layers() -> None:
+    """Trains where one process has no weights; freezes, loads, sums and predicts."""
+    pipeline = made()
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+    weights = dict(pipeline.named_parameters())
+    for trains in (True, False, True):
+        if "table.weight" in weights:
+            weights["table.weight"].requires_grad_(trains)
+        optimizer.zero_grad()
+        loss, found = pipeline.step(TOKENS, TOKENS, outputs=True)
+        print(f"loss {loss} norm {pipeline.clip_grad_norm_(1.0)} outputs {sum(len(o) for (o,), _ in found)}")
+        optimizer.step()
+    whole = pipeline.state_dict(whole=True)
+    del whole["head.weight"]
+    pipeline.load_state_dict({name: torch.ones_like(value) for name, value in whole.items()})
+    outputs = pipeline.predict(TOKENS)
+    print("whole", *whole, "predicts", [*outputs.shape], outputs.sum().item())
+    if pipeline.world.rank == pipeline.world.size - 1:  # others have all
+        whole = {}
+    try:
+        pipeline.load_state_dict(whole)
+    except KeyError:
+        print("sum", pipeline.all_sum(torch.full((2,), 2.0 / pipeline.world.size)).tolist())
+    print("unchanged", torch.equal(pipeline.predict(TOKENS), outputs))
+
+
+def module() -> None:
+    """Trains a module on two processes, and brings the weights of both home."""
+    torch.manual_seed(0)
+    model = Tied()
+    loss = nn.functional.cross_entropy
+    pipeline = Pipeline.of(model, loss, (TOKENS[:2], TOKENS[:2]), cells=2, micro_batches=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plain = Tied()
+    plain.load_state_dict(model.state_dict())
+    for _ in range(2):
+        pipeline.step(TOKENS, TOKENS)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss(plain(TOKENS), TOKENS).backward()
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter -= 0.5 * parameter.grad  # type: ignore[operator]  # it has one
+                parameter.grad = None
+    pipeline.write_back(model)
+    same = [
+        torch.allclose(ours, theirs, atol=1e-6)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
+    print("home", same, model.head.weight is model.table.weight)
+
+
+if __name__ == "__main__":
+    list_of_layers()
+    module()
