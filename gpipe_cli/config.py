@@ -355,7 +355,7 @@ class Settings:
             ConfigurationError: it has one line for each wrong key or value.
         """
         problems = Problems(found or ())
-        problems += [unknown_key(key, SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
+        problems += [unknown_key(str(key), SECTIONS) for key in config if key not in (*SECTIONS, "verify")]
         problems += [f"{key} is missing from the configuration" for key in SECTIONS if key not in config]
         values: dict[str, Any] = read_values(TOP_LEVEL, config, "", problems)
         for section in filter(config.__contains__, FREE_FORM):

@@ -50,24 +50,17 @@ Also: gpipe-plan (before a run), gpipe-verify, -eval, -translate, -generate, -pr
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.terminal.command import FAILED, OF_HYDRA, Words, read_words, run_command, to_stderr
+from gpipe_cli.terminal.command import ANSWERED_BY_HYDRA, OF_HYDRA, read_words, run_command, to_stderr
 from gpipe_cli.terminal.text import command_name
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from gpipe_cli.jobs.job import EntryPoint
-    from gpipe_cli.launch.stop import StopSignals
 
 
 def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = None, page: str = __doc__) -> int:
@@ -95,62 +88,20 @@ def _say(text: str) -> None:
 
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     line = read_words(words, options=OF_HYDRA, runs=False)
-    from gpipe_cli.jobs import job
-    from gpipe_cli.launch.stop import stop_noted
+    from gpipe_cli.jobs import job, sweep, torchrun
+    from gpipe_cli.jobs.configuration import refuse_swollen_files
 
     started_at = time.monotonic() - time.process_time()  # Python's start and the imports so far are CPU time
-    codes: list[int] = []
-    job.sweep = None
-    try:
-        with stop_noted() as signals:
-            _run_jobs(line, program or job.EntryPoint(), started_at, codes, signals)
-    finally:
-        if job.sweep is not None:
-            codes.append(job.end_sweep(job.sweep))
-    if job.sweep is None:
-        return next((code for code in codes if code), 0)
-    return codes[-1] or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
-
-
-def _run_jobs(line: Words, program: EntryPoint, started_at: float, codes: list[int], signals: StopSignals) -> None:
-    """Runs one job or all of a sweep; Hydra composes their configurations.
-
-    Args:
-        codes: gets the exit code of each job.
-        signals: note requests to stop while Hydra composes, but not while a job runs.
-    """
-    import hydra
-
-    from gpipe_cli.jobs import torchrun
-    from gpipe_cli.jobs.configuration import for_hydra, in_one_line, refuse_swollen_files
-    from gpipe_cli.jobs.job import run_job
-
-    def task(composed: DictConfig) -> float:
-        codes.append(FAILED)
-        with signals.suspended():
-            codes[-1], loss = run_job(composed, program, started_at)
-        return loss
-
+    program = program or job.EntryPoint()
     if line.folder:
         refuse_swollen_files(line.folder)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
-    before = sys.argv
-    with ExitStack() as stack:
-        stack.callback(setattr, sys, "argv", before)
-        if torchrun.is_first():
-            extra = torchrun.overrides_after_restart()
-        else:
-            extra = torchrun.overrides_elsewhere(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-")))
-        sys.argv = [before[0], *line.options, *for_hydra(line.overrides), *extra]
-        try:
-            hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=program.config_name)(task)()
-        except (Exception, SystemExit) as error:
-            cause = error.__cause__ if isinstance(error, SystemExit) else error
-            if codes or cause is None:
-                raise
-            if isinstance(cause, PlainError) or (isinstance(cause, OSError) and cause.errno):
-                raise cause from None  # what the checks say, or what Hydra prints for --cfg cannot be written
-            raise ConfigurationError(in_one_line(cause)) from cause
+    with torchrun.own_places() as places:
+        if line.has(*ANSWERED_BY_HYDRA):
+            sweep.ask_hydra(line, program, places, lambda _: None)
+            return 0
+        if line.has("-m", "--multirun") or "hydra.mode=MULTIRUN" in line.overrides:
+            return sweep.run_sweep(line, program, places)
+        return job.run_once(line, program, started_at, places)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,13 @@
 A value is checked with all others, so those are told together. No torch is imported.
 """
 
+import copy
 import math
 import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are a package of their 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 import gpipe_cli.conf
@@ -36,6 +37,7 @@ OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_sche
 LONGEST_NAME = 100  # bytes of a folder: file systems take 255, and people read less
 MOST_VALUES = 100_000  # of a YAML file, aliases written out
 LONGEST = 300  # characters of a library's message
+GLOBAL = ("experiment", "debug")  # groups whose files change keys of any section
 
 
 def count_folders(root: str | None, folder: str) -> int | str:
@@ -127,7 +129,20 @@ def for_hydra(words: Sequence[str]) -> list[str]:
 
 
 def composed(config_name: str, words: Sequence[str], folder: str | None = None) -> DictConfig:
-    """Composes a configuration, without Hydra's own node.
+    """Composes a configuration, without Hydra's own node; see `composed_with_hydra`."""
+    return without_hydra(composed_with_hydra(config_name, words, folder))
+
+
+def without_hydra(config: DictConfig) -> DictConfig:
+    """Returns a composed configuration without Hydra's own node."""
+    ours = copy.copy(config)
+    with open_dict(ours):
+        ours.pop("hydra")
+    return ours
+
+
+def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | None = None) -> DictConfig:
+    """Composes a configuration.
 
     Args:
         config_name: the YAML file of conf/ that holds it.
@@ -143,9 +158,15 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
     GlobalHydra.instance().clear()
     try:
         with stop_noted(), initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            return compose(config_name, [*for_hydra(words), *search])
+            config = compose(config_name, [*for_hydra(words), *search], return_hydra_config=True)
     except Exception as error:
-        raise ConfigurationError(in_one_line(error)) from error
+        raise ConfigurationError(in_one_line(error, words)) from error
+    if group := next((group for group in GLOBAL if group in config), None):
+        raise ConfigurationError(
+            f"{group}={config.hydra.runtime.choices[group]}: its file changes nothing; it has to begin with the line "
+            "# @package _global_ (without a byte order mark before it)"
+        )
+    return config
 
 
 def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | None = None) -> Prepared:
@@ -162,14 +183,30 @@ def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | N
     settings = Settings.from_config(values)
     Problems([*too_much(settings), *(missing_data(settings) if trains else ())]).refuse()
     trust.look_here(trust.targets(values) if trusted is None else trusted)
-    workers, line = choose_workers(settings.pipeline, settings.launch.inline, torchrun.world_size())
-    values["pipeline"] = {**values["pipeline"], "workers": workers}
-    if settings.pipeline.workers != "auto" and "replicas" in settings.pipeline.auto:  # nothing is left to choose
-        values["pipeline"]["replicas"] = (torchrun.world_size() or workers) // workers
+    pipeline = settings.pipeline
+    workers, line = choose_workers(pipeline, settings.launch.inline, torchrun.world_size())
+    chosen: dict[str, Any] = {"workers": workers}
+    if pipeline.workers != "auto" and "replicas" in pipeline.auto:  # nothing is left to choose
+        chosen["replicas"] = (torchrun.world_size() or workers) // workers
+    values["pipeline"] = {**values["pipeline"], **chosen}
+    left = [key for key in pipeline.auto if key not in chosen]
+    settings = replace(settings, pipeline=replace(pipeline, **chosen, auto=left))
     lines = [line]
     if joined() and settings.launch.restarts:
         lines.append("launch.restarts does nothing here: torchrun watches the workers")
-    return Prepared(values, Settings.from_config(values), lines)
+    return Prepared(values, settings, lines)
+
+
+def resolved(config: DictConfig, key: str) -> str:
+    """Returns a value of a composed configuration as text, as of `hydra.run.dir`.
+
+    Raises:
+        ConfigurationError: it refers to nothing.
+    """
+    try:
+        return str(OmegaConf.select(config, key))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(in_one_line(error)) from error
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
@@ -197,9 +234,16 @@ def _with_nan_as_name(value: Any) -> Any:
 # -- what Hydra says ---------------------------------------------------------------------------------------------------
 
 
-def in_one_line(error: BaseException) -> str:
-    """Returns an error of Hydra or OmegaConf as one line with the words to type instead."""
+def in_one_line(error: BaseException, words: Sequence[str] = ()) -> str:
+    """Returns an error of Hydra or OmegaConf as one line with the words to type instead.
+
+    Args:
+        words: those that were typed.
+    """
     cause = error.__cause__ or error
+    if isinstance(error, RecursionError):
+        groups = " ".join(word for word in words if (CONF / word.partition("=")[0]).is_dir())
+        return f"{groups}: a YAML file is in its own list of defaults, or in that of one it names there"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _no_such_option(error)
     if isinstance(error, OverrideParseException):
@@ -208,7 +252,7 @@ def in_one_line(error: BaseException) -> str:
     key = getattr(cause, "full_key", None)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         match = re.match(r"Could not override '(.+)'", str(error))
-        return _no_such_key(match[1] if match else str(key), cause)
+        return _no_such_key(match[1] if match else str(key), cause, words)
     if isinstance(cause, MissingMandatoryValue):
         return f"{key} needs a value: type {key}=…"
     if match := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+)'", str(error)):
@@ -218,12 +262,17 @@ def in_one_line(error: BaseException) -> str:
     return f"{key}: {said}" if key else said or type(cause).__name__
 
 
-def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError) -> str:
+def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError, words: Sequence[str]) -> str:
     """Returns the refusal of a key, with the nearest of those where it should stand."""
     missing, parent = str(cause.full_key), cause.parent_node  # of modle.L: modle, and all sections
     section = missing.rpartition(".")[0]
-    known = [f"{section}.{name}" if section else str(name) for name in parent] if isinstance(parent, Mapping) else []
-    return unknown_key(missing, known or known_keys()).replace(missing, key, 1)
+    names = [*parent] if isinstance(parent, Mapping) else []
+    if section and not names:
+        off = f"{section}=null"
+        way = f"leave out {off}" if off in words else f"type {section} as a whole: {section}='{{…}}'"
+        return f"there is no key {key}: {section} is null, so it is switched off; {way}"
+    known = [f"{section}.{name}" for name in names] if section else [*known_keys(), *GLOBAL]
+    return unknown_key(missing, known).replace(missing, key, 1)
 
 
 def _no_such_option(error: MissingConfigException) -> str:

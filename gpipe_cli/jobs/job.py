@@ -1,58 +1,38 @@
-"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended.
-
-Hydra calls it, once or for each job of a sweep, which ends with the table of its jobs.
-"""
+"""Runs one job: opens its directory, chooses its checkpoint, starts the workers, and reports how the job ended."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from hydra._internal.callbacks import Callbacks
+from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.experimental.callback import Callback
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
-from omegaconf.errors import OmegaConfBaseException
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.checkpoint import files as checkpoints
-from gpipe_cli.checkpoint.compatibility import (
-    refuse_unknown,
-    require_compatible,
-    vocabulary_sizes,
-    with_vocabulary,
-)
-from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run, step_directories, step_of
-from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
-from gpipe_cli.config import Settings
-from gpipe_cli.disk import DiskError, write_whole, writing
-from gpipe_cli.errors import ConfigurationError
+from gpipe_cli.checkpoint.files import step_directories, step_of
 from gpipe_cli.jobs import torchrun, trust
-from gpipe_cli.jobs.configuration import Prepared, prepare
-from gpipe_cli.jobs.page import PAGE, PLAN, write_page
-from gpipe_cli.jobs.run_directory import RESTARTS, Restarts, RunRecord, require_writable, sole_writer, where_it_is
-from gpipe_cli.launch.join import join, joined, restart_count
+from gpipe_cli.jobs.beginning import with_checkpoint
+from gpipe_cli.jobs.configuration import Prepared, composed_with_hydra, prepare, resolved, without_hydra
+from gpipe_cli.jobs.page import PLAN, write_page
+from gpipe_cli.jobs.restarts import RESTARTS, Restarts
+from gpipe_cli.jobs.run_directory import RunRecord, require_writable, sole_writer, where_it_is
+from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.launch.supervisor import Job, OnEvent, launch, launch_inline
-from gpipe_cli.terminal.command import FAILED, REFUSED, code_and_reason, show
-from gpipe_cli.terminal.runs import compare, find_runs
+from gpipe_cli.terminal.command import Words, code_and_reason
 from gpipe_cli.terminal.text import command_name, relative_paths
-from gpipe_cli.typed_section import flat, typed
+from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
-
-
-REFUSALS = (ConfigurationError, OmegaConfBaseException)
 
 
 @dataclass(frozen=True)
@@ -73,12 +53,54 @@ class EntryPoint:
     config_name: str = "train"
 
 
-def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tuple[int, float]:
-    """Runs one job to its end.
+def run_once(line: Words, program: EntryPoint, started_at: float, places: Sequence[str]) -> int:
+    """Runs the job of a command line; its directory is made when nothing in the line can be refused any more.
+
+    Args:
+        started_at: when the command was started, by `time.monotonic`.
+        places: overrides of Hydra's directories.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigurationError: it has one line for each mistake.
+    """
+    name = line.value("--config-name", "-cn") or program.config_name
+    config = composed_with_hydra(name, [*line.overrides, *places], line.folder)
+    config.hydra.mode = RunMode.RUN
+    HydraConfig.instance().set_config(config)
+    prepared = prepare(without_hydra(config), trains=True)
+    above = require_writable("hydra.run.dir", resolved(config, "hydra.run.dir"))
+
+    def run(composed: DictConfig) -> int:
+        return run_job(composed, program, started_at, prepared, above)[0]
+
+    # Hydra makes the directory, opens train.log, and calls what a user has put into hydra.callbacks.
+    context = HydraContext(cast(Any, None), callbacks := Callbacks(config))  # only a sweep loads further configurations
+    callbacks.on_run_start(config=config, config_name=name)
+    ended = hydra_utils.run_job(run, config, "hydra.run.dir", None, context)
+    callbacks.on_run_end(config=config, config_name=name, job_return=ended)
+    code: int = ended.return_value
+    return code
+
+
+def run_job(
+    composed: DictConfig,
+    program: EntryPoint,
+    started_at: float,
+    prepared: Prepared | None = None,
+    above: Sequence[Path] = (),
+    jobs: int | None = None,
+) -> tuple[int, float]:
+    """Runs one job to its end, in the directory that Hydra has made.
 
     Args:
         composed: without Hydra's own node.
-        started_at: when the command was started, by `time.monotonic`; each job of a sweep has its own start.
+        started_at: by `time.monotonic`; each job of a sweep has its own start.
+        prepared: the same, checked; None: a job of a sweep, which is checked here, so that the table has its refusal.
+        above: folders around the directory that were made for it.
+        jobs: number of the sweep's jobs, where it is known.
 
     Returns:
         The exit code, and the final loss for Hydra's sweepers (NaN when the job failed).
@@ -89,23 +111,19 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
     from gpipe_cli.terminal.console import Console  # imported late: rich is slow, and a refusal needs none of it
 
     place = HydraConfig.get()
-    run_dir = Path(place.runtime.output_dir)
-    is_sweep = place.mode == RunMode.MULTIRUN
+    run_dir, is_sweep = Path(place.runtime.output_dir), place.mode == RunMode.MULTIRUN
     if OmegaConf.select(composed, "verify.format") == "json":
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
     logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
-    record = RunRecord(run_dir, composed, keep=is_sweep)
+    record = RunRecord(run_dir, composed, keep=is_sweep, above=above)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
-            total = f"/{sweep.jobs}" if sweep is not None and sweep.jobs else ""
             words = " ".join(word.lstrip("+") for word in place.overrides.task)
-            console.say(f"\njob {int(place.job.num) + 1}{total}  {words}")
+            console.say(f"\njob {int(place.job.num) + 1}{f'/{jobs}' if jobs else ''}  {words}")
         try:
             with sole_writer(run_dir), record:
-                prepared = prepare(composed)
-                config = _with_checkpoint(prepared, run_dir, place, console)
-                config = {"settings": config, "started_at": time.monotonic() if is_sweep else started_at}
-                result = _start(prepared, config, run_dir, program, console, record)
+                prepared = prepared or prepare(composed)
+                result = _run_workers(prepared, program, started_at, record, console)
                 record.begin()
                 if program.conclude is not None:
                     return program.conclude(result, run_dir, console), math.nan
@@ -124,126 +142,56 @@ def run_job(composed: DictConfig, program: EntryPoint, started_at: float) -> tup
         return 0, math.nan if loss is None else float(loss)
 
 
-def _with_checkpoint(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> dict[str, Any]:
-    """Returns the configuration with the path of the checkpoint to resume from or to begin with.
-
-    `checkpoint.init_from` is read by a new run only: a resumed one has its own weights.
-
-    Raises:
-        ConfigurationError: no checkpoint could hold the configuration.
-        CheckpointError: there is no checkpoint, it was made with another configuration, or the directory holds others.
-    """
-    config, section = prepared.config, prepared.settings.checkpoint
-    if not torchrun.is_first():
-        return config
-    for key, value in flat(config).items():
-        checkpoints.require_writable_as_json(key, value)
-    resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
-    resumed = resumed or _resumed(prepared, run_dir, place, console)
-    refuse_another_run(run_dir, resumed)
-    refuse_unknown(section.allow_changes, config, resumed)
-    paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
-    if resumed is not None:
-        config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
-        if resumed.state.vocabularies and checkpoints.is_named("data", section.allow_changes):
-            config = {**config, "data": with_vocabulary(config["data"], resumed)}
-    elif section.init_from is not None:
-        begun = _begun_with(Path(section.init_from).expanduser(), prepared, console)
-        paths = {"resume": None, "init_from": str(begun.absolute())}
-    return {**config, "checkpoint": {**config["checkpoint"], **paths}}
-
-
-@contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Names the key whose value a refusal of a checkpoint is about."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{key}: {error}") from error
-
-
-def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """Returns the configuration with those keys that the planner chose when the run began and that change results."""
-    pipeline, begun = config["pipeline"], flat(checkpoint.state.configuration)
-    keys = [key for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"]
-    taken = {key: begun.get(f"pipeline.{key}", "auto") for key in keys}
-    with checkpoint.named():
-        replicas = Settings.from_config({**config, "pipeline": {**pipeline, **taken}}).pipeline.replicas
-    if "replicas" in taken:  # of as many workers as devices
-        taken["workers"] = max(1, pipeline["workers"] // replicas)
-    return {**config, "pipeline": {**pipeline, **taken}}
-
-
-def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
-    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for.
-
-    Raises:
-        CheckpointError: there is none, or its tables are of another vocabulary's size.
-    """
-    if is_foreign(path):
-        with naming("checkpoint.init_from"):
-            weight_files(path)  # refuses a folder that is not complete, before workers start
-        return path
-    with naming("checkpoint.init_from"):
-        info, warnings = checkpoints.find(path)
-    console.warn(*warnings)
-    sizes = vocabulary_sizes(info, {"model": prepared.config["model"]})
-    if sizes and not prepared.settings.checkpoint.init_except:
-        others = ", ".join(f"{key}={old} there, {now} here" for key, (old, now) in sizes.items())
-        raise CheckpointError(
-            f"checkpoint.init_from={path} has another vocabulary ({others}): use its sizes and data.tokenizer="
-            f"{info.run_dir}, or begin its tables anew: checkpoint.init_except=['*embedding',softmax]"
-        )
-    return info.path
-
-
-def _resumed(prepared: Prepared, run_dir: Path, place: Any, console: Console) -> CheckpointInfo | None:
-    """Returns the checkpoint that `checkpoint.resume` stands for, if any."""
-    config, checkpoint = prepared.config, prepared.settings.checkpoint
-    if checkpoint.resume is None:
-        return None
-    typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
-    own_place = typed_place or place.mode == RunMode.MULTIRUN
-    with naming("checkpoint.resume"):
-        found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
-    console.warn(*warnings)
-    if found is not None:
-        require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)
-    return found
-
-
-def _start(
-    prepared: Prepared, config: dict[str, Any], run_dir: Path, program: EntryPoint, console: Console, record: RunRecord
+def _run_workers(
+    prepared: Prepared, program: EntryPoint, started_at: float, record: RunRecord, console: Console
 ) -> Any:
+    """Runs the workers, again after a failure if that can help; returns the entry point's result on rank 0."""
+    run_dir = record.run_dir
+    config: dict[str, Any] = {"settings": with_checkpoint(prepared, run_dir, console), "started_at": started_at}
     for line in prepared.lines:
         console.detail(line)
     restarts = Restarts(config["settings"], run_dir, console)
-
-    def on_event(event: dict[str, Any]) -> None:
-        if event.get("kind") == "begun":
-            record.begin()
-            trust.remember_paths(prepared.config["data"])
-            for earlier in (PLAN, *((RESTARTS,) if not restarts.records else ())):
-                (run_dir / earlier).unlink(missing_ok=True)
-        elif event.get("kind") == "drawn":
-            write_page(run_dir, console.warn, running=True)
-        elif event.get("kind") == "chosen":
-            record.choose(event["keys"])
-            console.say("chosen: " + " ".join(f"{key}={typed(value)}" for key, value in event["keys"].items()))
-        else:
-            console(event)
-
-    def start(settings: dict[str, Any]) -> Any:
-        started = {**config, "settings": settings, "restarts": restarts.records}
-        if joined():
-            return join(torchrun.ENTRY, torchrun.wrap(program.entry, started), run_dir, on_event)
-        return launch_program(program, started, run_dir, on_event)
-
+    events = _Events(prepared.config["data"], record, restarts, console)
     try:
-        return restarts.run(start)
+        while True:
+            started = {**config, "settings": restarts.settings, "restarts": restarts.records}
+            try:
+                if joined():
+                    return join(torchrun.ENTRY, torchrun.wrap(program.entry, started), run_dir, events)
+                return launch_program(program, started, run_dir, events)
+            except WorkerFailed as failed:
+                restarts.prepare_next(failed)  # or raises it
     except (KeyboardInterrupt, SystemExit):
         console.say(f"{_how_to_go_on(run_dir, program)}\n{where_it_is(run_dir)}")
         raise
+
+
+@dataclass(frozen=True)
+class _Events:
+    """Handles the workers' events: those that change files of the run here, all others on the console.
+
+    Until "begun" a worker may still refuse the run, and nothing of an earlier run in the same directory is replaced.
+    """
+
+    data: dict[str, Any]
+    record: RunRecord
+    restarts: Restarts
+    console: Console
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind, run_dir = event.get("kind"), self.record.run_dir
+        if kind == "begun":
+            self.record.begin()
+            trust.remember_paths(self.data)
+            for earlier in (PLAN, *((RESTARTS,) if not self.restarts.records else ())):
+                (run_dir / earlier).unlink(missing_ok=True)
+        elif kind == "drawn":
+            write_page(run_dir, self.console.warn, running=True)
+        elif kind == "chosen":
+            self.record.choose(event["keys"])
+            self.console.say("chosen: " + " ".join(f"{key}={typed(value)}" for key, value in event["keys"].items()))
+        else:
+            self.console(event)
 
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
@@ -270,92 +218,21 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
         WorkerFailed: a worker raised or died. With `launch.inline`, exceptions arrive unchanged.
         ConfigurationError: a worker refused the configuration.
     """
-    settings = Settings.from_config(config["settings"])
+    pipeline, how = config["settings"]["pipeline"], config["settings"]["launch"]
+    replicas = 1 if pipeline["replicas"] == "auto" else pipeline["replicas"]  # auto: rank 0 divides the workers
     job = Job(
         run_dir=run_dir,
-        workers=settings.pipeline.worker_count * settings.pipeline.replicas,
+        workers=pipeline["workers"] * replicas,
         entry=program.entry,
         config=config,
         preload=("torch", program.entry.partition(":")[0]) if program.preload is None else program.preload,
-        threads=settings.pipeline.threads,
-        grace_seconds=settings.launch.grace_seconds,
+        threads=pipeline["threads"],
+        grace_seconds=how["grace_seconds"],
     )
-    return launch_inline(job, on_event) if settings.launch.inline else launch(job, on_event)
+    return launch_inline(job, on_event) if how["inline"] else launch(job, on_event)
 
 
 def _console_settings(composed: DictConfig) -> tuple[int, Any]:
     """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")
-
-
-# -- before the first job, and after the last one of a sweep -----------------------------------------------------------
-
-
-@dataclass
-class Sweep:
-    """Describes the sweep that this process runs; `jobs` is None if the sweeper decides on the way."""
-
-    directory: Path
-    jobs: int | None
-
-
-sweep: Sweep | None = None  # that this process runs: set by Hydra's callback, read by the command
-
-
-class CommandCallback(Callback):
-    """Refuses a wrong single run before Hydra makes its directory; of a sweep, sets `sweep`.
-
-    Hydra turns every exception into a warning but SystemExit, whose cause the command prints.
-    """
-
-    def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Checks the configuration and the run directory."""
-        HydraConfig.instance().set_config(config)
-        try:
-            composed = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-            prepare(composed, trains=True)
-            require_writable("hydra.run.dir", config.hydra.run.dir)
-        except REFUSALS as error:
-            raise SystemExit(REFUSED) from error
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Makes the sweep's directory, counts its jobs, and names their folders by the keys that are swept."""
-        global sweep  # Hydra makes this object and lends no other place
-        try:
-            require_writable("hydra.sweep.dir", config.hydra.sweep.dir)
-            with writing(multirun := Path(config.hydra.sweep.dir) / "multirun.yaml"):
-                multirun.unlink(missing_ok=True)  # Hydra would write through a link
-        except (*REFUSALS, DiskError) as error:
-            raise SystemExit(REFUSED) from error
-        words = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
-        swept = [word for word in words if word.is_sweep_override()]
-        counted = all(word.is_choice_sweep() or word.is_range_sweep() for word in swept)
-        jobs = math.prod(len(list(word.sweep_iterator())) for word in swept) if counted else None
-        sweep = Sweep(Path(config.hydra.sweep.dir).absolute(), jobs)
-        if fixed := [word.key_or_group for word in words if word not in swept]:
-            # Hydra composes each job from the sweep's overrides of `hydra`.
-            excluded = f"hydra.job.config.override_dirname.exclude_keys={fixed}"
-            of_hydra = OmegaConf.to_container(config.hydra.overrides.hydra, resolve=False)  # each job resolves its ${…}
-            with read_write(config.hydra):
-                config.hydra.overrides.hydra = [excluded, *cast(list[str], of_hydra)]
-
-
-def end_sweep(sweep: Sweep) -> int:
-    """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
-    if not torchrun.is_first():
-        return 0
-    if not sweep.directory.is_dir():
-        return REFUSED
-    runs = find_runs([sweep.directory])[0]
-    table = compare(runs)
-    document = table.document(sweep.directory)
-    content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
-    write_whole(sweep.directory / "sweep.json", json.dumps(content, indent=1) + "\n")
-    missing = (sweep.jobs or 0) - len(runs)
-    more = f"\n{missing} more were not started" if missing > 0 else ""
-    with suppress(OSError):
-        document.save(sweep.directory / PAGE)
-    with suppress(OSError):  # nobody reads it
-        show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
-    return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED

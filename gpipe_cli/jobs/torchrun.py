@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -37,20 +40,19 @@ def world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if joined() else None
 
 
-def overrides_elsewhere(folder: str) -> list[str]:
-    """Returns the overrides that keep Hydra on ranks above 0 from writing into the run directory.
+@contextmanager
+def own_places() -> Iterator[list[str]]:
+    """Yields the overrides of Hydra's directories.
 
-    Args:
-        folder: an empty directory to write to instead.
+    Rank 0 of a job that torchrun has started again keeps its directory; ranks above 0 write to an empty one of theirs.
     """
-    places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
-    return [*places, "hydra/job_logging=disabled"]
-
-
-def overrides_after_restart() -> list[str]:
-    """Returns the override that leads rank 0 to the directory that it used before torchrun restarted the processes."""
+    if not is_first():
+        with tempfile.TemporaryDirectory(prefix="gpipe-") as folder:
+            places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+            yield [*places, "hydra/job_logging=disabled"]
+        return
     store = lasting_store() if restart_count() else None
-    return [] if store is None or not store.check([DIRECTORY]) else [store.get(DIRECTORY).decode()]
+    yield [] if store is None or not store.check([DIRECTORY]) else [store.get(DIRECTORY).decode()]
 
 
 def refuse_separate_directories(context: Context) -> None:

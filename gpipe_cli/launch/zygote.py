@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.disk import open_for_writing, writing
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
 from gpipe_cli.launch.channel import WorkerChannel, encode, open_place
 from gpipe_cli.launch.context import Context, call_entry
@@ -153,8 +154,9 @@ def run_worker(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
         _run(job, rank)
         atexit._run_exitfuncs()
         leave(0)
-    except BaseException:  # also when the set-up fails
-        traceback.print_exc()
+    except BaseException as error:  # also when the set-up fails
+        if not isinstance(error, ConfigurationError):  # the command tells it
+            traceback.print_exc()
     finally:
         leave(1)
 

@@ -160,8 +160,9 @@ def _reader_is_gone() -> bool:
 # -- the words of a command line ---------------------------------------------------------------------------------------
 
 WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--cfg", "-c", "--info", "-i")
-OF_HYDRA = (*WITH_VALUE, "--hydra-help", "--resolve", "--multirun", "-m", "--shell-completion", "-sc")
+ANSWERED_BY_HYDRA = ("--cfg", "-c", "--info", "-i", "--hydra-help", "--resolve", "--shell-completion", "-sc")
 OF_PLANS = ("--config-dir", "-cd")
+OF_HYDRA = (*OF_PLANS, "--config-name", "-cn", "--multirun", "-m", *ANSWERED_BY_HYDRA)
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,16 @@ class Words:
     @property
     def folder(self) -> str | None:
         """Returns the folder of `--config-dir`."""
+        return self.value(*OF_PLANS)
+
+    def value(self, *names: str) -> str | None:
+        """Returns the value of an option, by one of its names."""
         words = [part for word in self.options for part in word.split("=", 1)]
-        return next((words[place + 1] for place, word in enumerate(words) if word in WITH_VALUE[:2]), None)
+        return next((words[place + 1] for place, word in enumerate(words[:-1]) if word in names), None)
+
+    def has(self, *names: str) -> bool:
+        """Returns whether one of these options was typed."""
+        return any(word.partition("=")[0] in names for word in self.options)
 
     def run(self, command: str) -> str:
         """Returns the only run: a bare path, or the value of `checkpoint=`.

@@ -18,6 +18,8 @@ CASES = {  # command line to what the answer must contain
     "train precision.loss_scale=1000": "precision.loss_scale=1000 is no power of two, and would round: use 1024",
     "train pipeline.schedule=sometimes": "pipeline.schedule=sometimes",
     "train pipeline.k=4": "there is no key pipeline.k; did you mean pipeline.K?",
+    "train experimnt=nmt": "there is no key experimnt; did you mean experiment?",
+    "train task.generation=null task.generation.beam=4": "it is switched off; leave out task.generation=null",
     "train modle=transformer": "there is no key modle; did you mean model?",
     "train pipeline.K=1,2": "pipeline.K=1,2 is a sweep: give one value",
     "train --pipeline.K=4": "keys have no dashes, type pipeline.K=4",
@@ -148,6 +150,24 @@ def test_the_answer_is_one_line_and_no_more(words: list[str], said: str, here: P
         import_module("gpipe_cli.commands.train").main(words)
     written = capsys.readouterr().err
     assert said in written and written.count("\n") == 1
+
+
+FILES = {
+    "\ufeff# @package _global_\nseed: 3\n": "experiment=mine: its file changes nothing; it has to begin with",
+    "": "# @package _global_",
+    "seed: 3\n": "# @package _global_",
+    "# @package _global_\n3: 4\n": "there is no key 3; here has: name",
+    "# @package _global_\ndefaults: [mine]\n": "experiment=mine: a YAML file is in its own list of defaults",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), FILES.items(), ids=["BOM", "empty", "no package", "number", "itself"])
+def test_what_is_wrong_with_a_file_of_the_user_s_is_told(text: str, said: str, here: Path, capsys: Capture) -> None:
+    (here / "conf" / "experiment").mkdir(parents=True)
+    (here / "conf" / "experiment" / "mine.yaml").write_text(text)
+    assert import_module("gpipe_cli.commands.train").main(["--config-dir=conf", "experiment=mine"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))

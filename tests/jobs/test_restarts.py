@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from run_files import rows
 
 from benchmarks.gpu.checks import same_end
 from gpipe_cli.checkpoint.files import step_directory
-from gpipe_cli.jobs.run_directory import RESTARTS, Restarts
+from gpipe_cli.jobs.restarts import RESTARTS, Restarts
 from gpipe_cli.launch.report import Failure, WorkerFailed
 from gpipe_cli.terminal.console import Console
 
 KILLED = {"cause": "worker 1 was killed by SIGKILL", "from_outside": True}
 EXCEPTION = {"cause": "worker 1 failed: ValueError: no"}
-Start = Callable[[dict[str, Any]], Any]
 
 
 def failed(rank: int = 1, **values: Any) -> WorkerFailed:
@@ -42,23 +40,18 @@ class Script:
         self.config, self.run_dir = checked("launch.restarts=9", "pipeline.workers=4", *words).config, run_dir
         self.starts: list[dict[str, Any]] = []
 
-    def run(self, *failures: WorkerFailed | None, save_steps: tuple[int, ...] = ()) -> Restarts:
-        """Runs until a start does not fail; start number i saves the checkpoint of step save_steps[i] before it fails.
-
-        None fails at no start.
-        """
-        script, steps = list(failures), list(save_steps)
-
-        def start(settings: dict[str, Any]) -> None:
-            self.starts.append(settings)
-            if steps:
-                save(self.run_dir, steps.pop(0), make_layers())
-            if script and (failure := script.pop(0)) is not None:
-                raise failure
-
+    def run(self, *failures: WorkerFailed, save_steps: tuple[int, ...] = ()) -> Restarts:
+        """Starts again after each failure; start number i saves the checkpoint of step save_steps[i] before."""
+        steps = list(save_steps)
         with Console(1, "plain") as console:
             made = Restarts(self.config, self.run_dir, console)
-            made.run(start)
+            for failure in (*failures, None):
+                self.starts.append(made.settings)
+                if steps:
+                    save(self.run_dir, steps.pop(0), make_layers())
+                if failure is None:
+                    break
+                made.prepare_next(failure)
         return made
 
     @property
@@ -68,7 +61,7 @@ class Script:
 
 def test_a_killed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Script(tmp_path)
-    made = script.run(failed(**KILLED), failed(**KILLED), None, save_steps=(5, 7))
+    made = script.run(failed(**KILLED), failed(**KILLED), save_steps=(5, 7))
     assert script.resumed == [None, "step_00000005", "step_00000007"]
     assert [record["from_step"] for record in made.records] == [5, 7]
     assert made.records[0]["cause"] == KILLED["cause"]
