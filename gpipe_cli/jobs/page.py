@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.disk import read_bytes
-from gpipe_cli.jobs.trust import PATHS
+from gpipe_cli.jobs.trust import OURS, PATHS, SECTIONS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.classes import classes_shown, draw_sheet
@@ -177,7 +177,7 @@ def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
     kept = [word for word in run.words if word.partition("=")[0] not in best["found"]]
     both = f"{seconds_text(own)} now, {seconds_text(found)}"
     yield Lines([f"It saves {percent(1 - found / own)} of a step, as planned ({both}), to type:"])
-    yield Lines([shlex.join(["gpipe-train", *kept, *words_of(best["found"]).split()])], "```")
+    yield Lines([shlex.join([*_train(run), *kept, *words_of(best["found"]).split()])], "```")
     yield beside_rivals(best)
 
 
@@ -204,21 +204,46 @@ def words_of(keys: Row) -> str:
 
 
 def _what_it_was(run: FinishedRun) -> Iterator[Block]:
-    folder, steps = relative_paths(str(run.folder)), run.settings.get("trainer.steps")
-    own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
-    longer = ["gpipe-train", *(word for word in run.words if not word.startswith(own))]
-    longer += [f"hydra.run.dir={typed(folder)}", "checkpoint.resume=auto"]
-    longer += [f"trainer.steps={2 * steps}"] if steps else []
-    yield Lines([shlex.join(["gpipe-train", *run.words])], "```")
+    yield Lines([shlex.join([*_train(run), *run.words])], "```")
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
+    folder = relative_paths(str(run.folder))
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
     if (sheet := run.folder / "pictures" / "augmented.png").is_file():
         yield Picture(str(draw_sheet(read_bytes(sheet, WHOLE))))
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
     named = {".".join(key.split(".")[:2]) for key, value in run.settings.items() if value is not None}
-    files = [f"data.{key}" for key in PATHS if f"data.{key}" in named]  # which a command reads only if they are typed
-    evaluate = ["gpipe-eval", folder, *([f"trust=[{','.join(files)}]"] if files else [])]
-    yield Lines([shlex.join(words) for words in (longer, evaluate, ["gpipe-export", folder])], "```")
+    trusted = [*_foreign(run), *(f"data.{key}" for key in PATHS if f"data.{key}" in named)]
+    evaluate = ["gpipe-eval", folder, *([f"trust=[{','.join(trusted)}]"] if trusted else [])]
+    yield Lines([shlex.join(words) for words in (_longer(run, folder), evaluate, ["gpipe-export", folder])], "```")
+
+
+def _train(run: FinishedRun) -> list[str]:
+    """Returns gpipe-train with the folder of configurations that the run was started with."""
+    return ["gpipe-train", *(["--config-dir", run.config_dir] if run.config_dir else [])]
+
+
+def _longer(run: FinishedRun, folder: str) -> list[str]:
+    """Returns the words that go on for twice as many steps; what follows from their number is allowed to change."""
+    steps = run.settings.get("trainer.steps")
+    own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
+    words = [*_train(run), *(word for word in run.words if not word.startswith(own))]
+    words += [f"hydra.run.dir={typed(folder)}", "checkpoint.resume=auto"]
+    if not steps:
+        return words
+    follows = run.settings.get("lr_schedule.steps") in (steps, "${trainer.steps}")
+    changed = ["lr_schedule.steps"] if follows else []
+    changed += ["trainer.steps"] if (run.settings.get("model.drop_path_keep") or 1) < 1 else []
+    return [
+        *words,
+        f"trainer.steps={2 * steps}",
+        *([f"checkpoint.allow_changes=[{','.join(changed)}]"] * bool(changed)),
+    ]
+
+
+def _foreign(run: FinishedRun) -> list[str]:
+    """Returns the code of the user's that a checkpoint of the run calls."""
+    found = (value for key, value in run.settings.items() if key.split(".")[0] in SECTIONS and "_target_" in key)
+    return list(dict.fromkeys(str(value) for value in found if value not in OURS))
 
 
 def _rows(path: Path) -> tuple[list[Row], list[str]]:

@@ -58,6 +58,7 @@ class FinishedRun:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
         settings: the whole configuration, flat: "pipeline.K" to value.
         words: the overrides, as they were typed.
+        config_dir: the folder of `--config-dir`; None without.
         error: of a failed run, in one line.
         outcome: the status with the error and what cannot be read.
         summary: of summary.json, or of an unfinished run what is known: K, M, loss, examples_per_second.
@@ -70,6 +71,7 @@ class FinishedRun:
     error: str | None = None
     outcome: str = ""
     summary: Mapping[str, Any] = field(default_factory=dict)
+    config_dir: str | None = None
 
     @property
     def typed(self) -> dict[str, str]:
@@ -129,6 +131,9 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
     broken: list[str] = []
     settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken) or {})
     words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken) or []
+    hydra = flat(_read_yaml(folder / ".hydra" / "hydra.yaml", dict, []) or {})
+    sources = [of for of in hydra.get("hydra.runtime.config_sources") or () if isinstance(of, Mapping)]
+    config_dir = next((str(of.get("path")) for of in sources if of.get("provider") == "command-line"), None)
     summary: dict[str, Any] | None = {} if running else None
     try:
         summary = {**read_json(folder / "summary.json", Summary)} if summary is None else summary
@@ -149,7 +154,9 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
     status = "failed" if error else "running" if running else status
     planned = {key.removeprefix("pipeline."): settings[key] for key in GRID if isinstance(settings.get(key), int)}
     outcome = "; ".join([status if error is None else f"{status}: {error}", *broken])
-    return FinishedRun(folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary})
+    return FinishedRun(
+        folder, status, settings, [str(word) for word in words], error, outcome, {**planned, **summary}, config_dir
+    )
 
 
 def _error(path: Path) -> str | None:

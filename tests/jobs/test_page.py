@@ -2,14 +2,18 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import yaml
 from inline_run import train_inline
+from own_model import WORDS
+from processes import command, succeeded
 
 from gpipe_cli.jobs import page
 from gpipe_cli.jobs.page import PAGE, PLAN, run_page, write_page
@@ -46,6 +50,30 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
         self.sections += [data] * (self._open[-1:] == ["h2"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_on_the_page_of_a_run_runs(tmp_path: Path) -> None:
+    """... of a run with a folder of configurations and code of the user's own, and a schedule with a length."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("_target_: own_layers.layers\n")
+    shutil.copy(Path(__file__).parents[1] / "helpers" / "own_model.py", tmp_path / "own_layers.py")
+    words = ["--config-dir", "conf", "model=mine", *(word for word in WORDS if not word.startswith(("model", "lr_")))]
+    words += [
+        "lr_schedule=cosine",
+        "lr_schedule.warmup_steps=1",
+        "trainer.steps=2",
+        "hydra.run.dir=run",
+        "pipeline.K=2",
+    ]
+    succeeded(command("train", *words, "pipeline.workers=1", cwd=tmp_path))
+    shown = re.findall(r"<pre>(.*?)</pre>", (tmp_path / "run" / PAGE).read_text(), re.DOTALL)
+    lines = [shlex.split(line) for block in shown for line in unescape(block).splitlines()]
+    assert [name for name, *_ in lines] == ["gpipe-report", "gpipe-train", "gpipe-train", "gpipe-eval", "gpipe-export"]
+    for name, *typed in lines[2:]:
+        succeeded(command(name.removeprefix("gpipe-"), *typed, cwd=tmp_path))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4
 
 
 @pytest.fixture(scope="module")
