@@ -141,6 +141,13 @@ def test_a_pipe_in_place_of_a_file_is_named(tmp_path: Path, capsys: pytest.Captu
             list(open_store(CORPUS, str(tmp_path), no_report).held_out("dev"))
 
 
+def test_a_cache_that_is_deleted_while_it_is_used_is_told(tmp_path: Path) -> None:
+    corpus = open_store(CORPUS, str(tmp_path), no_report)
+    shutil.rmtree(corpus.folder)
+    with pytest.raises(PlainError, match=r"dev\.jsonl was there and has been deleted: continue the run"):
+        list(corpus.held_out("dev"))
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": [["flatten", [], {}]], "loss": null}', "NaN", "{"])
 def test_a_damaged_profile_is_measured_anew(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,12 +27,13 @@ from . import files
 from .layer_state import LayerState, write_layer
 
 
+@dataclass
 class CheckpointWriter:
     """Writes one worker's layers. All methods are called by the worker's main thread.
 
     An error in the background is raised by the next call of any method, as a DiskError.
 
-    Args:
+    Attributes:
         run_dir: the run directory, on a file system that all workers share.
         worker: this worker's number, 0 … workers−1. Worker 0 commits.
         model: parameter names of every layer of the whole model, in model order; only worker 0 needs it.
@@ -40,17 +41,16 @@ class CheckpointWriter:
         device: the kind of device that computes, as "cuda"; kept with every checkpoint.
     """
 
-    def __init__(
-        self, run_dir: Path, worker: int, model: Mapping[str, Collection[str]], keep: int = 2, device: str = "cpu"
-    ) -> None:
-        self._run_dir = run_dir
-        self._worker = worker
-        self._model = model
-        self._keep = keep
-        self._device = device
+    run_dir: Path
+    worker: int
+    model: Mapping[str, Collection[str]]
+    keep: int = 2
+    device: str = "cpu"
+    _finished_step: int = -1
+
+    def __post_init__(self) -> None:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
-        self._finished_step = -1
 
     def begin(self, step: int, layers: Mapping[str, LayerState]) -> None:
         """Copies ``layers`` to the CPU and starts to write them; waits first while the previous step is being written.
@@ -78,40 +78,40 @@ class CheckpointWriter:
             DiskError: it cannot be written.
         """
         self._raise_failure()
-        final = files.step_directory(self._run_dir, step)
+        final = files.step_directory(self.run_dir, step)
         with self._told("completing", final):
-            self._complete(files.CheckpointInfo(final, step, state, {}, versions(self._device)), workers)
-        self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))
+            self._complete(files.CheckpointInfo(final, step, state, {}, versions(self.device)), workers)
+        self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))
         return files.read_manifest(final)
 
     def _complete(self, info: files.CheckpointInfo, workers: int) -> None:
-        directory, parts = files.partial_directory(self._run_dir, info.step), range(workers)
+        directory, parts = files.partial_directory(self.run_dir, info.step), range(workers)
         written: dict[str, files.LayerFile] = {}
         for path in (part_path(directory, worker) for worker in parts):
             written |= {file.name: file for file in read_json(path, list[files.LayerFile])}
         saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
-        expected = {*self._model, *(f"{layer}.{name}" for layer, names in self._model.items() for name in names)}
+        expected = {*self.model, *(f"{layer}.{name}" for layer, names in self.model.items() for name in names)}
         if saved != expected:
             raise files.CheckpointError(
                 f"the checkpoint of step {info.step} is not the model and was not kept; not in both: "
                 + files.shorten(sorted(saved ^ expected))
             )
-        info = replace(info, path=directory, layers={name: written[name] for name in self._model})
+        info = replace(info, path=directory, layers={name: written[name] for name in self.model})
         if damaged := files.problems(info):
             raise files.CheckpointError(f"the checkpoint of step {info.step} is not complete: {files.shorten(damaged)}")
         for worker in parts:
             part_path(directory, worker).unlink()
         write_manifest(info)
-        final = directory.rename(files.step_directory(self._run_dir, info.step))
+        final = directory.rename(files.step_directory(self.run_dir, info.step))
         sync_directory(final.parent)
 
     def amend(self, step: int, state: files.RunState) -> None:
         """Replaces the progress in the complete checkpoint of ``step`` (worker 0)."""
-        directory = files.step_directory(self._run_dir, step)
+        directory = files.step_directory(self.run_dir, step)
         with self._told("amending", directory):
             info = files.read_manifest(directory)  # whose other values belong to its layers
             write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
-        self._jobs.append(self._background.submit(prune, self._run_dir, self._keep))  # the former best one may go
+        self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))  # the former best one may go
 
     def wait(self) -> None:
         """Returns when everything begun is on disk: before the last report, and at the end of the run."""
@@ -119,14 +119,14 @@ class CheckpointWriter:
             self._jobs.pop(0).result()
 
     def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
-        directory = files.partial_directory(self._run_dir, step)
+        directory = files.partial_directory(self.run_dir, step)
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
             try:
                 written = [write_layer(directory, step, name, state) for name, state in layers.items()]
                 sync_directory(directory / "layers")
-                write_json(part_path(directory, self._worker), [asdict(file) for file in written])
+                write_json(part_path(directory, self.worker), [asdict(file) for file in written])
             except OSError:
                 for name in layers:  # room for others: the rest is useless
                     with suppress(OSError):
@@ -144,10 +144,10 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            earlier = f"checkpoint.resume={self._run_dir}: earlier checkpoints are untouched"
-            again = earlier if files.step_directories(self._run_dir) else "the same again: this run had saved no step"
+            earlier = f"checkpoint.resume={self.run_dir}: earlier checkpoints are untouched"
+            again = earlier if files.step_directories(self.run_dir) else "the same again: this run had saved no step"
             raise DiskError(
-                f"worker {self._worker}, {action}: {cannot_write(path, error)}. Free disk space or restore the right "
+                f"worker {self.worker}, {action}: {cannot_write(path, error)}. Free disk space or restore the right "
                 f"to write, then type {again}"
             ) from error
 

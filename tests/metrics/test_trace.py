@@ -88,6 +88,7 @@ def test_every_message_has_an_arrow_forward_in_time(run: Run) -> None:
 
 
 def test_now_and_then_a_step_tells_the_times_of_every_cell(run: Run) -> None:
+    assert 0 < run.summary["first_step_seconds"] < run.summary["wall_seconds"] < 3600  # both by one clock
     steps = rows(run.directory / "metrics.jsonl")
     assert ["cells" in row for row in steps] == [True, False, True]  # the first, and every third
     cells = steps[2]["cells"]
