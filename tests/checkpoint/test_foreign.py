@@ -234,15 +234,3 @@ def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words_and_do
         assert main([*words, f"trainer.steps={steps}", "checkpoint.resume=auto"]) == 0
         assert ("weights from" in capsys.readouterr().out) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.L=6"], r"does not fit this model:\n.* not in it: stack_1\.1\.(.|\n)*init_except=\[stack_1\.\*\."),
-        (["model.D=32", "checkpoint.init_except=[head]"], r"other shapes: stem(.|\n)*init_except=\[head,.*…\]"),
-    ],
-)
-def test_what_does_not_fit_is_named(digits: Path, tmp_path: Path, words: list[str], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        begun_with(tmp_path / "run", digits, *words)
