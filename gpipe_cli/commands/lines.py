@@ -50,6 +50,8 @@ def answer_lines(
             os.mkfifo(pipe := folder / "lines")
             # Not sys.stdin: the thread may still be reading it when Python ends and closes it.
             lines = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: SIM115  # the thread closes it
+            if lines.isatty():
+                say("a line is answered when it is typed; Ctrl-D ends")
             threading.Thread(target=_pass_on, args=(lines, pipe), daemon=True).start()
             config["input"] = str(pipe)
         else:
