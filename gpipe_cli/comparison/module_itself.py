@@ -205,11 +205,11 @@ class _Layers:
         self.has_half = autocast is not None or any(parameter.itemsize == 2 for parameter in owners.values())
 
     def _score(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        self._output = outputs[0].detach().clone()
+        self._output = joined(outputs)
         return self._loss(outputs, targets), torch.zeros(0)
 
     def _keep(self, _: int, outputs: Tensors, targets: Tensors) -> None:
-        self._output = outputs[0].clone()
+        self._output = joined(outputs)
 
     def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
         """Returns the output; in training, adds gradients to the parameters'."""
@@ -257,9 +257,10 @@ class Itself:
                 self._called.train(trains)
             for inputs, targets in micro_batches:
                 with self._context():
-                    output: Tensor = self._called(*(tensor.clone() for tensor in inputs))
-                    loss = self._loss((output,), targets) / len(micro_batches) if trains else None
-                returned.append(output.detach().clone())
+                    made = self._called(*(tensor.clone() for tensor in inputs))
+                    outputs: Tensors = made if isinstance(made, tuple) else (made,)
+                    loss = self._loss(outputs, targets) / len(micro_batches) if trains else None
+                returned.append(joined(outputs))
                 if loss is not None and loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return returned
@@ -272,6 +273,13 @@ class Itself:
         named: dict[str, Tensor] = dict(self._called.named_parameters())
         named |= dict(self._called.named_buffers())
         return {name.removeprefix(INSIDE): tensor for name, tensor in named.items()}
+
+
+def joined(outputs: Tensors) -> Tensor:
+    """Returns a copy of one output; of several all their numbers."""
+    if len(outputs) == 1:
+        return outputs[0].detach().clone()
+    return torch.cat([output.detach().flatten().to(torch.get_default_dtype()) for output in outputs])
 
 
 # -- the calls ---------------------------------------------------------------------------------------------------------

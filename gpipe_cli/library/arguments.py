@@ -95,8 +95,8 @@ def one_of(letter: str, value: int | None, word: str, other: int | None) -> int:
     return value if value is not None else other  # type: ignore[return-value]  # one is given
 
 
-def task_of(loss: object, weight: Callable[[Any], Any] | None) -> Task:
-    """Returns the task of a loss function; or a task as it is.
+def task_of(loss: object, weight: Callable[[Any], Any] | None, answer: Callable[[Tensors], Any]) -> Task:
+    """Returns the task of a loss function, which gets the ``answer`` of the outputs; or a task as it is.
 
     Raises:
         ConfigurationError: it is neither, or a task has a weight beside its own.
@@ -107,7 +107,7 @@ def task_of(loss: object, weight: Callable[[Any], Any] | None) -> Task:
         raise ConfigurationError(
             "Pipeline.of(layers, loss, example): loss is a function, with weight= or not, or a task"
         )
-    return LossFunctionTask(loss, weight)
+    return LossFunctionTask(loss, weight, answer)
 
 
 def checked(values: Mapping[str, Any], autocast: object) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ..errors import ConfigurationError
 from ..layers import AGAIN, LayerBuilder, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
-from ..models.traced.module import Call, TracedFrom, copied
+from ..models.traced.module import ALL, Call, TracedFrom, copied
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer
@@ -63,7 +63,9 @@ class Pipeline(WorkerPipeline):
         self._signals = Signals()
         self._built = self._held()
         self._trained = self._trained_names()
-        self._inputs, self._nothing = Inputs(), nn.Parameter(torch.empty(0, device=self.world.device))
+        self._inputs = Inputs()
+        self._answer: Callable[[Tensors], Any] = alone
+        self._nothing = nn.Parameter(torch.empty(0, device=self.world.device))
 
     @classmethod
     def of(
@@ -116,10 +118,11 @@ class Pipeline(WorkerPipeline):
         values |= {"device": device, "backend": backend, "replicas": replicas, "seed": seed, "steps": steps}
         values = checked(values, autocast)
         seed, steps = values.pop("seed"), values.pop("steps")
-        task = task_of(loss, weight)
         given, micro_batch = Inputs.of(example, shared, isinstance(layers, nn.Module))
         traced_as = (given, micro_batch[0], seed, autocast, trust)
         builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else listed(layers)
+        answer = maker_of(builders[-1]).answer if isinstance(layers, nn.Module) else alone
+        task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
         config = PipelineConfig(**values, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
@@ -132,7 +135,7 @@ class Pipeline(WorkerPipeline):
         for cell in made.cells:
             cell.guard_buffers()
         refuse_fewer(made.layers, *agreed[1])
-        made._steps, made._inputs, made.engine.frees_peers = steps, given, True
+        made._steps, made._inputs, made._answer, made.engine.frees_peers = steps, given, answer, True
         return made
 
     def close(self) -> None:
@@ -287,7 +290,7 @@ class Pipeline(WorkerPipeline):
         by_place = zip(*(outputs for outputs, _ in found), strict=True)
         own = {str(place): torch.cat([*map(torch.atleast_1d, parts)]) for place, parts in enumerate(by_place)}
         by_replica = [outputs.values() for outputs in self._everyones(own) if outputs]
-        return alone(tuple(map(torch.cat, zip(*by_replica, strict=True))))
+        return self._answer(tuple(map(torch.cat, zip(*by_replica, strict=True))))
 
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Returns the sum of a tensor over all workers, in the order of their ranks; all give the same shape."""
@@ -489,7 +492,7 @@ def traced(
 ) -> list[LayerBuilder]:
     """Returns the layers of a module, which have its weights and their names."""
     dtype = None if autocast is None else str(autocast).removeprefix("torch.")
-    call = Call(inputs=given.names or None, mean=None, shared=given.shared)
+    call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
     of = TracedFrom(partial(copied, module), call, seed, dtype, trust)
     return traced_layers(of, example_of(inputs), torch.float32)
 

@@ -111,6 +111,8 @@ class LossFunctionTask(Task):
     def _warn_of_other_means(self, micro_batch: MicroBatch) -> None:
         """Warns if the loss of some examples is not the weighted mean of its parts, and so depends on M."""
         earlier, self._earlier = self._earlier, micro_batch
+        if len({tensor.shape[:1] for side in micro_batch for tensor in side}) > 1:  # not of all outputs
+            return
         if is_divided := len(micro_batch[1][0]) > 1:
             parts = _halves(micro_batch)
         elif earlier is not None:

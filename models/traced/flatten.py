@@ -40,7 +40,7 @@ class Flat:
         inputs: placeholders of the micro-batch's tensors.
         held: placeholders of parameters, buffers and constants, with their names.
         parameters: those of parameters.
-        output: the node whose value the module returns.
+        outputs: the nodes whose values the module returns.
         forbidden: pairs of nodes between which no cut may come.
     """
 
@@ -48,7 +48,7 @@ class Flat:
     inputs: list[fx.Node] = field(default_factory=list)
     held: dict[fx.Node, str] = field(default_factory=dict)
     parameters: set[fx.Node] = field(default_factory=set)
-    output: fx.Node | None = None
+    outputs: tuple[fx.Node, ...] = ()
     forbidden: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     @property
@@ -102,8 +102,8 @@ def flatten(
         flat.held[copy] = name
         if spec.kind == InputKind.PARAMETER or shared is not None:
             flat.parameters.add(copy)
-    (flat.output,) = _Flattener(flat).put(module, module.graph, env)
-    flat.graph.output(flat.output)
+    flat.outputs = tuple(_Flattener(flat).put(module, module.graph, env))
+    flat.graph.output(flat.outputs)
     flat.graph.eliminate_dead_code(_has_effect)
     _keep_kernels(flat)
     kept = set(flat.graph.nodes)

@@ -210,11 +210,13 @@ class LayerMaker:
     Attributes:
         traced_from: of all layers of the module.
         held: names of the layer's tensors in the module: name within the layer -> first name.
+        answer: makes what the module returns of its output tensors.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
+        self.answer = trace.answer
         self._forwards: tuple[Forward, Forward] | None = None
 
     def share_with(self, module: nn.Module) -> None:

@@ -6,14 +6,17 @@ from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from inspect import signature
+from operator import itemgetter
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 Constructor = Callable[[], nn.Module]
+ALL = "*"  # tensors of what a module returns
 IGNORED = -100  # the target that torch's losses leave out
 
 
@@ -23,7 +26,8 @@ class Call:
 
     Attributes:
         inputs: the name of the argument that each tensor of a micro-batch becomes; None: they are given by position.
-        output: attribute, key or index of what the module returns, as ``logits`` or ``heads.logits``; None: its first
+        output: attribute, key or index of what the module returns, as ``logits`` or ``heads.logits``; `ALL`: all its
+            tensors; None: its first
             tensor.
         arguments: further arguments by name, the same in every call.
         masks: the argument that marks the tokens of another which are no padding, by its name: mask -> tokens.
@@ -113,7 +117,13 @@ class Untraceable(Exception):
 
 
 class Called(nn.Module):
-    """Wraps a module so that tensors go in and one tensor comes out."""
+    """Wraps a module so that tensors go in and one tensor comes out, or all.
+
+    Attributes:
+        answer: makes what the module returns of the tensors that come out, as it was in the last call.
+    """
+
+    answer: Callable[[Sequence[Tensor]], Any] = itemgetter(0)
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__()
@@ -126,7 +136,14 @@ class Called(nn.Module):
                 )
         self.module, self.call = module, call
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        answer = self._called_with(tensors)
+        if self.call.output != ALL:
+            return output_of(answer, self.call.output)
+        outputs, self.answer = taken_apart(answer)
+        return outputs
+
+    def _called_with(self, tensors: Sequence[Tensor]) -> Any:
         call = self.call
         values = list(tensors)
         if call.mean is not None:
@@ -138,13 +155,13 @@ class Called(nn.Module):
                 target = target.masked_fill(target.eq(call.ignored), IGNORED)
             more |= dict.fromkeys(call.labels, target)
         if call.inputs is None:
-            return output_of(self.module(*values, **more), call.output)
+            return self.module(*values, **more)
         if len(call.inputs) != len(values):
             raise CallError(f"model.inputs={list(call.inputs)}: name as many as there are input tensors: {len(values)}")
         named = dict(zip(call.inputs, values, strict=True))
         named |= {name: named[name][0] for name in call.shared}
         masks = {mask: named[tokens] != call.pad_id for mask, tokens in call.masks.items()}
-        return output_of(self.module(**named, **masks, **more), call.output)
+        return self.module(**named, **masks, **more)
 
     def _scaled(self, images: Tensor, mean: Sequence[float]) -> Tensor:
         shape = (1, -1, *([1] * (images.dim() - 2)))
@@ -167,6 +184,29 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
         named = f"the tensors {', '.join(tensors)}" if any(tensors) else f"a {type(answer).__name__}"
         raise CallError(f"model.output={'null' if wanted is None else wanted}: the module returns {named}: name one")
     return found
+
+
+def taken_apart(answer: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], Any]]:
+    """Returns the tensors of a module's answer, and what makes such an answer of tensors; of one tensor the tensor.
+
+    Plain values beside the tensors stay as they are, others, such as caches, become None.
+
+    Raises:
+        CallError: it has no tensors, or several in an object that torch does not know.
+    """
+    leaves, structure = pytree.tree_flatten(answer)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if not places and len([*_named_tensors(answer)]) > 1:
+        raise CallError(f"the module returns a {type(answer).__name__} of several tensors: return a tuple or a dict")
+    if len(places) < 2:
+        return (output_of(answer, None),), itemgetter(0)
+    others = [leaf if isinstance(leaf, (bool, int, float, str)) else None for leaf in leaves]
+
+    def put_together(tensors: Sequence[Tensor]) -> Any:
+        given = dict(zip(places, tensors, strict=True))
+        return pytree.tree_unflatten([given.get(place, other) for place, other in enumerate(others)], structure)
+
+    return tuple(leaves[place] for place in places), put_together
 
 
 def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

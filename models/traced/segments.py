@@ -102,8 +102,7 @@ class _Parts:
         nodes = flat.nodes
         positions = [0, *(cut.position for cut in cuts), len(nodes)]
         self.nodes = [nodes[first:last] for first, last in pairwise(positions)]
-        assert flat.output is not None
-        self.passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), (flat.output,)]
+        self.passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), flat.outputs]
         self.missing = [self._sizes_that_no_tensor_has(number) for number in range(len(positions))]
         self.open = [self._entered_before(position) for position in positions]
 

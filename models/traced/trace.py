@@ -81,6 +81,7 @@ class Trace:
         constants: tensors that the code made.
         recording: of the constructor; None where it must run for real.
         conditions: that the sizes of the inputs must fulfil.
+        answer: makes what the module returns of its output tensors.
     """
 
     training: Flat
@@ -91,6 +92,7 @@ class Trace:
     constants: dict[str, Tensor]
     recording: ConstructorRecord | None
     conditions: list[SizeCondition]
+    answer: Callable[[Sequence[Tensor]], Any]
 
     def is_parameter(self, name: str) -> bool:
         """Returns whether a first name is that of a parameter."""
@@ -144,7 +146,8 @@ def _traced(
         held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
     aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
     persistent = {*module.state_dict().keys()}
-    programs = _programs(Traceable(module, of.call), example, fake, of.autocast)
+    called = Traceable(module, of.call)
+    programs = _programs(called, example, fake, of.autocast)
     constants: dict[str, Tensor] = {}
     graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
@@ -158,7 +161,7 @@ def _traced(
         c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
     ]
     assumed = list(dict.fromkeys(conditions))
-    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed)
+    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed, called.answer)
 
 
 def _widen(module: nn.Module, float_type: torch.dtype) -> None:

@@ -54,7 +54,7 @@ class Traceable(Called):
         named = nn.Module.named_parameters(module, remove_duplicate=False)
         self._marks = {name: {**vars(parameter)} for name, parameter in named}  # torch.export calls with others
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         self.before.restore(registered=False)  # torch.export may call more than once
         with ExitStack() as stack:
             data = patch.object(Tensor, "data", property(Tensor.detach, refuse_data), create=True)
