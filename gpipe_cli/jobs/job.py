@@ -18,7 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import step_directories, step_of
-from gpipe_cli.jobs import torchrun, trust
+from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.beginning import with_checkpoint
 from gpipe_cli.jobs.configuration import Prepared, composed_with_hydra, prepare, resolved, without_hydra
 from gpipe_cli.jobs.page import PLAN, write_page
@@ -151,7 +151,7 @@ def _run_workers(
     for line in prepared.lines:
         console.detail(line)
     restarts = Restarts(config["settings"], run_dir, console)
-    events = _Events(prepared.config["data"], record, restarts, console)
+    events = _Events(record, restarts, console)
     try:
         while True:
             started = {**config, "settings": restarts.settings, "restarts": restarts.records}
@@ -173,7 +173,6 @@ class _Events:
     Until "begun" a worker may still refuse the run, and nothing of an earlier run in the same directory is replaced.
     """
 
-    data: dict[str, Any]
     record: RunRecord
     restarts: Restarts
     console: Console
@@ -182,7 +181,6 @@ class _Events:
         kind, run_dir = event.get("kind"), self.record.run_dir
         if kind == "begun":
             self.record.begin()
-            trust.remember_paths(self.data)
             for earlier in (PLAN, *((RESTARTS,) if not self.restarts.records else ())):
                 (run_dir / earlier).unlink(missing_ok=True)
         elif kind == "drawn":

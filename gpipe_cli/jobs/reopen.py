@@ -9,6 +9,7 @@ What depends on the machine is chosen anew unless it is typed: as many workers a
 this machine's cache.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +29,7 @@ from gpipe_cli.jobs.configuration import CONF, Prepared, composed, in_one_line, 
 from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.supervisor import OnEvent
+from gpipe_cli.terminal.runs import read_run
 
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
@@ -65,7 +67,10 @@ class Reopened:
 
     def require_named_paths(self) -> None:
         """Refuses to read files that only the checkpoint names (`trust.refuse_unnamed_paths`)."""
-        trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, self.info.path / "manifest.json")
+        manifest, record = self.info.path / "manifest.json", self.info.run_dir / ".hydra" / "config.yaml"
+        is_own = record.is_file() and record.stat().st_uid == os.getuid()
+        recorded = read_run(self.info.run_dir).settings if is_own else {}
+        trust.refuse_unnamed_paths(self.prepared.config["data"], self.named, recorded, manifest)
 
 
 def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted: Sequence[str] = ()) -> Reopened:

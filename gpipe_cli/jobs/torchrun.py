@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from gpipe_cli.disk import LogFile
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch.join import joined, lasting_store, restart_count
+from gpipe_cli.launch.report import LOG_LINE, log_path
 from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
@@ -77,6 +80,17 @@ def refuse_separate_directories(context: Context) -> None:
         )
 
 
+def log_of_rank(context: Context) -> None:
+    """Logs what this rank has to say to workers/rank_N.log of the run, too, as workers of the command's own do."""
+    path = log_path(context.run_dir / "workers", context.rank)
+    path.parent.mkdir(exist_ok=True)
+    file = LogFile(path)
+    file.setFormatter(logging.Formatter(LOG_LINE))
+    root = logging.getLogger()
+    root.addHandler(file)
+    root.setLevel(logging.INFO)
+
+
 def own_place() -> tuple[str, str]:
     """Returns the key and the path of this command's directory: of a sweep the one of all its jobs."""
     place = HydraConfig.get()
@@ -108,4 +122,5 @@ def enter(context: Context, wrapped: dict[str, Any]) -> Any:
     run_dir, config = json.loads(context.store.get(KEY))
     context.run_dir = Path(run_dir)
     refuse_separate_directories(context)
+    log_of_rank(context)
     return resolve_name(wrapped["entry"])(context, config)

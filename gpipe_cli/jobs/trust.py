@@ -6,13 +6,8 @@ Names are compared as a whole: Hydra resolves attributes of what a module import
 `gpipe_cli.data.images.digits.Path.unlink` begins like a name of gpipe-cli.
 """
 
-import hashlib
-import json
-import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +15,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gpipe_cli.config import KINDS
-from gpipe_cli.disk import cache_folder, open_for_writing
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.typed_section import typed
+from gpipe_cli.typed_section import flat, typed
 
 OURS = {  # of models, data and tasks
     *KINDS,
@@ -87,53 +81,28 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
         )
 
 
-def remember_paths(data: Mapping[str, Any]) -> None:
-    """Notes in the cache that this user has named the files which a run trains on: its evaluations may read them."""
-    for note in map(_note, _paths(data).items()):
-        with suppress(OSError):  # a cache that cannot be written costs a word in a later command
-            note.parent.mkdir(parents=True, exist_ok=True)
-            os.close(open_for_writing(note))
-
-
-def _note(named: tuple[str, Any]) -> Path:
-    """Returns the path of the note about a key and its files, wherever the command is called."""
-    told = json.dumps([named[0], _absolute(named[1])], default=str, sort_keys=True)
-    return cache_folder(None) / "named" / hashlib.sha256(told.encode()).hexdigest()
-
-
-def _absolute(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _absolute(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [*map(_absolute, value)]
-    return str(Path(value).expanduser().absolute()) if isinstance(value, str) else value
-
-
-def _is_own(note: Path) -> bool:
-    """Says whether the note was made by this user; others may write to a cache that is shared."""
-    with suppress(OSError):
-        found = note.lstat()
-        return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-    return False
-
-
 def _paths(data: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the section that name files, with their values."""
     return {f"data.{key}": data[key] for key in PATHS if data.get(key) is not None and not [*targets(data[key])]}
 
 
-def refuse_unnamed_paths(data: Mapping[str, Any], named: Sequence[str], checkpoint: Path) -> None:
+def refuse_unnamed_paths(
+    data: Mapping[str, Any], named: Sequence[str], recorded: Mapping[str, Any], checkpoint: Path
+) -> None:
     """Refuses to read files that a checkpoint's configuration names, and the user never has.
 
     Args:
         data: the section.
         named: the keys that were typed, and those of `trust=`.
+        recorded: the configuration that the user's own run has recorded, flat.
 
     Raises:
         ConfigurationError: it names the keys with their values, and what to type.
     """
     found = _paths(data)
-    if unnamed := [of[0] for of in found.items() if not {of[0], "data"} & {*named} and not _is_own(_note(of))]:
+    values = {key: flat({key: value}) for key, value in found.items()}
+    trained_on = [key for key, parts in values.items() if all(recorded.get(of) == parts[of] for of in parts)]
+    if unnamed := [key for key in found if not {key, "data"} & {*named, *trained_on}]:
         words = " ".join(f"{key}={typed(found[key])}" for key in unnamed)
         raise ConfigurationError(
             f"{checkpoint} names files: {words}. They are read only when you name them, too: type "

@@ -101,6 +101,17 @@ class Context:
         )
 
 
+def _leave_together(context: Context) -> None:
+    """Waits until every rank has come to its end; rank 0, which may serve the store, leaves it last."""
+    from torch.distributed import PrefixStore
+
+    context.decide("end", "", lambda _: "")
+    store = PrefixStore("left", context.store)
+    store.set(str(context.rank), "")
+    if context.rank == 0:
+        store.wait([str(rank) for rank in range(context.world_size)], timedelta(seconds=GROUP_TIMEOUT_SECONDS))
+
+
 def call_entry(entry: str, context: Context, config: dict[str, Any], threads: int | None) -> Any:
     """Imports `package.module:function`, calls it, and leaves the process group after success.
 
@@ -110,6 +121,8 @@ def call_entry(entry: str, context: Context, config: dict[str, Any], threads: in
     main = resolve_name(entry)
     with as_worker(threads):
         value = main(context, config)
+    if context.messenger is None and context.world_size > 1:  # nobody else sees to it that no rank leaves too early
+        _leave_together(context)
     leave_group()
     return value
 

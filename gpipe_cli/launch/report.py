@@ -20,6 +20,7 @@ from gpipe_cli.json_files import DamagedJson, read_json
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
+LOG_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"  # of a worker's log
 STARTER = -1  # in place of a rank: the process that starts the workers
 
 # Errors of torch.distributed, gloo and NCCL when the other side is gone or slow.

@@ -177,7 +177,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     )
     try:
         redirect_output(report.log_path(Path(job["directory"]), rank))
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+        logging.basicConfig(level=logging.INFO, format=report.LOG_LINE, force=True)
         channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
     except BaseException as error:
         channel.fail(report.failure_of(rank, error, context.where.known()))

@@ -5,12 +5,10 @@ python launch_jobs.py ENTRY WORKERS RUN_DIR [key=value of Job, as JSON ...]
 Where RANK is set it is one rank; ENTRY may be several then, with commas between.
 """
 
-import ctypes
 import errno
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -79,16 +77,6 @@ def fail_beside_recv(context: Context, config: dict[str, Any]) -> None:
         context.where.layer = "encoder.3"
         raise ValueError("the real cause")
     torch.distributed.recv(torch.zeros(1), CULPRIT)
-
-
-def kill_beside_device(context: Context, config: dict[str, Any]) -> None:
-    """One rank is killed while the others wait inside a call that never returns to Python, as a GPU's."""
-    _joined(context)
-    if context.rank == CULPRIT:
-        os.kill(os.getpid(), signal.SIGKILL)
-    system, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    while True:
-        system.pthread_mutex_lock(mutex)  # the second time waits for this very thread
 
 
 def raise_value_error(context: Context, config: dict[str, Any]) -> None:

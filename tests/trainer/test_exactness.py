@@ -82,6 +82,7 @@ def test_torchrun_s_processes_save_when_asked_to_stop_and_go_on_with_the_same_bi
     assert signalled(words, run_dir, 3, signal.SIGTERM) != 0
     assert 3 <= len(losses(run_dir)) < 20
     assert list((run_dir / "checkpoints").glob("step_*/manifest.json"))
+    assert {path.name for path in (run_dir / "workers").iterdir()} == {"rank_0.log", "rank_1.log"}
     succeeded(run(*words, "checkpoint.resume=auto", cwd=tmp_path))
     assert losses(run_dir) == losses(whole)
     assert same_bits(run_dir, whole)
