@@ -7,6 +7,7 @@ from contextlib import suppress
 from html import unescape
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpipe_cli.disk import read_bytes
@@ -23,6 +24,7 @@ from gpipe_cli.typed_section import typed
 PAGE, PLAN, CLASSES = "report.html", "plan.json", "classes.json"
 WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
+MEASURED = 20  # last steps, for the median of their speeds
 WORTH_IT = 0.02  # a plan that is less faster is none
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
@@ -72,6 +74,7 @@ def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
     known = {name: value for name, value in run.summary.items() if value is not None}
     first, last = (rows[0], {**rows[-1], **known}) if rows else ({}, known)
     wall, speed, ended = (last.get(key) for key in ("wall_seconds", "examples_per_second", "stopped_by"))
+    tokens = [row["tokens_per_second"] for row in rows[-MEASURED:] if row.get("tokens_per_second")]
     yield Facts(
         [
             ("state", run.outcome + (f" ({ended})" if ended and ended != "steps" else "")),
@@ -79,6 +82,7 @@ def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
             ("steps", last.get("steps", last.get("step"))),
             ("time", wall and duration(wall)),
             ("speed", speed and f"{number(speed, 3)} examples/s"),
+            ("", tokens and f"{number(median(tokens), 3)} tokens/s"),
             ("skipped", last.get("skipped_updates") or None),
             ("restarts", len(last.get("restarts") or ()) or None),
         ]

@@ -198,11 +198,11 @@ class Console(logging.Handler):
 
 def _figures(event: Event, seconds_left: float | None) -> str:
     """Returns the figures of a step that fit 80 columns beside a progress bar."""
-    loss = event["loss"]
+    loss, unit = event["loss"], "tokens" if "tokens_per_second" in event else "examples"
     parts = [
         f"loss {loss:.4f}" if loss is not None else "loss not finite",
         f"accuracy {number(event['accuracy'])}" if "accuracy" in event else f"lr {event['lr']:.1e}",
-        f"{number(event['examples_per_second'], 3)} examples/s",
+        f"{number(event[f'{unit}_per_second'], 3)} {unit}/s",
     ]
     if event.get("skipped_updates"):
         parts.append(f"{event['skipped_updates']} skipped")
