@@ -3,7 +3,6 @@
 import os
 import socket
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,8 +23,6 @@ from .exchange import all_gather_json, broadcast_json, gather_json
 NCCL2 = "ProcessGroupNCCL2"
 CPU = "cpu"  # the identity of a device that is not a GPU
 GROUP_TIMEOUT = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
-_FIRST_OF_PARTS = 1 << 30  # more groups than a program makes
-_made_of: Counter[tuple[int, ...]] = Counter()  # by ranks: how many groups of a part this process has made
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -166,7 +163,7 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     def new_group(ranks: range, backend: str) -> dist.ProcessGroup:
         """Makes a group of its own: messages of other pipelines, and the program's, are not taken for this one's."""
         of_all = [members[rank] for rank in ranks]
-        return _group_of_part(of_all, backend) if is_part else _new_group(of_all, backend)
+        return _new_group(of_all, backend, alone=is_part)
 
     control = new_group(range(size), "gloo")
     joined = _Joined(rank, size, place, Path.cwd(), open_store, warn, lambda: False, control=control)
@@ -216,22 +213,9 @@ class _Joined(Context):
         return choose(all_gather_json(own, self.control))
 
 
-def _group_of_part(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Makes a group by its members alone, so that all processes still agree about the names of later groups.
-
-    torch names groups by how many a process has made before, so here the count has a value of its own for a while.
-    """
-    every: Any = dist.distributed_c10d._world
-    before, every.group_count = every.group_count, _FIRST_OF_PARTS + _made_of[tuple(ranks)]
-    _made_of[tuple(ranks)] += 1
-    try:
-        return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=True))
-    finally:
-        every.group_count = before
-
-
-def _new_group(ranks: list[int] | None, backend: str | None = None) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend))
+def _new_group(ranks: list[int] | None, backend: str | None = None, alone: bool = False) -> dist.ProcessGroup:
+    """Makes a group; ``alone``: its members do, without the other processes."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=alone))
 
 
 def nccl_kind() -> str:

@@ -13,7 +13,7 @@ from .optimizers import SteppedByGroup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial: the steepest at zero (Jordan et al. 2024)
 SMALLEST_NORM = 1e-7
-STACKED = 1 << 21  # most weights of matrices that are multiplied together
+STACKED, MOST = 1 << 21, 16  # weights, and matrices, that are multiplied together at most
 
 
 class Muon(SteppedByGroup):
@@ -21,9 +21,9 @@ class Muon(SteppedByGroup):
 
     The momentum of a matrix becomes a matrix with the same directions whose singular values are all about 1, so that
     each direction is learnt at the same speed. The updates are those of `torch.optim.Muon`, which always computes in
-    bfloat16; CPUs without that type emulate it, 20 times slower than float32. On CPUs matrices of one shape are
-    multiplied together, with the bits of one at a time; elsewhere, where the kernel may depend on their number, and the
-    bits then on the cut, one after the other. A convolution is a matrix of its outputs.
+    bfloat16; CPUs without that type emulate it, 20 times slower than float32. Matrices of one shape are multiplied
+    together: on CPUs with the bits of one at a time; elsewhere, where the kernel may depend on their number, and the
+    bits then on the cut, always as many, zeros in place of those that lack. A convolution is a matrix of its outputs.
 
     Args:
         params: groups of parameters.
@@ -72,14 +72,14 @@ class Muon(SteppedByGroup):
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         alike: dict[Any, list[Tensor]] = {}
         for parameter in parameters if group["muon"] else ():
-            alike.setdefault(parameter.shape if parameter.is_cpu else id(parameter), []).append(parameter)
+            alike.setdefault(parameter.shape, []).append(parameter)
         for each in alike.values():
-            together = max(1, STACKED // each[0].numel())
+            together = min(MOST, max(1, STACKED // each[0].numel()))
             for start in range(0, len(each), together):
-                self._update_alike(group, each[start : start + together])
+                self._update_alike(group, each[start : start + together], together)
 
-    def _update_alike(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Updates matrices of one shape."""
+    def _update_alike(self, group: dict[str, Any], parameters: list[Tensor], size: int) -> None:
+        """Updates matrices of one shape, ``size`` at most."""
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -90,7 +90,10 @@ class Muon(SteppedByGroup):
             directions.append(parameter.grad.lerp(average, group["momentum"]).flatten(1))
         rows, columns = directions[0].shape
         rate = group["lr"] * max(1, rows / columns) ** 0.5
-        for parameter, update in zip(parameters, orthogonal(torch.stack(directions), group["iterations"]), strict=True):
+        if not parameters[0].is_cpu:
+            directions += [torch.zeros_like(directions[0])] * (size - len(directions))
+        updates = orthogonal(torch.stack(directions), group["iterations"])
+        for parameter, update in zip(parameters, updates, strict=False):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update.reshape(parameter.shape), alpha=-rate)
 

@@ -1,7 +1,7 @@
 """Seeds every random number of a run by its purpose.
 
 What a `_target_` makes comes from (seed, section), initial weights from (seed, layer), dropout and drop path from
-(seed, step, replica, micro-batch, layer); the backward, the update and evaluations have seeds of their own. So random
+(seed, step, replica, micro-batch, layer); the backward and evaluations have seeds of their own. So random
 numbers do not depend on K, on the worker or on earlier ones, and recompute (paper, section 2.3) draws the same numbers
 again without any stored generator state. What the program around the engine draws goes on as if the engine drew none.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import cpu
 from ..gpus import GPU
 
-WEIGHTS, NOISE, SECTION, EVALUATION, UPDATE, COSTS = range(1, 7)  # purposes of a seed, so that no two coincide
+WEIGHTS, NOISE, SECTION, EVALUATION, COSTS = 1, 2, 3, 4, 6  # purposes of a seed, so that no two coincide
 BACKWARD = 0x5DEECE66D  # changes the bits of a layer's seed for its backward
 _TOGETHER = 8  # seeds of eight bytes in the longest digest of blake2b
 
@@ -68,11 +68,6 @@ class NoiseSource:
             numbers = pack(f"<{len(place) + 1}q", *place, block)
             digests[block] = unpack(f"<{_TOGETHER}Q", blake2b(numbers, digest_size=8 * _TOGETHER).digest())
         return [digests[layer // _TOGETHER][layer % _TOGETHER] >> 1 for layer in layers]
-
-    def update_seed(self, update: int, parameter: str) -> int:
-        """Returns the seed of a parameter's update, by its full name; the same in every replica."""
-        name = int.from_bytes(blake2b(parameter.encode(), digest_size=8).digest(), "little", signed=True)
-        return derive_seed(UPDATE, self._seed, update, name)
 
     def seed(self, seed: int) -> None:
         """Seeds the generators."""

@@ -15,8 +15,8 @@ from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
+from ..errors import ConfigurationError
 from ..optim.average import WeightAverage
-from ..optim.noise import SeededUpdates
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepResult
@@ -47,8 +47,7 @@ class Updater:
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
         self._layers, self._unused = pipeline.layers, pipeline.unused
-        names = {parameter: name for cell in cells for name, parameter in cell.parameters()}
-        self._updates = SeededUpdates(optimizer, names, pipeline.engine.noise)
+        self._noise = pipeline.engine.noise
         self._parameters = pipeline.parameters()
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
 
@@ -81,7 +80,7 @@ class Updater:
         """
         if result.finite:
             scale_gradients(self._parameters, clip_factor(result.gradient_norm, self._clip))
-            self._updates.step(updates_before)
+            self._take_step()
             if self._shards is not None:
                 self._shards.spread()
             self._ties.spread()
@@ -90,6 +89,20 @@ class Updater:
                 self._average.update(updates_before)
         self._lr_schedule.step()
         self.forget_step()
+
+    def _take_step(self) -> None:
+        """Takes a step of the optimizer.
+
+        Raises:
+            ConfigurationError: it draws random numbers, which would be others for another cut.
+        """
+        before = self._noise.states()
+        self.optimizer.step()
+        if not all(map(torch.equal, before, self._noise.states())):
+            raise ConfigurationError(
+                f"optimizer._target_: {type(self.optimizer).__name__} draws random numbers in its step, so weights "
+                "would depend on pipeline.K: draw them in a layer or in the loss, or choose another optimizer"
+            )
 
     def forget_step(self) -> None:
         """Clears the gradients, and the BatchNorm statistics of a step that is not applied."""

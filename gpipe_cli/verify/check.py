@@ -20,7 +20,7 @@ from ..factory.groups import Groups
 from ..layers import own_name
 from . import compare as c
 from .compare import Gaps
-from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update, update_seed
+from .plain import Load, MiniBatch, PlainModel, PlainStep, average, learning_rate, update
 from .record import AGAIN, HELD, OUTPUT, Fingerprint, Point, RecordedStep, Seen, Spill
 
 MINI_BATCH, ALL_PARAMETERS = (NO_LAYER, "mini-batch"), (NO_LAYER, "all parameters")
@@ -149,9 +149,8 @@ class Checker:
                 if name in gradients:
                     of_layer = self.names[layer]
                     group = groups.key(own_name(of_layer, name.removeprefix(f"{of_layer}.")), weight.shape)
-                    gradient, seed = gradients[name] * factor, update_seed(self.settings.seed, updates, name)
-                    on = self.model.device
-                    right, state = update(optimizer, group, of_key(group), weight.to(on), state, gradient.to(on), seed)
+                    gradient, on = gradients[name] * factor, self.model.device
+                    right, state = update(optimizer, group, of_key(group), weight.to(on), state, gradient.to(on))
                 gaps[c.UPDATED][layer, name] = measure(new.get(f"weight/{name}"), right, weight)
                 if (layer, name) in self.model.owners.values():
                     owned[layer, name] = right

@@ -276,12 +276,6 @@ def noise_seed(*place: int) -> int:
     return int.from_bytes(eight[8 * number : 8 * number + 8], "little") // 2
 
 
-def update_seed(seed: int, update: int, parameter: str) -> int:
-    """Returns the seed of the update, number ``update`` from 0, of the parameter of this full name."""
-    name = int.from_bytes(blake2b(parameter.encode(), digest_size=8).digest(), "little", signed=True)
-    return int.from_bytes(_digest((5, seed, update, name), 8), "little") // 2
-
-
 def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKey = ()) -> float | None:
     """Returns the learning rate of a parameter in update n = 1, 2, …; None where the optimizer has none.
 
@@ -299,7 +293,7 @@ def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKe
 
 
 def update(
-    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor, seed: int = 0
+    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
 ) -> tuple[Tensor, Any]:
     """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
 
@@ -310,7 +304,6 @@ def update(
         rate: the learning rate.
         state: of the optimizer before, by name; empty before the first update.
         gradient: clipped.
-        seed: of the random numbers that the optimizer draws.
     """
     parameter = nn.Parameter(weight.clone())
     alone, group = _alone(section, key, parameter)
@@ -319,7 +312,6 @@ def update(
         beside = isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable"))
         alone.state[parameter][name] = value.to(weight.device, copy=True) if beside else deepcopy(value)
     parameter.grad = gradient.clone()
-    torch.manual_seed(seed)
     alone.step()
     return parameter.detach(), dict(alone.state[parameter])
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from inline_run import train_inline
 from torch import Tensor, nn
 
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.factory.build import build_lr_schedule, build_optimizer
 from gpipe_cli.factory.groups import Groups
 from gpipe_cli.optim import lr_schedules
@@ -182,3 +184,17 @@ def test_exponential_falls_in_stairs_that_count_from_the_first_step_down_to_its_
 def test_exponential_in_epochs_has_the_same_stairs() -> None:
     epochs = {"rate": 0.5, "decay_epochs": 2.0, "warmup_epochs": 1.6, "floor": 0.0, "examples": 10, "batch_size": 8}
     assert rates(lr_schedules.exponential_epochs, 6, **epochs) == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25]  # 1.25 steps each
+
+
+def test_an_optimizer_that_draws_random_numbers_is_refused(tmp_path: Path) -> None:
+    words = (
+        "debug=tiny",
+        "model=amoebanet",
+        "model.L=3",
+        "optimizer=own",
+        "optimizer._target_=noisy_model.Langevin",
+        "optimizer.lr=0.01",
+        "trainer.steps=1",
+    )
+    with pytest.raises(ConfigurationError, match=r"Langevin draws random numbers .*depend on pipeline.K"):
+        train_inline(tmp_path, *words, "lr_schedule=constant", "pipeline.workers=1")
