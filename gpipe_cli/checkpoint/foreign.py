@@ -122,7 +122,7 @@ def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]
     import torch
 
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # torch raises errors of many kinds for a damaged file
         raise CheckpointError(
             f"{file} is damaged, or holds more than weights, which could run code: save model.state_dict(), or a "

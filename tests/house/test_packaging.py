@@ -9,7 +9,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -123,31 +122,6 @@ def test_every_room_is_drawn_and_no_two_import_each_other() -> None:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()  # its CycleError names the files
-
-
-PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-
-
-def faults(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (f"import {alias.name}" for alias in node.names if alias.name.partition(".")[0] in PICKLING)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PICKLING:
-            yield f"from {node.module} import"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name = ast.unparse(node.func)
-            if name.endswith(("_object", "_object_list")) and name.startswith(("dist.", "distributed.", "torch.")):
-                yield name
-            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if name == "torch.load" and keywords.get("weights_only") != "True":
-                yield f"{name} without weights_only=True"
-            if keywords.get("allow_pickle", "False") != "False":
-                yield f"{name} with allow_pickle"
-
-
-def test_nothing_is_unpickled() -> None:
-    """A pickle that comes from elsewhere runs code."""
-    assert [f"{module}: {fault}" for module in MODULES for fault in faults(tree_of(module))] == []
 
 
 def test_packages_beside_gpipe_cli_import_relatively() -> None:

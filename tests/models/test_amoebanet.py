@@ -1,13 +1,11 @@
-"""Tests AmoebaNet: published genotypes, counts and sizes, operations by hand, gradients against a second version."""
+"""Tests AmoebaNet: published genotypes, counts and sizes, operations with TensorFlow's padding written out."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from plain_amoebanet import PlainAmoebaNet
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.amoebanet_genotypes import GENOTYPES, CellGenotype
-from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, SameConvolution
+from gpipe_cli.models.amoebanet_layers import AmoebaCell, CellShape, FactorizedReduction, Pooling, SameConvolution
 from gpipe_cli.partition.survey import survey
 
 small = partial(amoebanet, L=3, D=16, classes=5, dropout=0.0, drop_path_keep=1.0)
@@ -34,14 +32,6 @@ def run(layers: dict[str, nn.Module], images: Tensor) -> dict[str, Any]:
     for name, layer in layers.items():
         values = boundaries[name] = layer(values)
     return boundaries
-
-
-@contextmanager
-def in_float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------
@@ -118,6 +108,48 @@ def test_convolutions_start_with_variance_two_over_fan_out_and_the_classifier_wi
     assert not head.classifier.bias.any()
 
 
+def padded(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: float = 0.0) -> Tensor:
+    """Returns x padded for ceil(n / stride) windows, with the odd row and column at the end, as TensorFlow does."""
+    height, width = (max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(x.shape[2:], kernel, stride, strict=True))
+    return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2), value=value)
+
+
+@pytest.mark.parametrize("size", [(7, 8), (8, 7), (1, 2)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_operations_pad_as_tensorflow_does(size: tuple[int, int], stride: int) -> None:
+    x, steps = torch.randn(2, 4, *size), (stride, stride)
+    for kernel in ((1, 7), (7, 1), (3, 3), (5, 5)):
+        convolution = SameConvolution(4, 6, kernel, steps, bias=False)
+        wanted = F.conv2d(padded(x, kernel, steps), convolution.weight, None, steps)
+        torch.testing.assert_close(convolution(x), wanted)
+    for k in (2, 3) if stride == 2 else (3,):
+        largest = F.max_pool2d(padded(x, (k, k), steps, -torch.inf), k, stride)
+        torch.testing.assert_close(Pooling(4, 4, norm, "max", k, stride)(x), largest)
+    total, inside = (F.avg_pool2d(padded(values, (3, 3), steps), 3, stride) for values in (x, torch.ones_like(x)))
+    torch.testing.assert_close(Pooling(4, 4, norm, "avg", 3, stride)(x), total / inside)
+
+
+def test_a_factorized_reduction_reads_even_pixels_and_those_further_down_and_right() -> None:
+    x, reduction = torch.randn(2, 4, 7, 8), FactorizedReduction(4, 6, lambda width: nn.Identity(), relu=False)
+    even = F.conv2d(x, reduction.even.weight, stride=2)
+    odd = F.conv2d(F.pad(x, (0, 1, 0, 1))[:, :, 1:, 1:], reduction.odd.weight, stride=2)
+    torch.testing.assert_close(reduction(x), torch.cat((even, odd), 1))
+
+
+@pytest.mark.parametrize("genotype", ["B", "D"])
+def test_a_cell_is_the_sums_and_the_concatenation_of_its_genotype(genotype: str) -> None:
+    kind, (x, previous) = GENOTYPES[genotype].normal, torch.randn(2, 3, 8, 5, 5)
+    cell = AmoebaCell(kind, CellShape(8, 8, False, 8, 1), norm, 1.0)
+    states, operations = [cell.enter(F.relu(x)), previous], list(cell.operations.values())
+    for number, node in enumerate(kind.nodes):
+        found = []
+        for operation, (_, state) in zip(operations[2 * number :], node, strict=False):
+            found.append(operation(F.relu(states[state]) if hasattr(operation, "reads_relu") else states[state]))
+        states.append(found[0] + found[1])
+    wanted = torch.cat([states[state] for state in kind.concatenated], 1)
+    torch.testing.assert_close(cell((x, previous))[0], wanted)
+
+
 # -- drop path, dropout ----------------------------------------------------------------------------------------------
 
 
@@ -179,42 +211,3 @@ def test_bytes_are_scaled_to_minus_one_and_one() -> None:
 def test_an_image_too_small_for_the_auxiliary_head_is_refused() -> None:
     with pytest.raises(ValueError, match=r"4×4 map .*use model.auxiliary_head=false, or larger images"):
         small(image_size=66)
-
-
-# -- against the second version ----------------------------------------------------------------------------------------
-
-
-def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the loss and its gradients."""
-    return [loss, *torch.autograd.grad(loss, parameters)]
-
-
-@pytest.mark.parametrize(
-    ("genotype", "image_size", "auxiliary", "examples"),
-    [
-        ("D", 129, True, 3),  # leaves 2×2 positions after the pooling of the auxiliary head, as 480 leave 9×9
-        *((name, 32, False, 24) for name in "BD"),
-        *(pytest.param(name, 79, True, 7, marks=() if name == "B" else pytest.mark.slow) for name in "BD"),
-    ],
-)
-def test_gradients_equal_the_plain_amoebanets(genotype: str, image_size: int, auxiliary: bool, examples: int) -> None:
-    """That the engine changes no bit of them is held by tests/test_golden.py."""
-    with in_float64():
-        keys = {"auxiliary_head": auxiliary, "auxiliary_weight": 0.3, "auxiliary_label_smoothing": 0.2}
-        layers = build(small(genotype=genotype, image_size=image_size, **keys))
-        side = layers["stack_2.0"].auxiliary_head.whole_map.kernel_size[0] if auxiliary else 0
-        plain = PlainAmoebaNet(3, 16, 5, genotype, side)
-        images, labels = torch.randn(examples, 3, image_size, image_size), torch.arange(examples) % 5
-        mine, theirs = [p for layer in layers.values() for p in layer.parameters()], plain.in_order()
-        with torch.no_grad():
-            for one, other in zip(mine, theirs, strict=True):
-                other.copy_(one)
-        boundaries, (logits, judged) = run(layers, images), plain(images)
-        entropy = partial(F.cross_entropy, target=labels, reduction="sum")
-        ours, expected = entropy(boundaries["head"]), entropy(logits)
-        if auxiliary:
-            ours = ours + layers["stack_2.0"].auxiliary_loss(boundaries["stack_2.0"], (labels,))
-            expected = expected + 0.3 * entropy(judged, label_smoothing=0.2)
-        names = ["loss", *(f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters())]
-        for name, one, other in zip(names, gradients(ours, mine), gradients(expected, theirs), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
