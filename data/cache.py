@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,25 +64,45 @@ def save_array(path: Path, array: npt.NDArray[Any]) -> None:
         np.save(draft, array)
 
 
-def open_array(path: Path, shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-    """Returns the integers in a file, mapped into memory; raises ConfigurationError for a damaged file.
+class GrowingArray:
+    """Writes an array of one dimension to a .npy file, one part after the other.
 
-    Args:
-        shape: that they must have.
+    Attributes:
+        size: numbers written so far.
     """
+
+    def __init__(self, path: Path, kind: npt.DTypeLike) -> None:
+        self.size, self._kind, self._file = 0, np.dtype(kind), path.open("wb")
+        self._write_header()
+
+    def append(self, numbers: npt.NDArray[Any]) -> None:
+        """Writes further numbers."""
+        self._file.write(np.ascontiguousarray(numbers, self._kind).data)
+        self.size += len(numbers)
+
+    def close(self) -> None:
+        """Writes the length into the file's header, for which numpy leaves room."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        about = {"descr": np.lib.format.dtype_to_descr(self._kind), "fortran_order": False, "shape": (self.size,)}
+        np.lib.format.write_array_header_1_0(self._file, about)
+
+
+def open_array(path: Path) -> npt.NDArray[Any]:
+    """Returns the integers in a file, mapped into memory; raises ConfigurationError for a damaged file."""
     try:
         os.close(open_regular(path))  # numpy would wait for a pipe
         array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
-        if array.dtype.kind not in "iu" or array.shape != (shape or array.shape):
-            raise ValueError(f"it holds {array.dtype} of shape {array.shape}")
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"it holds {array.dtype}")
     except Exception as error:  # of a dozen types
         if explain(error):
             raise
         raise damaged(path, error) from error
     return array
-
-
-mapped_array = lru_cache(maxsize=4_096)(open_array)  # Linux allows a process 65,530 maps
 
 
 def damaged(path: Path, error: object) -> ConfigurationError:

@@ -1,23 +1,20 @@
-"""Reads and writes a corpus of sentence pairs on disk: token ids in memory-mapped shards, vocabularies, held-out texts.
+"""Reads and writes a corpus of sentence pairs on disk: token ids in one array, vocabularies, held-out texts.
 
-    store.json                      languages, their shards, the lengths of their sentences; written last
+    store.json                      languages, the parts that were shuffled, counts of lengths; written last
     source.model, target.model      vocabularies, or .json; none of the target if both sides share one
     dev.jsonl, test.jsonl           [language, item, source, target] in each line
     defects.json                    {"counts": {language: {kind: count}}, …}: what was found when the store was made
-    train/<language>-<n>.tokens.npy      uint16 or uint32: source ids, then target ids, of one pair after the other
-    train/<language>-<n>.lengths.npy     uint16 (pairs, 2)
-    train/<language>-<n>.starts.npy      int64: where each block of pairs begins in tokens, and where the last one ends
+    ids.npy                         uint16 or uint32: source ids, then target ids, of one pair after the other
+    ends.npy                        int64: 0, and where each of these sequences ends in ids.npy
 
-The arrays are in numpy's own format, which is mapped in a tenth of a millisecond. Opening a store reads store.json and
-the vocabularies only, so neither time nor memory grows with the corpus. Lengths are kept apart from the ids, so
-that batches are formed without reading a sentence.
+The pairs of one language follow those of the other. The arrays are mapped into memory. Opening a store reads store.json
+and the vocabularies only, so neither time nor memory grows with the corpus; batches are formed without reading ids.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,26 +27,20 @@ from typing_extensions import TypedDict
 
 from ..disk import write_whole
 from ..json_files import json_rows, read_json
-from .cache import damaged, mapped_array, save_array
+from .cache import GrowingArray, damaged, open_array
 from .source import fingerprint_of
 from .token_batches import width_of
 from .vocabulary import FILES, read_both
 
-FORMAT = 3  # raised when the same parameters would give other bytes
+FORMAT = 4  # raised when the same parameters would give other bytes
+IDS, ENDS = "ids.npy", "ends.npy"
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.uint16]
 Numbers = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.void]
-"""Where pairs lie, of the type `ROW`."""
 Ragged = tuple[Numbers, Numbers]
 """Token ids of several sequences, one after the other, and the length of each sequence."""
-
-
-# The number of the file, counted over all languages; that of the first source token in it; and the tokens of each side,
-# without beginning and end tokens.
-ROW = np.dtype([("shard", np.int32), ("offset", np.int64), ("source", np.int64), ("target", np.int64)])
 
 
 class HeldOutPair(NamedTuple):
@@ -67,7 +58,7 @@ class Sizes:
 
     Attributes:
         block: pairs that are read together, in random order; the order of the largest block is held in memory.
-        shard: pairs of a file, a multiple of `block`; about 50 tokens per pair make files of 100 MB.
+        shard: pairs that are shuffled together, a multiple of `block`; about 50 tokens per pair make 100 MB.
     """
 
     block: int = 65_536
@@ -79,30 +70,12 @@ class LanguageSummary:
     """Describes a language's training pairs in store.json.
 
     Attributes:
-        shards: pairs of each file.
+        shards: pairs of each part that was shuffled.
         widths: for each padded target length: the number of pairs, and of their target tokens with end tokens.
     """
 
     shards: list[int]
     widths: dict[str, list[int]]
-
-    @classmethod
-    def of_shard(cls, lengths: Lengths) -> LanguageSummary:
-        """Returns the summary of one shard of pairs with these lengths."""
-        targets = lengths[:, 1].astype(np.int64) + 1
-        widths = width_of(targets)
-        chosen = {str(width): targets[widths == width] for width in np.unique(widths)}
-        return cls([len(lengths)], {width: [len(of), int(of.sum())] for width, of in chosen.items()})
-
-    @classmethod
-    def of_shards(cls, shards: Iterable[LanguageSummary]) -> LanguageSummary:
-        """Returns the summary of several shards together."""
-        sizes, widths = [], dict[str, list[int]]()
-        for shard in shards:
-            sizes += shard.shards
-            for width, counts in shard.widths.items():
-                widths[width] = [sum(both) for both in zip(widths.get(width, (0, 0)), counts, strict=True)]
-        return cls(sizes, {width: widths[width] for width in sorted(widths, key=int)})
 
     @property
     def pairs(self) -> int:
@@ -124,7 +97,7 @@ class Store:
         languages: the summary of each language, in the order of store.json.
         source_vocabulary, target_vocabulary: the same object if the sides share one.
         block: pairs of a block.
-        drawn: by split, the number of pairs of training files that are held out; earlier releases wrote none.
+        drawn: by split, the number of pairs of training files that are held out.
     """
 
     JSON = StoreDescription
@@ -135,8 +108,10 @@ class Store:
         self.block, self.languages = description["block"], description["languages"]
         self.drawn: dict[str, int] = description["made_of"].get("drawn", {})
         self.source_vocabulary, self.target_vocabulary = read_both(folder)
-        self._shards = [(code, n) for code, of in self.languages.items() for n in range(len(of.shards))]
-        self._first_shard = np.cumsum([0, *(len(of.shards) for of in self.languages.values())]).tolist()
+        self._first = np.cumsum([0, *self.sizes.values()])  # pairs before each language
+        self._ids, self._ends = (open_array(folder / name) for name in (IDS, ENDS))
+        if (last := 2 * int(self._first[-1])) + 1 != len(self._ends) or self._ends[last] != len(self._ids):
+            raise damaged(folder / ENDS, "it is not that of its ids")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -146,7 +121,7 @@ class Store:
     def fingerprint(self) -> str:
         """Returns a digest of the vocabularies and of each language's numbers of pairs and tokens of each length.
 
-        The shards themselves are not read, because they may be of any size; a change that keeps all these numbers is
+        The ids themselves are not read, because they may be of any number; a change that keeps all these numbers is
         not noticed.
         """
         files = (self.folder / name for name in sorted(FILES))
@@ -161,70 +136,37 @@ class Store:
             for of in self.languages.values()
         ]
 
-    def locate(self, languages: Numbers, indices: Numbers) -> Rows:
-        """Returns where pair `indices[i]` of language number `languages[i]` lies, for every i. Reads lengths only."""
-        rows = np.empty(len(indices), ROW)
-        for number, of in enumerate(self.languages.values()):
-            mine = np.flatnonzero(languages == number)
-            ends = np.cumsum(of.shards)
-            shards = np.searchsorted(ends, indices[mine], side="right")
-            for shard in np.unique(shards).tolist():
-                places = mine[shards == shard]
-                within = indices[places] - (int(ends[shard]) - of.shards[shard])
-                self._locate_in_shard(self._first_shard[number] + shard, places, within, rows)
-        return rows
+    def locate(self, languages: Numbers, indices: Numbers) -> Numbers:
+        """Returns the number in the store of pair `indices[i]` of language number `languages[i]`, for every i."""
+        return np.asarray(self._first[languages] + indices)
 
-    def _locate_in_shard(self, shard: int, places: Numbers, within: Numbers, rows: Rows) -> None:
-        lengths, starts = self._map(shard, "lengths"), self._map(shard, "starts")
-        rows["shard"][places] = shard
-        for block in np.unique(within // self.block).tolist():
-            first = block * self.block
-            chosen = places[within // self.block == block]
-            in_block = within[within // self.block == block] - first
-            of_block = np.asarray(lengths[first : first + self.block]).astype(np.int64)
-            pair_lengths = of_block.sum(1)
-            if pair_lengths.sum() != starts[block + 1] - starts[block]:
-                path = shard_path(self.folder, *self._shards[shard], "lengths")
-                raise damaged(path, "they are not those of its tokens")
-            begins = int(starts[block]) + np.cumsum(pair_lengths) - pair_lengths
-            rows["offset"][chosen] = begins[in_block]
-            rows["source"][chosen], rows["target"][chosen] = of_block[in_block].T
+    def lengths(self, pairs: Numbers) -> tuple[Numbers, Numbers]:
+        """Returns the tokens of each pair's source and target, without beginning and end tokens."""
+        first, second, third = self._bounds(pairs)
+        return second - first, third - second
 
-    def gather(self, rows: Rows) -> tuple[Ragged, Ragged]:
+    def gather(self, pairs: Numbers) -> tuple[Ragged, Ragged]:
         """Returns the ids of the pairs' sources and targets."""
-        sources = self._gather(rows["shard"], rows["offset"], rows["source"])
-        return sources, self._gather(rows["shard"], rows["offset"] + rows["source"], rows["target"])
+        first, second, third = self._bounds(pairs)
+        source, target = ((start, end - start) for start, end in ((first, second), (second, third)))
+        return self._gather(*source), self._gather(*target)
 
-    def _gather(self, shards: npt.NDArray[np.int32], offsets: Numbers, lengths: Numbers) -> Ragged:
-        ids = np.empty(int(lengths.sum()), np.int64)
-        begins = np.cumsum(lengths) - lengths
-        for shard in np.unique(shards).tolist():
-            mine = shards == shard
-            places = places_of(offsets[mine], lengths[mine])
-            ids[places_of(begins[mine], lengths[mine])] = self._map(shard, "tokens")[places]
-        return ids, lengths
+    def _bounds(self, pairs: Numbers) -> list[Numbers]:
+        """Returns where the source of each pair begins in the ids, where it ends, and where the target ends."""
+        return [np.asarray(self._ends[2 * pairs + place]) for place in range(3)]
 
-    def _map(self, shard: int, kind: str) -> npt.NDArray[Any]:
-        code, number = self._shards[shard]
-        pairs = self.languages[code].shards[number]
-        shapes = {"lengths": (pairs, 2), "starts": (math.ceil(pairs / self.block) + 1,)}
-        shape = shapes.get(kind) or (int(self._map(shard, "starts")[-1]),)
-        return mapped_array(shard_path(self.folder, code, number, kind), shape)
+    def _gather(self, starts: Numbers, lengths: Numbers) -> Ragged:
+        return self._ids[places_of(starts, lengths)].astype(np.int64), lengths
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """Yields all held-out sentences of "dev" or "test", language after language."""
         return json_rows(self.folder / f"{split}.jsonl", HeldOutPair)
 
 
-def shard_path(folder: Path, code: str, number: int, kind: str) -> Path:
-    """Returns the file of "tokens", "lengths" or "starts"."""
-    return folder / "train" / f"{code}-{number:05}.{kind}.npy"
-
-
 def interleave(
     sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], wide: bool
 ) -> tuple[Tokens, Lengths]:
-    """Returns (tokens, lengths) as a shard holds them; `wide`: ids above 65,535 need four bytes."""
+    """Returns the ids of pairs as a store holds them, and their lengths; `wide`: ids above 65,535 need four bytes."""
     lengths = np.array([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], np.uint16).reshape(-1, 2)
     ids = chain.from_iterable(chain.from_iterable(zip(sources, targets, strict=True)))
     return np.fromiter(ids, np.uint32 if wide else np.uint16, int(lengths.sum(dtype=np.int64))), lengths
@@ -241,19 +183,43 @@ def pair_ends(lengths: Lengths) -> Numbers:
     return np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
 
 
-def write_shard(folder: Path, code: str, number: int, tokens: Tokens, lengths: Lengths, block: int) -> None:
-    """Writes one shard of a language, its pairs in the order given."""
-    (folder / "train").mkdir(exist_ok=True)
-    ends = pair_ends(lengths)
-    starts = np.append(ends[:-1:block], ends[-1]) if len(lengths) else ends
-    for kind, array in (("tokens", tokens), ("lengths", lengths), ("starts", starts)):
-        save_array(shard_path(folder, code, number, kind), array)
+class StoreWriter:
+    """Writes the pairs of a store, language after language, and then store.json.
 
+    Args:
+        folder: that becomes the store.
+        wide: whether there are ids above 65,535, which need four bytes.
 
-def write_description(
-    folder: Path, languages: Mapping[str, LanguageSummary], block: int, made_of: Mapping[str, object]
-) -> None:
-    """Writes store.json, which makes the folder a store."""
-    summaries = {code: asdict(summary) for code, summary in languages.items()}
-    description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
-    write_whole(folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))
+    Attributes:
+        languages: the summary of each language so far.
+    """
+
+    def __init__(self, folder: Path, wide: bool) -> None:
+        self._folder = folder
+        self._ids = GrowingArray(folder / IDS, np.uint32 if wide else np.uint16)
+        self._ends = GrowingArray(folder / ENDS, np.int64)
+        self._ends.append(np.zeros(1, np.int64))
+        self.languages: dict[str, LanguageSummary] = {}
+
+    def add(self, language: str, tokens: Tokens, lengths: Lengths) -> None:
+        """Writes further pairs of the last language or a new one, in the order given, see `interleave`."""
+        summary = self.languages.setdefault(language, LanguageSummary([], {}))
+        summary.shards.append(len(lengths))
+        targets = lengths[:, 1].astype(np.int64) + 1
+        widths = width_of(targets)
+        for width in np.unique(widths).tolist():
+            chosen, before = targets[widths == width], summary.widths.get(str(width), (0, 0))
+            summary.widths[str(width)] = [before[0] + len(chosen), before[1] + int(chosen.sum())]
+        self._ends.append(self._ids.size + np.cumsum(lengths.reshape(-1), dtype=np.int64))
+        self._ids.append(tokens)
+
+    def finish(self, block: int, made_of: Mapping[str, object]) -> None:
+        """Closes the arrays and writes store.json, which makes the folder a store."""
+        self._ids.close()
+        self._ends.close()
+        summaries = {
+            code: {"shards": of.shards, "widths": {width: of.widths[width] for width in sorted(of.widths, key=int)}}
+            for code, of in self.languages.items()
+        }
+        description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
+        write_whole(self._folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))

@@ -173,13 +173,13 @@ class PairSource(PreparedSource):
         sampler = TemperatureSampler(self._store.blocks(), self._temperature, self._chunk, self._seed)
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
-            rows = self._store.locate(*sampler.items(number))
-            lengths = rows["source"] + 1, rows["target"] + 1
-            batches = dealt(*lengths, len(rows) // self._pairs, self._batch_tokens is None)
+            pairs = self._store.locate(*sampler.items(number))
+            source, target = self._store.lengths(pairs)
+            batches = dealt(source + 1, target + 1, len(pairs) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
             for place in range(batch, len(batches)):
                 groups = batches[order[place]]
-                of_batch = rows[np.concatenate(groups)]
+                of_batch = pairs[np.concatenate(groups)]
                 cuts = micro_batches([len(group) for group in groups], M * replicas)[mine]
                 made = [_micro_batch(*self._store.gather(of_batch[cut])) for cut in cuts]
                 yield Batch(made, {"chunk": number, "batch": place + 1})

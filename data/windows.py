@@ -5,7 +5,7 @@
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,17 +18,9 @@ from .source import Batch, Source, evaluation_parts, read_ahead, slices_of_repli
 from .vocabulary import PAD
 
 Numbers = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.integer[Any]]
 
 TOGETHER = 2**22  # windows whose order is held in memory, 20 bytes each
-
-
-class TokenSequence(Protocol):
-    """Holds token ids, in memory or in files."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, places: Numbers, /) -> npt.NDArray[Any]:
-        """Returns the ids at these places, an array of the same shape."""
 
 
 class WindowSource(Source):
@@ -45,8 +37,8 @@ class WindowSource(Source):
         evaluation_windows: in `evaluation`, evenly spread over the held-out tokens; None: all.
     """
 
-    _training: TokenSequence
-    _held_out: TokenSequence
+    _training: Ids
+    _held_out: Ids
 
     def __init__(
         self, sequence_length: int, batch_size: int, seed: int, pad_id: int = PAD, evaluation_windows: int | None = None
@@ -97,7 +89,7 @@ class WindowSource(Source):
             chosen = order.items(number * self._batch_size, (number + 1) * self._batch_size)
             yield Batch([self._micro_batch(tokens, chosen[cut]) for cut in slices], {"batch": number + 1})
 
-    def _micro_batch(self, tokens: TokenSequence, chosen: Numbers) -> MicroBatch:
+    def _micro_batch(self, tokens: Ids, chosen: Numbers) -> MicroBatch:
         """Returns the ids of windows and the ids that follow each; padding where the tokens have ended."""
         places = chosen[:, None] * self._length + np.arange(self._length + 1)
         last = len(tokens) - 1

@@ -112,7 +112,7 @@ def test_the_words_of_a_run_bring_in_no_files_of_its_own(tmp_path: Path) -> None
         plan.advise(str(tmp_path), [])
 
 
-@pytest.mark.parametrize("name", ["store.json", "defects.json", "files.json", "dev.jsonl", "train/de-00000.tokens.npy"])
+@pytest.mark.parametrize("name", ["store.json", "defects.json", "files.json", "dev.jsonl", "ids.npy"])
 @pytest.mark.parametrize("content", ["", "[]", '{"block": [], "languages": {}}', '{"counts": {"fr": [1]}}', "[" * 9999])
 def test_a_damaged_corpus_is_made_anew(content: str, name: str, tmp_path: Path) -> None:
     whole = open_store(CORPUS, str(tmp_path), print)

@@ -15,7 +15,7 @@ from ..defects import DEFECTS, Defects
 from ..prepared import in_processes, prepared_folder
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import FORMAT, LONGEST, LanguageSummary, Sizes, Store, interleave, write_description, write_shard
+from ..store import FORMAT, LONGEST, Sizes, Store, StoreWriter, interleave
 from ..vocabulary import Vocabulary, smaller_notice, train_vocabulary
 from .languages import corpus_size
 from .pairs import Pair, held_out_pairs, train_pairs
@@ -87,14 +87,14 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
     model = train_vocabulary(sentences, parameters.vocabulary, smaller=smaller)
     (folder / "source.model").write_bytes(model)
     vocabulary = Vocabulary(model)
-    summaries = {}
+    writer = StoreWriter(folder, wide=False)
     for done, (code, pairs) in enumerate(corpus.items()):
         report("translation corpus: token ids", done, len(corpus))
-        summaries[code] = _write_language(folder, code, pairs, vocabulary, parameters.max_length)
-    too_long = {code: {"too_long": len(pairs) - summaries[code].pairs} for code, pairs in corpus.items()}
+        _write_language(writer, code, pairs, vocabulary, parameters.max_length)
+    too_long = {code: {"too_long": len(pairs) - writer.languages[code].pairs} for code, pairs in corpus.items()}
     (folder / DEFECTS).write_text(json.dumps({"counts": too_long}, indent=1), encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("cldr.NOTICE"), folder / "NOTICE")
-    write_description(folder, summaries, Sizes().block, {"cldr": cldr_version(), "parameters": asdict(parameters)})
+    writer.finish(Sizes().block, {"cldr": cldr_version(), "parameters": asdict(parameters)})
     report("translation corpus", 1, 1)
 
 
@@ -107,16 +107,15 @@ def _held_out_lines(parameters: CorpusParameters, split: str) -> str:
 
 
 def _write_language(
-    folder: Path, code: str, pairs: Sequence[Pair], vocabulary: Vocabulary, max_length: int
-) -> LanguageSummary:
+    writer: StoreWriter, code: str, pairs: Sequence[Pair], vocabulary: Vocabulary, max_length: int
+) -> None:
     """Writes the pairs in their order, without those that are too long."""
     sources, targets = (vocabulary.encode(side) for side in zip(*pairs, strict=True))
     kept = [i for i, (s, t) in enumerate(zip(sources, targets, strict=True)) if max(len(s), len(t)) < max_length]
     if not kept:
         raise ConfigurationError(f"data.max_length={max_length} leaves no pair of language '{code}': raise it")
     tokens, lengths = interleave([sources[i] for i in kept], [targets[i] for i in kept], wide=False)
-    write_shard(folder, code, 0, tokens, lengths, Sizes().block)
-    return LanguageSummary.of_shard(lengths)
+    writer.add(code, tokens, lengths)
 
 
 def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:

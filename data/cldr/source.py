@@ -11,7 +11,7 @@ from pydantic import Field
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens
 from ..prepared import PreparedSource
 from ..source import Report, permutation
-from ..store import Rows, Store, places_of
+from ..store import Numbers, Store, places_of
 from ..translation import PairSource
 from ..vocabulary import BOS, EOS, PAD
 from ..windows import WindowSource
@@ -115,13 +115,11 @@ class TextSource(WindowSource, PreparedSource):
         """
         store = open_store(self.parameters, self._cache_dir, report)
         self._use(store)
-        sizes = list(store.sizes.values())
-        rows = store.locate(np.repeat(np.arange(len(sizes)), sizes), np.concatenate([np.arange(n) for n in sizes]))
-        order = permutation(len(rows), self._seed, "stream")
+        order = permutation(sum(store.sizes.values()), self._seed, "stream")
         pieces = []
         for first in range(0, len(order), PACKED_AT_ONCE):
             report("text: one stream of tokens", first, len(order))
-            pieces.append(_packed(store, rows[order[first : first + PACKED_AT_ONCE]]))
+            pieces.append(_packed(store, order[first : first + PACKED_AT_ONCE]))
         self._training = np.concatenate(pieces)
         self._require_a_window()
         languages = groupby(store.held_out("dev"), attrgetter("language"))
@@ -130,9 +128,9 @@ class TextSource(WindowSource, PreparedSource):
         self._held_out = np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)
 
 
-def _packed(store: Store, rows: Rows) -> npt.NDArray[np.uint16]:
+def _packed(store: Store, pairs: Numbers) -> npt.NDArray[np.uint16]:
     """Returns source, end token, target, end token of each pair."""
-    sides = store.gather(rows)
+    sides = store.gather(pairs)
     lengths = np.stack([side[1] + 1 for side in sides], axis=1).reshape(-1)
     starts = (np.cumsum(lengths) - lengths).reshape(-1, 2)
     row = np.full(int(lengths.sum()), EOS, np.uint16)

@@ -20,7 +20,7 @@ from ..lines import BYTE_ORDER_MARK, decoded, language_in, reading, texts_in
 from ..prepared import WORK
 from ..sampling import EvenSample
 from ..source import permutation, random_words
-from ..store import LanguageSummary, Numbers, Sizes, interleave, pair_ends, places_of, write_shard
+from ..store import Numbers, Sizes, interleave, pair_ends, places_of
 from ..vocabulary import SIDES, AnyVocabulary, Normalization, read_vocabulary
 from .folders import PairFiles
 
@@ -117,7 +117,7 @@ class Draft:
         return self.folder / WORK / f"held_out-{language}.npy"
 
     def piece(self, language: str, number: int, kind: str) -> Path:
-        """Returns the intermediate file of a piece's "tokens" or "lengths"."""
+        """Returns the intermediate file of a piece's "tokens" or "lengths", or of a shard's "shuffled_…"."""
         return self.folder / WORK / f"{language}-{number:06}.{kind}.npy"
 
 
@@ -272,8 +272,7 @@ def encode(draft: Draft, piece: Piece, shards: int) -> EncodedPiece:
     words = random_words(len(piece.rows), draft.text.seed, "shard of", piece.files.language, piece.number)
     shard_of = words[np.array([line.place for line in lines], np.int64)] % np.uint64(shards)
     order = np.argsort(shard_of, kind="stable").tolist()
-    wide = max(len(_vocabulary(model)) for model in draft.models) > 65_536
-    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], wide)
+    tokens, lengths = interleave([sources[i] for i in order], [targets[i] for i in order], is_wide(draft))
     for kind, array in (("tokens", tokens), ("lengths", lengths)):
         save_array(draft.piece(language, piece.number, kind), array)
     bounds = np.searchsorted(shard_of[order], np.arange(shards + 1, dtype=np.uint64))
@@ -323,13 +322,18 @@ def short_enough(
     return lines, sources, targets
 
 
+def is_wide(draft: Draft) -> bool:
+    """Returns whether there are ids above 65,535."""
+    return max(len(_vocabulary(model)) for model in draft.models) > 65_536
+
+
 @lru_cache(maxsize=4)
 def _vocabulary(file: Path) -> AnyVocabulary:
     return read_vocabulary(file, of_pairs=True)
 
 
-def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> LanguageSummary:
-    """Collects a shard's pairs from all pieces, shuffles and writes them; returns their summary.
+def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> None:
+    """Collects a shard's pairs from all pieces, shuffles them and writes them to intermediate files.
 
     Args:
         bounds: [pieces, 2, 2] where they begin and end in each piece, in pairs and in tokens.
@@ -345,8 +349,8 @@ def merge(draft: Draft, language: str, shard: int, bounds: Numbers) -> LanguageS
         places = places_of(starts[chosen], of_pairs[chosen])
         shuffled[filled : filled + len(places)] = tokens[places]
         filled += len(places)
-    write_shard(draft.folder, language, shard, shuffled, lengths[order], draft.text.sizes.block)
-    return LanguageSummary.of_shard(lengths)
+    for kind, array in (("tokens", shuffled), ("lengths", lengths[order])):
+        save_array(draft.piece(language, shard, f"shuffled_{kind}"), array)
 
 
 def _collected(draft: Draft, language: str, kind: str, bounds: Numbers) -> npt.NDArray[Any]:

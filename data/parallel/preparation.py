@@ -16,15 +16,27 @@ import numpy as np
 
 from ...disk import whole_file
 from ...errors import ConfigurationError
-from ..cache import save_array
+from ..cache import open_array, save_array
 from ..defects import KINDS, Defect, Defects
 from ..prepared import WORK, RunAll, in_processes
 from ..sampling import temperature_shares
 from ..source import Report
-from ..store import LanguageSummary, Numbers, write_description
+from ..store import Numbers, StoreWriter
 from ..vocabulary import train_vocabulary
 from .folders import PairFiles
-from .pieces import Draft, HeldOut, Piece, encode, merge, pair_digest, read_pieces, readable, scan, short_enough
+from .pieces import (
+    Draft,
+    HeldOut,
+    Piece,
+    encode,
+    is_wide,
+    merge,
+    pair_digest,
+    read_pieces,
+    readable,
+    scan,
+    short_enough,
+)
 
 VOCABULARY_PAIRS = 1_000_000  # sentence pairs that vocabularies are trained on: more cost time and memory
 VOCABULARY_TEMPERATURE = 5.0  # of their sampling
@@ -68,14 +80,16 @@ class Preparation:
             self._train_vocabularies(lines)
             self._read_held_out(lines)
             total = sum(sum(of.values()) for of in lines.values())
-            summaries = {code: self._encode(run_all, code, of, total) for code, of in lines.items()}
+            self._writer = StoreWriter(self.draft.folder, is_wide(self.draft))
+            for code, of in lines.items():
+                self._encode(run_all, code, of, total)
         self._write_held_out()
         self._defects.write(self.draft.folder, total)
         text = {key: value for key, value in asdict(self.text).items() if key != "sizes"}
         drawn = Counter(split for split, language, *_ in self._held_out if split in text["lacking"].get(language, ()))
         made_of = {"parallel_text": text, "drawn": {split: drawn[split] for split in sorted(drawn)}}
-        write_description(self.draft.folder, summaries, self.text.sizes.block, made_of)
-        self.report("parallel text: languages", len(summaries), len(summaries))
+        self._writer.finish(self.text.sizes.block, made_of)
+        self.report("parallel text: languages", len(lines), len(lines))
 
     def _scan(self, run_all: RunAll) -> Corpora:
         """Returns the pairs of lines of each corpus to train on.
@@ -156,7 +170,7 @@ class Preparation:
             places = (i * len(sample) // count if count < len(sample) else i % len(sample) for i in range(count))
             yield from (sample[place] for place in places)
 
-    def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> LanguageSummary:
+    def _encode(self, run_all: RunAll, code: str, lines: Mapping[PairFiles, int], total: int) -> None:
         """Makes ids of a language's pieces, then shards of pieces."""
         found, read, bounds = Defects(), list[int](), list[Numbers]()
         shards = max(1, -(-sum(lines.values()) // self.text.sizes.shard))
@@ -175,22 +189,20 @@ class Preparation:
             self._held_out += encoded.held_out
             bounds.append(encoded.bounds)
         self._defects.update(found, self.strict)
-        summary = self._merge(run_all, code, np.stack(bounds))
+        self._merge(run_all, code, np.stack(bounds))
         for left in (self.draft.folder / WORK).glob(f"{glob.escape(code)}-??????.*"):
             left.unlink()
-        if not summary.pairs:
+        if not self._writer.languages[code].pairs:
             files = " and ".join(str(file) for pair in lines for file in pair.files)
             raise ConfigurationError(f"{files}: no pair of language '{code}' is left: {found.in_words()}")
-        return summary
 
-    def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> LanguageSummary:
-        """Makes the shards of a language of its pieces. `bounds`: of the shards in each piece, see `encode`."""
-        summaries = list[LanguageSummary]()
+    def _merge(self, run_all: RunAll, code: str, bounds: Numbers) -> None:
+        """Makes shuffled shards of a language and writes them to the store. `bounds`: in each piece, see `encode`."""
         of_shards = ((self.draft, code, n, bounds[:, :, n : n + 2]) for n in range(bounds.shape[2] - 1))
-        for summary in run_all(merge, of_shards):
-            summaries.append(summary)
-            self.report("parallel text: shards", len(summaries), 0)
-        return LanguageSummary.of_shards(summaries)
+        for shard, _ in enumerate(run_all(merge, of_shards)):
+            files = (self.draft.piece(code, shard, f"shuffled_{kind}") for kind in ("tokens", "lengths"))
+            self._writer.add(code, *map(open_array, files))
+            self.report("parallel text: shards", shard + 1, 0)
 
     def _read_held_out(self, languages: Iterable[str]) -> None:
         """Reads the pairs of dev and test files and writes their digests; unusable lines are dropped or refused."""

@@ -1,12 +1,12 @@
 """Makes the store of a text, with several processes.
 
-A vocabulary is trained on a sample, or copied; pieces of the files become ids, each in files of its
-own. All of this happens in a folder of the cache that becomes the store at the end:
+A vocabulary is trained on a sample, or copied; pieces of the files become ids. All of this happens in a folder of the
+cache that becomes the store at the end:
 
-store.json              the pieces and how many tokens of each are trained on and held out; written last
+store.json              documents, and a digest of each piece that is trained on; written last
 source.model or tokenizer.json
 defects.json            what was found when the store was made
-<piece>.train.npy, <piece>.dev.npy      uint16 or uint32: the ids of each document and an end token
+train.npy, dev.npy      uint16 or uint32: the ids of each document and an end token
 """
 
 import hashlib
@@ -17,14 +17,15 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import TypedDict
 
 from ...disk import whole_file, write_whole
 from ...errors import ConfigurationError
-from ..cache import save_array
+from ..cache import GrowingArray
 from ..defects import Defect, Defects
 from ..prepared import RunAll, in_processes
 from ..sampling import EvenSample
@@ -40,8 +41,10 @@ from ..vocabulary import (
 )
 from .files import SEPARATORS, TextPiece, documents, read_text
 
-FORMAT = 1  # raised when the same parameters would give other bytes
+FORMAT = 2  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+
 AT_ONCE = 256  # documents that are encoded at once
 SAMPLES = 20_000  # texts of at most `LONGEST_SAMPLE` characters given to SentencePiece
 LONGEST_SAMPLE = 1_000  # characters; SentencePiece leaves out texts of more than 4,192 bytes
@@ -85,21 +88,26 @@ class TextForm:
         return read_text(file, self.piece, SEPARATORS[self.document])
 
 
-class PieceDescription(TypedDict):
-    """Describes one piece of a prepared text: its files, their tokens and the documents in them."""
-
-    name: str
-    documents: int
-    train: int
-    dev: int
-    digest: str
-
-
 class TextDescription(TypedDict):
-    """Describes store.json."""
+    """Describes store.json: the end token, the number of documents, and digests of the pieces that are trained on."""
 
     end_token: str | None
-    pieces: list[PieceDescription]
+    documents: int
+    digests: list[str]
+
+
+class EncodedText(NamedTuple):
+    """Holds a piece of text as ids: those that are trained on, and those that are held out.
+
+    Attributes:
+        documents: their number.
+        digest: of the ids that are trained on; None without any.
+    """
+
+    documents: int
+    ids: Sequence[Ids]
+    digest: str | None
+    defects: Defects
 
 
 @dataclass
@@ -136,13 +144,11 @@ class TextPreparation:
                     shutil.copyfile(given, draft)
             else:
                 self._train_vocabulary(run_all)
-            pieces = self._encode(run_all)
-        self._defects.write(self.draft, sum(piece["documents"] for piece in pieces))
+            content = self._encode(run_all)
+        self._defects.write(self.draft, content["documents"])
         made_of = {key: value for key, value in asdict(self.form).items() if key != "tokenizer"}
-        content = {"format": FORMAT, "end_token": self.form.end_token, "made_of": made_of, "pieces": pieces}
-        write_whole(self.draft / "store.json", json.dumps(content, indent=1, ensure_ascii=False))
-        tokens = sum(piece[split] for piece in pieces for split in SPLITS)
-        self.report("text: tokens", tokens, tokens)
+        described = {"format": FORMAT, "made_of": made_of, **content}
+        write_whole(self.draft / "store.json", json.dumps(described, indent=1, ensure_ascii=False))
 
     def _train_vocabulary(self, run_all: RunAll) -> None:
         form, texts, unusable = self.form, list[str](), list[Defect]()
@@ -163,22 +169,30 @@ class TextPreparation:
         with whole_file(self.draft / SOURCE) as draft:
             draft.write_bytes(train_vocabulary(texts, *arguments))
 
-    def _encode(self, run_all: RunAll) -> list[dict[str, Any]]:
-        """Makes the ids of all pieces; returns their descriptions."""
-        pieces, tokens = list[dict[str, Any]](), 0
+    def _encode(self, run_all: RunAll) -> TextDescription:
+        """Writes the ids of all pieces; returns what store.json says of them."""
+        made = TextDescription(end_token=self.form.end_token, documents=0, digests=[])
+        kind = _kind(_opened(self.draft, self.form.end_token))
+        arrays = [GrowingArray(self.draft / f"{split}.npy", kind) for split in SPLITS]
         self.report("text: tokens", 0, 0)
-        for piece, found in run_all(encode_piece, self._encode_jobs()):
-            self._defects.update(found, self.strict)
-            pieces.append(piece)
-            tokens += sum(piece[split] for split in SPLITS)
-            self.report("text: tokens", tokens, 0)
-        return pieces
+        for piece in run_all(encode_piece, self._encode_jobs()):
+            self._defects.update(piece.defects, self.strict)
+            made["documents"] += piece.documents
+            made["digests"] += filter(None, [piece.digest])
+            for array, ids in zip(arrays, piece.ids, strict=True):
+                array.append(ids)
+            self.report("text: tokens", sum(array.size for array in arrays), 0)
+        for array in arrays:
+            array.close()
+        tokens = sum(array.size for array in arrays)
+        self.report("text: tokens", tokens, tokens)
+        return made
 
-    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path, str]]:
+    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path]]:
         for number, file in enumerate((*self.files, *self.held_out)):
             of_file = self.form if number < len(self.files) else replace(self.form, held_out=1.0)
             for piece in of_file.pieces(file):
-                yield piece, of_file, self.draft, f"{number:05}-{piece.number:05}"
+                yield piece, of_file, self.draft
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------
@@ -202,34 +216,33 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], li
     return sample.items, defects.examples[:1]
 
 
-def encode_piece(piece: TextPiece, form: TextForm, folder: Path, name: str) -> tuple[dict[str, Any], Defects]:
-    """Writes the ids of a piece's documents to a store's files of this name; returns its description and defects."""
+def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:
+    """Returns the ids of a piece's documents, by the vocabulary of a store."""
     found = Defects()
     texts = [document.text for document in documents(piece, form.document, form.json_key, found)]
     held_out = [not form.ends and form.holds_out(text) for text in texts]
-    content: dict[str, Any] = {"name": name, "documents": len(texts)}
     chosen = ([text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted] for wanted in (0, 1))
     trained, dev = (_tokens(of, form, folder) for of in chosen)
     if form.ends:
         trained, dev = np.split(trained, [len(trained) - int(form.held_out * len(trained))])
-    for split, tokens in zip(SPLITS, (trained, dev), strict=True):
-        save_array(folder / f"{name}.{split}.npy", tokens)
-        content |= {split: len(tokens)}
-        if split == "train":
-            content |= {"digest": hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}
-    return content, found
+    digest = hashlib.blake2b(trained.tobytes(), digest_size=16).hexdigest() if len(trained) else None
+    return EncodedText(len(texts), (trained, dev), digest, found)
 
 
-def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> np.ndarray[Any, Any]:
+def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> Ids:
     """Returns the ids of each document and an end token."""
     vocabulary = _opened(folder, form.end_token)
-    kind = np.uint32 if len(vocabulary) > 65_536 else np.uint16
+    kind = _kind(vocabulary)
     parts = [np.empty(0, kind)]
     for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory
         ids = vocabulary.encode(texts[first : first + AT_ONCE], threads=1)
         count = sum(map(len, ids)) + len(ids)
         parts.append(np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count))
     return np.concatenate(parts)
+
+
+def _kind(vocabulary: AnyVocabulary) -> type[np.unsignedinteger[Any]]:
+    return np.uint32 if len(vocabulary) > 65_536 else np.uint16
 
 
 @lru_cache(maxsize=2)

@@ -2,19 +2,16 @@
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
 from ...errors import ConfigurationError
 from ...json_files import read_json
 from ...typed_section import Count, Examples, Seed, Vocabulary
-from ..cache import mapped_array
+from ..cache import open_array
 from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
 from ..source import Report, fingerprint_of
 from ..vocabulary import BOS, Normalization, file_named, read_vocabulary, require_room, vocabulary_file
@@ -25,32 +22,6 @@ from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparat
 log = logging.getLogger(__name__)
 
 PIECE = 2**24  # bytes of text that one process takes at a time
-
-
-class TokenFiles:
-    """Holds one long sequence of token ids that lies in several files.
-
-    Args:
-        paths: of the files, in order.
-        lengths: tokens of each.
-    """
-
-    def __init__(self, paths: Sequence[Path], lengths: Sequence[int]) -> None:
-        self._files = [(path, (length,)) for path, length in zip(paths, lengths, strict=True)]
-        self._ends = np.cumsum([0, *lengths])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, places: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Returns the ids at these places."""
-        flat = places.reshape(-1)
-        file_of = np.searchsorted(self._ends, flat, side="right") - 1
-        ids = np.empty(len(flat), np.int64)
-        for number in np.unique(file_of).tolist():
-            mine = file_of == number
-            ids[mine] = mapped_array(*self._files[number])[flat[mine] - self._ends[number]]
-        return ids.reshape(places.shape)
 
 
 class TextStore:
@@ -66,15 +37,11 @@ class TextStore:
         self.description = read_json(folder / "store.json", TextDescription)
         self.source_vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
         self.target_vocabulary = self.source_vocabulary
-        self.train, self.dev = (self._tokens(split) for split in SPLITS)
-
-    def _tokens(self, split: str) -> TokenFiles:
-        counts = {piece["name"]: int(piece[split]) for piece in self.description["pieces"] if piece[split]}  # type: ignore[literal-required]  # of SPLITS
-        return TokenFiles([self.folder / f"{name}.{split}.npy" for name in counts], list(counts.values()))
+        self.train, self.dev = (open_array(folder / f"{split}.npy") for split in SPLITS)
 
     def fingerprint(self) -> str:
         """Returns a digest of the vocabulary and of all tokens that are trained on."""
-        digests = json.dumps([piece["digest"] for piece in self.description["pieces"] if piece["train"]]).encode()
+        digests = json.dumps(self.description["digests"]).encode()
         return fingerprint_of(digests, vocabulary_file(self.folder).read_bytes())
 
 
@@ -160,7 +127,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._warn(self._strict, "text: {lines} documents are used: lines", trained)
         self._require_a_window()
         if len(store.dev) < 2:
-            documents = sum(piece["documents"] for piece in store.description["pieces"])
+            documents = store.description["documents"]
             raise ConfigurationError(
                 f"none of the {documents:,} documents of data.root={self._root} is held out by "
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "

@@ -19,7 +19,7 @@ from text_sources import sentences
 
 from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, Report, no_report
-from gpipe_cli.data.store import LanguageSummary, Sizes, Store, interleave, write_description, write_shard
+from gpipe_cli.data.store import Sizes, Store, StoreWriter, interleave
 from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, width_of
 from gpipe_cli.data.translation import PairSource
 from gpipe_cli.errors import ConfigurationError
@@ -67,15 +67,16 @@ def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> 
     tokens, lengths = interleave([[1, 70_000], [2]], [[3], [4, 65_536]], wide=True)
     assert (tokens.dtype, tokens.tolist()) == (np.uint32, [1, 70_000, 3, 2, 4, 65_536])
     assert lengths.tolist() == [[2, 1], [1, 2]]
-    write_shard(tmp_path, "de", 0, tokens, lengths, Sizes().block)
-    write_description(tmp_path, {"de": LanguageSummary.of_shard(lengths)}, Sizes().block, {})
+    writer = StoreWriter(tmp_path, wide=True)
+    writer.add("de", tokens, lengths)
+    writer.finish(Sizes().block, {})
     (tmp_path / "source.model").write_bytes((store.folder / "source.model").read_bytes())
     wide = Store(tmp_path)
-    rows = wide.locate(np.array([0, 0]), np.array([1, 0]))
-    assert [side[0].tolist() for side in wide.gather(rows)] == [[2, 1, 70_000], [4, 65_536, 3]]
-    (tmp_path / "train" / "de-00000.lengths.npy").write_bytes(array_file(lengths + 1))
-    with pytest.raises(ConfigurationError, match=r"lengths\.npy is damaged \(they are not those of its tokens\)"):
-        Store(tmp_path).locate(np.array([0]), np.array([1]))
+    pairs = wide.locate(np.array([0, 0]), np.array([1, 0]))
+    assert [side[0].tolist() for side in wide.gather(pairs)] == [[2, 1, 70_000], [4, 65_536, 3]]
+    (tmp_path / "ends.npy").write_bytes(array_file([0, 2, 3, 4, 5]))
+    with pytest.raises(ConfigurationError, match=r"ends\.npy is damaged \(it is not that of its ids\)"):
+        Store(tmp_path)
 
 
 # -- mini-batches: nothing is lost or repeated, each is a sample, loads are balanced, shapes are few -----------------

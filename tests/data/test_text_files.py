@@ -19,7 +19,7 @@ from run_files import array_file, bytes_of
 from text_sources import places, prepared
 
 from gpipe_cli.data.cldr import pairs as cldr
-from gpipe_cli.data.text.source import TextFilesSource
+from gpipe_cli.data.text.source import TextFilesSource, TextStore
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
@@ -217,20 +217,20 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("gpipe_cli.data.text.source.PIECE", 500)
     one = source(tmp_path / "text", preparation_workers=1)._store.folder
     two = source(tmp_path / "text", preparation_workers=2, cache_dir=str(tmp_path / "two"))._store.folder
-    assert len(bytes_of(one)) > 15 and bytes_of(two) == bytes_of(one)
+    assert len(TextStore(one).description["digests"]) > 5 and bytes_of(two) == bytes_of(one)
 
 
 # --- what cannot be used
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0", None, array_file(range(9)), array_file([0.5])])
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0", None, array_file([0.5])])
 def test_a_damaged_file_of_tokens_is_named(content: bytes | None, tmp_path: Path) -> None:
     made = source(write(tmp_path / "text" / "a.txt", "\n\n".join(documents())).parent, cache_dir=str(tmp_path / "own"))
-    for torn in made._store.folder.glob("*.train.npy"):
-        torn.unlink()
-        os.mkfifo(torn) if content is None else torn.write_bytes(content)
+    torn = made._store.folder / "train.npy"
+    torn.unlink()
+    os.mkfifo(torn) if content is None else torn.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"train\.npy is damaged .*: delete its corpus"):
-        next(made.train(None, 1, 0, 1))
+        TextStore(made._store.folder)
 
 
 @pytest.mark.parametrize(
