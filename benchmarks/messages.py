@@ -24,6 +24,7 @@ import unicodedata
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from statistics import fmean
 from typing import NamedTuple
@@ -288,9 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wheels = given.wheels or download(Path(folder), given.also)
         read = [read_wheel(path, given.also) for path in sorted(wheels.glob("*.whl"))]
+    say = partial(print, flush=True)
+    say(f"dividing {sum(len(of[2]) for of in read):,} pairs: messages that are near copies stay together")
     splits = split(read, given.second_test)
     if "second_test" not in {where for where, _ in splits}:
         made.error(f"no language has {FEWEST_PAIRS} pairs, or no wheel is that of --second-test {given.second_test}")
+    say(f"writing {2 * len(splits)} files")
     digest = write(given.folder, splits)
     (given.folder / "notices").mkdir(exist_ok=True)
     for name, notice, _, _ in read:
@@ -299,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained = {language: len(pairs) for (where, language), pairs in splits.items() if where == "train"}
     held_out = list[list[object]]()
     for where in ("dev", "test", "second_test"):
+        say(f"BLEU of copying the source, {where}")
         sides = {code: [*zip(*pairs, strict=True)][1:] for (of, code), pairs in splits.items() if of == where}
         bleu = copying(sides, trained)
         means = [f"{bleu.get(f'bleu_{name}', 0):.1f}" for name in ("average", *LEVELS)]

@@ -57,8 +57,12 @@ def make(wheels: Path, folder: Path, *more: str) -> Path:
     return folder
 
 
-def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(wheels: Path, tmp_path: Path) -> None:
+def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(
+    wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = make(wheels, tmp_path / "made")
+    told = capsys.readouterr().out  # each of the slow steps
+    assert all(step in told for step in ("dividing ", "writing ", "BLEU of copying the source, second_test"))
     sides = {split: set(lines(made / f"corpus/de-en/{split}.en")) for split in ("train", "dev", "test")}
     assert lines(made / "corpus/fr-en/train.fr")[0].startswith("fr") and not sides["dev"] & sides["test"]
     for held_out in (sides["dev"], sides["test"]):
