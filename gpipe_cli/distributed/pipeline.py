@@ -90,8 +90,7 @@ class WorkerPipeline:
         places = {name: place for place, name in enumerate(name for _, names, _ in cells for name in names)}
         losses = [*(layer for _, _, layers in cells for layer in layers), TASK]
         self.unused = UnusedParameters(own)
-        K, most_uses = len(cut.placement), self.ties.most_uses
-        self.message = StepMessage(world, shape, config.M, K, losses, places, own, most_uses, task)
+        self.message = StepMessage(world, shape, config.M, len(cut.placement), losses, places, own, task)
         self.steps_done = self.forwards = 0
 
     @property

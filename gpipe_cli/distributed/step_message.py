@@ -25,7 +25,6 @@ from .world import World
 STOPS = ("request", "time limit", "epochs")
 FLAGS = (*STOPS, "failed", "trains others")
 Slots = tuple[int, ...]  # the shape of a field
-_BITS = 52  # of a float64 that add up exactly
 _TYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
 
@@ -145,7 +144,6 @@ class StepMessage(PlanMessage):
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
         places: of all parameters of the model, by full name.
         own: the names of this worker's parameters.
-        most_uses: of a parameter by layers.
         task: has statistics and metrics.
     """
 
@@ -158,15 +156,10 @@ class StepMessage(PlanMessage):
         losses: Sequence[int],
         places: Mapping[str, int],
         own: Iterable[str],
-        most_uses: int,
         task: Task,
     ) -> None:
         self._losses, self._places = losses, places
         self._own_places = torch.tensor([places[name] for name in own], dtype=torch.int64)
-        # A parameter has a digit that counts its users; a number has as many digits as add up exactly.
-        self._base = world.replicas * most_uses + 1
-        digits = int(_BITS / math.log2(self._base))
-        self._powers = torch.tensor([self._base**digit for digit in range(digits)])
         of_replica: dict[str, Slots] = {
             "losses": (len(losses), M),
             "statistics": (len(task.statistics),),
@@ -174,7 +167,7 @@ class StepMessage(PlanMessage):
             "cell_seconds": (K, len(KINDS_OF_TIME)),
             "worker_numbers": (world.workers, len(WORKER_NUMBERS)),
         }
-        more = {"squared_norms": len(places), "used": -(-len(places) // digits), "written": world.workers}
+        more = {"squared_norms": len(places), "used": len(places), "written": world.workers}
         super().__init__(world, shape, M, of_replica, more)
 
     def write_result(self, record: StepRecord, squares: Tensor, used: Iterable[str]) -> None:
@@ -183,7 +176,7 @@ class StepMessage(PlanMessage):
         Args:
             record: each (layer, micro-batch) is on one worker of the replica.
             squares: of the norms of this worker's gradients, in their order; none where nobody asks for the norm.
-            used: names of the parameters that this worker has used, one for each use.
+            used: names of the parameters that this worker has used.
         """
         losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
         statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
@@ -195,10 +188,7 @@ class StepMessage(PlanMessage):
             self.mine("statistics")[:] = numbers[1]
         if self.world.replica == 0 and len(squares):  # the gradients of the others are the same
             self.own["squared_norms"][self._own_places] = numbers[2]
-        counts = [0] * (self.own["used"].numel() * len(self._powers))
-        for name in used:
-            counts[self._places[name]] += 1
-        self.own["used"][:] = (torch.tensor(counts).view(-1, len(self._powers)) * self._powers).sum(1)
+        self.own["used"][[self._places[name] for name in used]] = 1.0
 
     def write_times(self, meter: Meter, phases: Mapping[str, float], span: float, waited_for_data: float) -> None:
         """Writes this worker's times and its peak memory.
@@ -216,7 +206,12 @@ class StepMessage(PlanMessage):
         row = [late, span, busy, waited_for_data, memory, *between.values()]
         self.mine("worker_numbers")[self.world.worker] = torch.tensor(row, dtype=torch.float64)
 
-    def read_result(self, total_weight: float) -> StepResult:
+    @property
+    def gradient_norm(self) -> float:
+        """Returns the norm of all gradients, summed in the order of the parameters."""
+        return math.sqrt(sum(self.total["squared_norms"].tolist()))
+
+    def read_result(self, plan: StepPlan) -> StepResult:
         """Returns the step's result; sums in the same order for every K."""
         first, *others = self.everyones("losses").unbind(1)
         losses = sum(others, first).tolist()
@@ -229,9 +224,10 @@ class StepMessage(PlanMessage):
         for cell in cells:
             cell["waiting"] = cell["waiting_for_activation"] + cell["waiting_for_gradient"]
         return StepResult(
-            loss=sum(loss for row in losses for loss in row) / total_weight if total_weight else 0.0,
+            plan=plan,
+            loss=sum(loss for row in losses for loss in row) / plan.total_weight if plan.total_weight else 0.0,
             losses=losses,
-            gradient_norm=math.sqrt(sum(self.total["squared_norms"].tolist())),
+            gradient_norm=self.gradient_norm,
             statistics=self.everyones("statistics").sum(0).tolist(),
             bubble=max(0.0, 1 - float(busy.sum()) / span) if span else 0.0,
             cells=cells,
@@ -240,8 +236,8 @@ class StepMessage(PlanMessage):
 
     def read_used(self) -> set[str]:
         """Returns the names of the parameters that a worker has used in the step."""
-        digits = (self.total["used"].long()[:, None] // self._powers % self._base).flatten().tolist()
-        return {name for name, place in self._places.items() if digits[place]}
+        users = self.total["used"].tolist()
+        return {name for name, place in self._places.items() if users[place]}
 
     def write_saved(self, step: int) -> None:
         """Writes the last step whose files of this worker are on disk, −1 for none."""

@@ -176,7 +176,7 @@ class Pipeline(WorkerPipeline):
         self.message.write_result(StepRecord(), squared_norms(own), ())
         with self._together():
             self.message.run()
-            norm = self.message.read_result(total_weight=0.0).gradient_norm
+            norm = self.message.gradient_norm
             scale_gradients(own, clip_factor(norm, max_norm))
         return norm
 
@@ -270,7 +270,7 @@ class Pipeline(WorkerPipeline):
                 _add(own, gradients)
             finish_batchnorm([batchnorm for cell in self.cells for batchnorm in cell.batchnorms], replicas)
             self.steps_done, self.forwards = self.steps_done + 1, 0
-        loss = self.message.read_result(plan.total_weight).loss
+        loss = self.message.read_result(plan).loss
         return (loss, _in_order(found)) if outputs else loss
 
     def forward(self, inputs: Side | None = None, targets: Side | None = None) -> list[MicroBatch]:

@@ -7,14 +7,12 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..pipeline.step import StepResult
 from ..schedule.instruction import COMPUTE, InstructionLists, Op
 from ..schedule.schedule import StepSchedule
 from ..schedule.simulate import Timeline, simulate
-
-if TYPE_CHECKING:
-    from .records import TrainedStep
 
 Durations = Mapping[tuple[Op, int], float]  # seconds of one instruction, by kind and cell; kinds in `COMPUTE` only
 SHARES = ("computation", "recomputation", "bubble", "load_imbalance", "setup", "weight_update")
@@ -33,9 +31,9 @@ class Totals:
     first_step_at: float | None = None
     _peak_memory: int = 0  # of any worker, in bytes
     _steps: int = 0
-    _recent: deque[TrainedStep] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _recent: deque[StepResult] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, step: TrainedStep) -> None:
+    def add(self, step: StepResult) -> None:
         """Adds one training step."""
         if self.first_step_at is None:
             self.first_step_at = time.monotonic()
@@ -43,7 +41,7 @@ class Totals:
             self._recent.clear()
         self._steps += 1
         self._recent.append(step)
-        self._peak_memory = max(self._peak_memory, int(max(step.result.numbers["memory_bytes"])))
+        self._peak_memory = max(self._peak_memory, int(max(step.numbers["memory_bytes"])))
 
     def figures(self, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
@@ -57,12 +55,12 @@ class Totals:
         steps, cells = self._recent, list[dict[str, float]]()
         if steps:
             lists = schedule.lists(len(steps[-1].plan.signatures))
-            by_cell = zip(*(step.result.cells for step in steps), strict=True)
+            by_cell = zip(*(step.cells for step in steps), strict=True)
             cells = [{kind: fmean(times[kind] for times in each) for kind in each[0]} for each in by_cell]
             seconds = fmean(step.seconds for step in steps)
-            updates = [fmean(step.result.numbers["update"]) for step in steps]
+            updates = [fmean(step.numbers["update"]) for step in steps]
             found["examples_per_second"] = fmean(step.plan.examples for step in steps) / seconds
-            found["bubble"] = fmean(step.result.bubble for step in steps)
+            found["bubble"] = fmean(step.bubble for step in steps)
             shares, found["bubble_predicted"] = mean_breakdown(lists, schedule.placement, cells, updates, seconds)
             found["breakdown"] = shares
         rows = [{**row, "seconds": cells[number] if cells else None} for number, row in enumerate(table)]

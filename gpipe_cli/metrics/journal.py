@@ -15,12 +15,13 @@ from ..data.images.source import SquareImages
 from ..data.source import Source
 from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
 from ..pipeline.meter import PHASES
+from ..pipeline.step import StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .breakdown import mean_breakdown
 from .class_report import png, sheet
 from .metrics_file import MetricsFile, json_safe
-from .records import Evaluation, Progress, TrainedStep
+from .records import Evaluation, Progress
 from .trace import Recording, draw_step, trace
 from .trackers import TensorBoard, Tracking
 
@@ -55,7 +56,7 @@ class Notices:
         self._emit({"kind": "cells", "rows": [dict(row) for row in table]})
 
     def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None: ...
-    def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None: ...
+    def step(self, progress: Progress, result: StepResult, done: float | None) -> None: ...
     def evaluation(self, progress: Progress, result: Evaluation) -> None: ...
     def augmented(self, source: Source | None) -> None: ...
     def trace(self, step: int, recordings: Sequence[Recording]) -> None: ...
@@ -123,13 +124,13 @@ class Journal(Notices):
                 reason = cannot_write(path, error) if isinstance(error, OSError) else reason
                 self.warn(f"{reason}; the run goes on without")
 
-    def step(self, progress: Progress, step: TrainedStep, done: float | None) -> None:
+    def step(self, progress: Progress, result: StepResult, done: float | None) -> None:
         """Records one training step in metrics.jsonl and on the console; at the logging interval also its times.
 
         Args:
             done: share of the run that is done; None if its end is unknown.
         """
-        result, plan, seconds = step.result, step.plan, step.seconds
+        plan, seconds = result.plan, result.seconds
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
         lists, placement = self._schedule.lists(len(plan.signatures)), self._schedule.placement
         if (due or not self._shares_of_step) and (began := time.perf_counter()) >= self._simulate_from:
@@ -143,7 +144,7 @@ class Journal(Notices):
             "step": progress.step,
             "K": len(placement),
             "loss": result.loss,
-            "lr": step.lr,
+            "lr": result.lr,
             "grad_norm": result.gradient_norm,
             "examples_per_second": plan.examples / seconds,
             f"{self._task.unit}_per_second": plan.total_weight / seconds,
@@ -158,7 +159,7 @@ class Journal(Notices):
             **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
         }
         times = {"breakdown": self._shares_of_step, "cells": result.cells, "workers": result.workers} if due else {}
-        rare = {"loss_scale": progress.loss_scale, "not_finite": step.not_finite}
+        rare = {"loss_scale": progress.loss_scale, "not_finite": result.not_finite}
         there = {name: value for name, value in rare.items() if value is not None}
         with self._tried(self._metrics.path):
             self._metrics.write({**row, **there, **times})

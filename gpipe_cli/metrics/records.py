@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..pipeline.step import StepPlan, StepResult
-
 
 @dataclass
 class Progress:
@@ -35,24 +33,6 @@ class Progress:
     stopped_by: str = ""
     loss_scale: float | None = None
     steps_since_overflow: int = 0
-
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """Holds the facts of a training step that has ended.
-
-    Attributes:
-        plan: of its mini-batch.
-        lr: learning rate of its update.
-        seconds: of the whole step, its update included.
-        not_finite: where it first had a value that is not finite, in words; None for a finite step.
-    """
-
-    result: StepResult
-    plan: StepPlan
-    lr: float
-    seconds: float
-    not_finite: str | None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..pipeline.meter import PHASES
+from ..pipeline.meter import HOST_PHASES, PHASES
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.picture import draw_panels
 from ..schedule.schedule import StepSchedule
@@ -88,7 +88,7 @@ def trace(
         for name, start, end in recording:
             place = {"name": name, "pid": rank, "ts": 1e6 * (start - began), "dur": 1e6 * (end - start)}
             if name in PHASES:
-                tid = HOST if name in ("data", "exchange") else COMPUTATION
+                tid = HOST if name in HOST_PHASES else COMPUTATION
                 events.append({"ph": "X", "cat": "phase", "tid": tid, **place})
             else:
                 events += _slice(Instruction.parse(name), place, replica, layers)

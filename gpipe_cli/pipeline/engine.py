@@ -121,7 +121,7 @@ class Engine:
         self.where = Position() if where is None else where
         for cell in cells:
             cell.where = self.where
-        self.noise, self.meter = cells[0].noise, Meter(device)
+        self.noise, self.meter = cells[0].noise, Meter(device, self.where)
         self._transport = transport
         self.receives_block_device = transport is not None and transport.blocks_device  # posted by `post_early`
         # Descriptions by (cell in front of the boundary, signature of the micro-batch):

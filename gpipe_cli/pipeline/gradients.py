@@ -44,7 +44,7 @@ class UnusedParameters:
         own: this worker's parameters, by full name.
 
     Attributes:
-        owners: names of the tied parameters that this worker's layers have used in the step, once for each use.
+        owners: names of the tied parameters that this worker's layers have used in the step.
     """
 
     def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
@@ -56,7 +56,7 @@ class UnusedParameters:
         self._filled.update(map(id, fill_gradients(parameters)))
 
     def used(self) -> list[str]:
-        """Returns the names of the parameters that this worker has used, one for each use."""
+        """Returns the names of the parameters that this worker has used."""
         return [*(n for n, p in self._own.items() if p.grad is not None and id(p) not in self._filled), *self.owners]
 
     def clear(self, everywhere: Callable[[], Container[str]]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..position import Position
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.simulate import Span
 
@@ -20,7 +21,9 @@ TIME_OF = {op: op.name.lower() for op in COMPUTE}
 TIME_OF |= {Op.RECEIVE_ACTIVATION: "waiting_for_activation", Op.RECEIVE_GRADIENT: "waiting_for_gradient"}
 TIME_OF |= {Op.SEND_ACTIVATION: "sending", Op.SEND_GRADIENT: "sending"}
 KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
-PHASES = ("data", "gradients", "exchange", "update")  # between the instructions of two steps, in this order
+HOST_PHASES = {"data": "reading the next mini-batch", "exchange": "exchanging the results of the step"}
+DEVICE_PHASES = {"gradients": "adding up the gradients", "update": "updating the weights"}  # run asynchronously
+PHASES = HOST_PHASES | DEVICE_PHASES  # between the instructions of two steps: the work as an error report names it
 WORKER_NUMBERS = ("late", "span", "busy", "waited_for_data", "memory_bytes", *PHASES)
 
 
@@ -43,23 +46,34 @@ class Meter:
     On a GPU the instructions run asynchronously, so events are recorded in their stream and read when the results of
     the step have been; nothing is synchronised in between.
 
+    Args:
+        device: this worker's.
+        where: told the step and the phase that run.
+
     Attributes:
         began: begin of the step by the machine's monotonic clock, which all its processes share.
         spans: of the last step that was read, in seconds of that clock.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type != "cpu"
+    def __init__(self, device: torch.device, where: Position) -> None:
+        self._where, self._device, self._on_gpu = where, device, device.type != "cpu"
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
         self._phases_before = self._phase_marks
-        self.began, self._started = 0.0, 0.0
+        self.began, self._started, self._host_began = 0.0, 0.0, 0.0
         self.spans: list[Span] = []
 
-    def begin_step(self) -> None:
-        """Starts the clock."""
+    def begin_step(self, number: int | None = None) -> None:
+        """Starts the clock; ``number`` of the step, from 1."""
+        self._where.step = number
         self._phases_before, self._phase_marks, self._marks = self._phase_marks, [], []
-        self.began, self._started = time.perf_counter(), self.mark()
+        self.began = self._host_began = time.perf_counter()
+        self._started = self.mark()
+
+    @property
+    def elapsed(self) -> float:
+        """Returns the seconds since `begin_step` by the host's clock."""
+        return time.perf_counter() - self._host_began
 
     def mark(self) -> Mark:
         """Returns the present moment."""
@@ -69,29 +83,28 @@ class Meter:
         """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
-    def read_step(self, reached: Mark = None) -> tuple[dict[str, float], float]:
-        """Fills `spans`; on a GPU waits for the instructions first, and sets `began` to when it began, not its host.
-
-        Args:
-            reached: a later mark, for which the host has just waited.
+    def read_step(self) -> tuple[dict[str, float], float]:
+        """Fills `spans`; on a GPU waits for its work first, and sets `began` to when it began, not its host.
 
         Returns:
             The seconds of each phase before the step, and those from its begin to the end of its last instruction.
         """
         ended = self._marks[-1][2] if self._marks else self._started
         if self._on_gpu:
-            reached = reached or ended
+            reached = self.mark()
             reached.synchronize()
             self.began = time.perf_counter() - seconds_between(self._started, reached)
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]
         return {n: seconds_between(a, b) for n, a, b in self._phases_before}, seconds_between(self._started, ended)
 
     @contextmanager
-    def phase(self, name: str, on_device: bool = False) -> Iterator[None]:
-        """Records the time of the body. ``on_device``: its work runs on the device, asynchronously."""
-        started = self.mark() if on_device else time.perf_counter()
-        yield
-        self._phase_marks.append((name, started, self.mark() if on_device else time.perf_counter()))
+    def phase(self, name: str) -> Iterator[None]:
+        """Records the time of the body, one of `PHASES`, and names its work in error reports."""
+        now = self.mark if name in DEVICE_PHASES else time.perf_counter
+        started = now()
+        with self._where.doing(PHASES[name]):
+            yield
+        self._phase_marks.append((name, started, now()))
 
     def recording(self) -> list[tuple[str, float, float]]:
         """Returns name, begin and end of each instruction and each phase since; on a GPU waits for its work first."""

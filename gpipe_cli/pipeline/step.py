@@ -57,12 +57,13 @@ class StepRecord:
     statistics: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepResult:
-    """Holds one training step, the same on every worker.
+    """Holds what all workers know of a training step when they have met.
 
     Attributes:
-        loss: of the mini-batch, per unit of weight.
+        plan: what was to be done.
+        loss: loss of the mini-batch, per unit of weight.
         losses: unscaled sums by replica, then micro-batch.
         gradient_norm: global, before clipping.
         statistics: sums over the mini-batch.
@@ -73,8 +74,12 @@ class StepResult:
             on this worker; from there to its last instruction; the computing time of that; seconds for which the first
             worker waited for this mini-batch; the peak memory; and seconds of each of `PHASES` between the step before
             and this one, because they end after the workers have met.
+        lr: learning rate of the update.
+        seconds: seconds of the whole step on this worker, its update included; known when it has ended.
+        not_finite: where the step first had a value that is not finite, in words; None where all are finite.
     """
 
+    plan: StepPlan
     loss: float
     losses: list[list[float]]
     gradient_norm: float
@@ -82,10 +87,18 @@ class StepResult:
     bubble: float
     cells: list[dict[str, float]]
     numbers: Mapping[str, list[float]] = field(repr=False)
+    lr: float = 0.0
+    seconds: float = 0.0
+    not_finite: str | None = None
 
     @property
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Returns whether a smaller loss scale may help: the loss is finite, its scaled gradients are not."""
+        return self.plan.loss_scale > 1 and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
     @property
     def workers(self) -> list[dict[str, float]]:

@@ -82,11 +82,6 @@ class TiedParameters:
             if (full := f"{layer.name}.{name}") in names
         }
 
-    @property
-    def most_uses(self) -> int:
-        """Returns the most uses that a parameter of the model has."""
-        return max(map(len, self._ties), default=1)
-
     @cached_property
     def users(self) -> list[nn.Parameter]:
         """Returns this worker's tied parameters whose owner is another."""

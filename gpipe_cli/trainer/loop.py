@@ -4,7 +4,6 @@ Every worker runs the same loop and takes the same branches, because everything 
 step message: the result of the step that ends together with the plan of the step that begins.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -13,9 +12,9 @@ from ..distributed.exchange import StopRequested
 from ..distributed.world import machine_id
 from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
-from ..metrics.records import Progress, TrainedStep
+from ..metrics.records import Progress
 from ..metrics.trace import Recording, on_one_clock
-from ..pipeline.step import StepPlan, StepRecord, StepResult
+from ..pipeline.step import StepPlan, StepResult
 from .assembly import Assembly
 from .batches import TrainingBatches
 from .evaluator import Evaluator
@@ -82,45 +81,49 @@ class Trainer:
                 yield
 
     def _step(self, plan: StepPlan) -> StepPlan | None:
-        """Trains on one mini-batch; returns the plan of the next, or None when this was the last."""
-        began, step, scale = time.perf_counter(), self.progress.step, self.progress.loss_scale or 1.0
-        meter, where = self.pipeline.engine.meter, self.where
-        where.step = step + 1  # as the console counts
-        meter.begin_step()
-        taken, steps = self.batches.take(), self.settings.trainer.steps or 0
-        plan = replace(plan, micro_batches=taken, step=step, steps=steps, loss_scale=scale)
-        record = self.pipeline.train_step(plan)
-        result, next_plan = self._meet(record, plan)
-        lr = self.updater.learning_rate
-        with meter.phase("update", on_device=True), self.around_update(result), where.doing("updating the weights"):
-            overflowed = self._update(result)
-        seconds, cause = time.perf_counter() - began, None
-        if not result.finite and not overflowed:
-            cause = find_cause(result, self.pipeline, plan)
-            self.updater.forget_step()
-        self._write_down(TrainedStep(result, plan, lr, seconds, cause))
-        if cause is not None:
-            self._warn_of_non_finite(cause)
-        return next_plan
+        """Trains on one mini-batch; returns the plan of the next, or None when this was the last.
 
-    def _meet(self, record: StepRecord, plan: StepPlan) -> tuple[StepResult, StepPlan | None]:
-        """Meets the other workers: returns the step's result, and the plan of the next step or None."""
+        What belongs to a phase is timed by the meter, which also names it in error reports.
+        """
         meter, message, unused = self.pipeline.engine.meter, self.message, self.pipeline.unused
-        with meter.phase("data"):  # a GPU computes meanwhile
+        meter.begin_step(self.progress.step + 1)  # as the console counts
+
+        # 1. Take the mini-batch, which was read during the step before.
+        plan = self._with_mini_batch(plan)
+
+        # 2. Forward and backward of all its micro-batches; the gradients add up in `.grad`.
+        record = self.pipeline.train_step(plan)
+
+        # 3. Meet all workers, once a step. They exchange this step's losses and norms, and also the plan of the *next*
+        #    mini-batch, before this one's update: it is read while a GPU still computes, and needs no second meeting.
+        with meter.phase("data"):
             self._offer()
-        with meter.phase("gradients", on_device=True), self.where.doing("adding up the gradients"):
+        with meter.phase("gradients"):
             self.updater.reduce_gradients(plan.loss_scale)
-            squares, reached = self.updater.squared_norms(), meter.mark()
-            message.write_result(record, squares, unused.used())  # waits for the GPU
-        message.write_times(meter, *meter.read_step(reached), self.batches.seconds_waited)
-        with meter.phase("exchange"), self.where.doing("exchanging the results of the step"):
+            message.write_result(record, self.updater.squared_norms(), unused.used())  # waits for the GPU
+        message.write_times(meter, *meter.read_step(), self.batches.seconds_waited)
+        with meter.phase("exchange"):
             message.run()
             unused.clear(message.read_used)
-        return message.read_result(plan.total_weight), self._read_plan(plan.step + 1)
+        result, next_plan = message.read_result(plan), self._read_plan(plan.step + 1)
+
+        # 4. Update the weights, by what all workers know alike; not where something is not finite.
+        with meter.phase("update"), self.around_update(result):
+            self._update(result)
+
+        # 5. Write down what the step was.
+        result.seconds = meter.elapsed
+        self._write_down(result)
+        return next_plan
 
     def _offer(self) -> None:
         self.batches.offer()
         self.saver.tell()
+
+    def _with_mini_batch(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan with its micro-batches, where this worker reads them, and what only this step knows."""
+        step, steps, scale = self.progress.step, self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
+        return replace(plan, micro_batches=self.batches.take(), step=step, steps=steps, loss_scale=scale)
 
     def _read_plan(self, done: int) -> StepPlan | None:
         """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
@@ -130,33 +133,38 @@ class Trainer:
         self.progress.stopped_by = ("steps" if all_done else plan.stop) or self.progress.stopped_by
         return None if self.progress.stopped_by else plan
 
-    def _update(self, result: StepResult) -> bool:
-        """Updates weights and progress; returns whether the update was skipped because scaled gradients overflowed."""
-        progress = self.progress
-        overflowed = adjust_scale(progress, result)
+    def _update(self, result: StepResult) -> None:
+        """Updates weights and progress."""
+        progress, result.lr = self.progress, self.updater.learning_rate
+        adjust_scale(progress, result)
         self.updater.update(result, progress.step - progress.skipped)
         if result.finite:
             progress.loss, progress.skipped_in_a_row = result.loss, 0
         else:
             progress.skipped += 1
-            progress.skipped_in_a_row += not overflowed
+            progress.skipped_in_a_row += not result.overflowed
         progress.step += 1
         progress.evaluation_due = _is_time(self.settings.trainer.evaluate_every, progress.step)
-        if overflowed:
+
+    def _write_down(self, result: StepResult) -> None:
+        """Tells console, files and TensorBoard of a finished step, and where one that is not finite went wrong."""
+        progress = self.progress
+        if result.overflowed:
             self.journal.message(
                 f"step {progress.step}: gradients overflow {self.settings.precision.autocast or 'float32'} with their "
                 f"loss scale; update skipped, the scale is {progress.loss_scale:,.0f} now"
             )
-        return overflowed
-
-    def _write_down(self, step: TrainedStep) -> None:
-        """Tells console, files and TensorBoard of a finished step."""
-        progress = self.progress
+        elif not result.finite:
+            result.not_finite = find_cause(result, self.pipeline)
+            self.updater.forget_step()
+        result.plan = replace(result.plan, micro_batches=None)  # results of many steps are kept, mini-batches are not
         if self.pipeline.world.rank == 0:  # which alone tells of them
-            self.totals.add(step)
-        self.journal.step(progress, step, self.batches.share_done(progress.step))
+            self.totals.add(result)
+        self.journal.step(progress, result, self.batches.share_done(progress.step))
         if progress.step in self.settings.trainer.traced_steps:
             self.journal.trace(progress.step, self._recordings())
+        if result.not_finite is not None:
+            self._warn_of_non_finite(result.not_finite)
 
     def _warn_of_non_finite(self, why: str) -> None:
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit

@@ -16,7 +16,7 @@ from ..distributed.pipeline import WorkerPipeline
 from ..errors import PlainError
 from ..metrics.records import Progress
 from ..pipeline.messages.grouping import as_tensors
-from ..pipeline.step import StepPlan, StepResult
+from ..pipeline.step import StepResult
 
 LARGEST = 2.0**24
 GROWS_AFTER = 2000  # steps without overflow, as in torch's GradScaler
@@ -34,24 +34,17 @@ def begin_scale(progress: Progress, configured: float | None) -> None:
         progress.loss_scale, progress.steps_since_overflow = float(configured), 0
 
 
-def adjust_scale(progress: Progress, result: StepResult) -> bool:
-    """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps.
-
-    Returns:
-        Whether it was an overflow: the loss is finite, its scaled gradients are not, and a smaller scale may help.
-    """
-    scale = progress.loss_scale or 1.0
-    overflowed = scale > 1 and math.isfinite(result.loss) and not math.isfinite(result.gradient_norm)
-    if overflowed:
-        progress.loss_scale, progress.steps_since_overflow = scale / 2, 0
+def adjust_scale(progress: Progress, result: StepResult) -> None:
+    """Halves the scale after an overflow, doubles it after `GROWS_AFTER` finite steps."""
+    if result.overflowed:
+        progress.loss_scale, progress.steps_since_overflow = result.plan.loss_scale / 2, 0
     elif progress.loss_scale is not None and result.finite:
         progress.steps_since_overflow += 1
         if progress.steps_since_overflow == GROWS_AFTER:
             progress.loss_scale, progress.steps_since_overflow = min(LARGEST, progress.loss_scale * 2), 0
-    return overflowed
 
 
-def find_cause(result: StepResult, pipeline: WorkerPipeline, plan: StepPlan) -> str:
+def find_cause(result: StepResult, pipeline: WorkerPipeline) -> str:
     """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
 
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
@@ -68,7 +61,7 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline, plan: StepPlan) -> 
     with ExitStack() as hooks:
         for layer in pipeline.layers:
             hooks.callback(layer.module.register_forward_hook(partial(look, layer.name)).remove)
-        pipeline.train_step(plan, timed=False)
+        pipeline.train_step(result.plan, timed=False)
     everyone = sorted((place for places in world.all_gather(found) for place in places), key=lambda place: place[:3])
     symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
     mask = f"; -inf in layer {everyone[0][3]!r} may be a mask" if everyone and everyone[0][4] else ""

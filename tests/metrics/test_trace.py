@@ -18,7 +18,8 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.trace import on_one_clock
 from gpipe_cli.pipeline.meter import Meter
-from gpipe_cli.pipeline.step import StepResult
+from gpipe_cli.pipeline.step import StepPlan, StepResult
+from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.simulate import Span
 from gpipe_cli.tasks.own_loss import LossFunctionTask
@@ -114,14 +115,14 @@ def result_of(workers: list[tuple[float, float, list[Span]]]) -> StepResult:
     The exchange before the step ended at 0.
     """
     worlds = [World(rank, len(workers), 1, CPU, CPU, None, None, None) for rank in range(len(workers))]
-    message = StepMessage(worlds[0], BatchShape((), ()), 1, len(workers), [-1], {}, [], 1, LossFunctionTask(len))
+    message = StepMessage(worlds[0], BatchShape((), ()), 1, len(workers), [-1], {}, [], LossFunctionTask(len))
     message.ended_at = 0.0
     for message.world, (began, ended, recorded) in zip(worlds, workers, strict=True):
-        meter = Meter(CPU)
+        meter = Meter(CPU, Position())
         meter.began, meter.spans = began, recorded
         message.write_times(meter, {}, ended - began, 0.0)
     message.run()
-    return message.read_result(1.0)
+    return message.read_result(StepPlan((), 1.0))
 
 
 def test_waiting_is_told_by_neighbour() -> None:
@@ -136,14 +137,13 @@ def test_waiting_is_told_by_neighbour() -> None:
 def test_a_gpu_behind_its_host_tells_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host starts all of the step at 10; the GPU still works at the update before, until 13."""
     moments = iter([13.0, 13.0, 15.0, 16.0])  # of the GPU: begin of the step, F0.0, and what the host waits for
-    meter = Meter(torch.device("meta"))
+    meter = Meter(torch.device("meta"), Position())
     monkeypatch.setattr(meter, "mark", lambda: GpuMoment(next(moments)))
     monkeypatch.setattr("time.perf_counter", lambda: 10.0)
     meter.begin_step()
     meter.record(Instruction.parse("F0.0"), meter.mark())
-    reached = meter.mark()
     monkeypatch.setattr("time.perf_counter", lambda: 16.0)
-    assert meter.read_step(reached) == ({}, 2.0)
+    assert meter.read_step() == ({}, 2.0)
     assert meter.spans == spans("F0.0 13 15") and meter.began == 13.0
 
 

@@ -14,11 +14,6 @@ from processes import command, succeeded
 from gpipe_cli import Pipeline
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.checkpoint.layer_state import load_layer
-from gpipe_cli.distributed.step_message import BatchShape, StepMessage
-from gpipe_cli.distributed.world import World
-from gpipe_cli.pipeline.gradients import UnusedParameters
-from gpipe_cli.pipeline.step import StepRecord
-from gpipe_cli.tasks.own_loss import LossFunctionTask
 
 FROZEN = (*own_model.WORDS, "model._target_=own_model.with_a_frozen_start", "trainer.steps=3", "pipeline.M=2")
 DECAY = "optimizer={_target_: torch.optim.AdamW, lr: 0.1, weight_decay: 0.5}"
@@ -79,19 +74,3 @@ def test_workers_and_replicas_agree_about_what_is_used(tmp_path: Path) -> None:
     succeeded(command("train", *IDLE, *words))
     train_inline(tmp_path / "alone", *IDLE, "pipeline.K=1")
     assert not changed(saved(tmp_path / "alone", 4), saved(tmp_path / "both", 4))
-
-
-def test_a_digit_for_each_parameter_counts_its_users_to_the_last() -> None:
-    names = [f"p{number}" for number in range(200)]
-    own = {name: torch.nn.Parameter(torch.zeros(1)) for name in names}
-    for number, parameter in enumerate(own.values()):
-        parameter.grad = torch.ones(1) if number % 3 else None
-    unused, cpu = UnusedParameters(own), torch.device("cpu")
-    places, world = {name: place for place, name in enumerate(names)}, World(0, 1, 1, cpu, cpu, None, None, None)
-    message = StepMessage(world, BatchShape((), ()), 1, 1, [-1], places, names, 3, LossFunctionTask(len))
-    unused.fill(own.values())
-    unused.owners = ["p0", "p0", "p0"]
-    message.write_result(StepRecord(), torch.zeros(200, dtype=torch.float64), unused.used())
-    message.run()
-    unused.clear(message.read_used)
-    assert [p.grad is None for p in own.values()] == [number > 0 and number % 3 == 0 for number in range(200)]

@@ -14,7 +14,7 @@ from gpipe_cli.checkpoint.files import step_directory
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.build import choose_kernels
 from gpipe_cli.metrics.records import Progress
-from gpipe_cli.pipeline.step import StepResult
+from gpipe_cli.pipeline.step import StepPlan, StepResult
 from gpipe_cli.trainer.nonfinite import adjust_scale
 
 TINY = (
@@ -87,8 +87,8 @@ def test_an_overflow_is_told_and_is_no_error(tmp_path: Path) -> None:
     assert "not_finite" not in rows(tmp_path / "run" / "metrics.jsonl")[0]
 
 
-def result_of(loss: float, norm: float) -> StepResult:
-    return StepResult(loss, [], norm, [], 0.0, [], {})
+def result_of(loss: float, norm: float, scale: float | None) -> StepResult:
+    return StepResult(StepPlan((), 1.0, loss_scale=scale or 1.0), loss, [], norm, [], 0.0, [], {})
 
 
 @pytest.mark.parametrize(
@@ -104,13 +104,14 @@ def result_of(loss: float, norm: float) -> StepResult:
 def test_only_an_overflow_of_scaled_gradients_halves_the_scale(
     scale: float | None, loss: float, norm: float, overflows: bool, then: float | None
 ) -> None:
-    progress, result = Progress(loss_scale=scale), result_of(loss, norm)
-    assert adjust_scale(progress, result) == overflows
+    progress, result = Progress(loss_scale=scale), result_of(loss, norm, scale)
+    adjust_scale(progress, result)
+    assert result.overflowed == overflows
     assert progress.loss_scale == then
 
 
 def test_the_scale_doubles_after_many_steps_without_overflow() -> None:
-    progress, good, bad = Progress(loss_scale=8.0), result_of(1.0, 1.0), result_of(1.0, math.inf)
+    progress, good, bad = Progress(loss_scale=8.0), result_of(1.0, 1.0, 8.0), result_of(1.0, math.inf, 8.0)
     for result in [*[good] * 1999, bad, *[good] * 1999]:
         adjust_scale(progress, result)
     assert progress.loss_scale == 4.0
