@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from mmap import mmap
 from typing import TypeAlias
 
 Memory: TypeAlias = "bytearray | memoryview | mmap"
 
 NUMBERS = ("step", "cell", "micro_batch")
+
+
+@lru_cache(maxsize=4096)  # the same names and numbers come in every step
+def _padded(value: int | str | None, size: int) -> bytes:
+    content = b"" if value is None else str(value).encode()[:size]
+    return content.ljust(size, b"\0")
 
 
 class _Field:
@@ -19,8 +26,7 @@ class _Field:
         self.place, self._size = slice(offset, offset + size), size
 
     def __set__(self, position: Position, value: int | str | None) -> None:
-        content = b"" if value is None else str(value).encode()[: self._size]
-        position.memory[self.place] = content.ljust(self._size, b"\0")
+        position.memory[self.place] = _padded(value, self._size)
 
 
 class Position:

@@ -104,10 +104,12 @@ class BufferGuard:
         for batchnorm in gathering:
             batchnorm.gathering = False
         devices = {tensor.device for tensor in as_tensors(argument)}
-        with torch.random.fork_rng([device for device in devices if device.type == GPU]):
-            self._forward(copies)
-        for batchnorm in gathering:
-            batchnorm.gathering = True
+        try:
+            with torch.random.fork_rng([device for device in devices if device.type == GPU]):
+                self._forward(copies)
+        finally:
+            for batchnorm in gathering:
+                batchnorm.gathering = True
 
 
 def _is_same(before: _Seen | None, after: Tensor | None) -> bool:

@@ -1,5 +1,6 @@
 """Runs one cell: consecutive layers on one device, for one micro-batch at a time (paper, section 2.1: F_k)."""
 
+import operator
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -99,11 +100,28 @@ COMPILED_BACKWARD = (
 )
 MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
 BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding
-Call = tuple[BuiltLayer, Callable[..., Any], Callable[..., Tensor] | None]  # a layer, its forward, its auxiliary loss
+
+
+@dataclass(frozen=True)
+class Call:
+    """Says how a layer is called in training.
+
+    Attributes:
+        auxiliary_loss: the layer's, if it has one.
+        is_fixed: the layer promises to behave alike in all micro-batches (`graph_varies = False`).
+    """
+
+    layer: BuiltLayer
+    forward: Callable[..., Any]
+    auxiliary_loss: Callable[..., Tensor] | None
+    is_fixed: bool
 
 
 class Cell:
     """Holds the layers of one cell and runs them.
+
+    What the host does between two layers (seeds, layouts, checks of shapes) takes as long as a small kernel. So a layer
+    that promises to behave alike in all micro-batches is spared what the first of them have shown to be needless.
 
     Args:
         number: which of the K cells.
@@ -132,6 +150,9 @@ class Cell:
         self.noise = noise
         self._layouts = GradientLayouts()
         self._forms: dict[Hashable, BoundarySpec] = {}  # by layer and signature: what it passes on
+        self._unchanged: dict[Hashable, set[int]] = {}  # by signature: layers whose outputs pass on as they are
+        self._silent: set[int] | None = None  # layers that drew nothing in the step's first micro-batch; None before it
+        self._gathers = True  # whether the BatchNorms gather
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self._built_in_evaluation = [module for module in modules if not module.training]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
@@ -139,9 +160,7 @@ class Cell:
         self.where = Position()
         self._casts = WeightCasts([layer.module for layer in self.layers], alike=not self.graph_varies)
         self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
-        self._calls: list[Call] = [
-            (layer, self._forward_of(layer), getattr(layer.module, "auxiliary_loss", None)) for layer in self.layers
-        ]
+        self._calls = [self._call_of(layer) for layer in self.layers]
         self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -159,7 +178,7 @@ class Cell:
     @property
     def graph_varies(self) -> bool:
         """Returns whether micro-batches of one kind may use a layer's weights, or pass gradients on, in unlike ways."""
-        return any(getattr(layer.module, "graph_varies", True) for layer in self.layers)
+        return any(_varies(layer.module) for layer in self.layers)
 
     @property
     def is_trained(self) -> bool:
@@ -176,22 +195,28 @@ class Cell:
     def guard_buffers(self) -> None:
         """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
         self._guarded_calls = [
-            (layer, BufferGuard(layer.name, layer.module, forward), loss) for layer, forward, loss in self._calls
+            replace(call, forward=BufferGuard(call.layer.name, call.layer.module, call.forward)) for call in self._calls
         ]
+
+    def describe_anew(self) -> None:
+        """Forgets which outputs pass on as they are: parameters have been frozen, or freed."""
+        self._unchanged.clear()
 
     def begin_step(self, step: int, steps: int) -> None:
         """Calls ``begin_step`` of the layers that have it (drop-path schedules)."""
         for module in self._step_aware:
             module.begin_step(step, steps)
-        self._casts.forget()
+        self._silent = None
 
     def end_step(self) -> None:
-        """Frees the casts, graphs and counts that live for one step."""
+        """Frees the casts, which live for one step."""
         self._casts.forget()
 
     def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Returns the context in which layers under autocast use weights that are cast once in a step."""
-        return nullcontext() if self._compiled else self._casts.used_on(device)  # compiled layers cast within kernels
+        if self._compiled or not torch.is_autocast_enabled(device.type):  # compiled layers cast within kernels
+            return nullcontext()
+        return self._casts.used_on(device)
 
     def run_training(
         self, inputs: Tensors, targets: Tensors, step: int, micro_batch: int, signature: Hashable, first_time: bool
@@ -213,29 +238,40 @@ class Cell:
             BufferChanged: a layer changes the cell's input, or after `guard_buffers` a buffer or its own input.
         """
         versions = [tensor._version for tensor in inputs]
-        for batchnorm in self.batchnorms:
-            batchnorm.gathering = first_time
+        if first_time != self._gathers:
+            self._gathers = first_time
+            for batchnorm in self.batchnorms:
+                batchnorm.gathering = first_time
         argument = as_argument(inputs)
         auxiliary: dict[int, Tensor] = {}
-        seeds, seed_noise = self.noise.seeds(step, micro_batch, self._indices), self.noise.seed
-        has_graph = torch.is_grad_enabled()
-        for (layer, forward, auxiliary_loss), seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
+        looks, silent = self._silent is None, self._silent or set()
+        unchanged = self._unchanged.setdefault(signature, set())
+        seeds, has_graph = self.noise.seeds(step, micro_batch, self._indices), torch.is_grad_enabled()
+        for call, seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
+            layer, index = call.layer, call.layer.index
             self.where.layer = layer.name
-            seed_noise(seed)
+            if index not in silent:
+                self.noise.seed(seed)
+            before = self.noise.moment() if looks and call.is_fixed else None
             try:
-                outputs = forward(argument)
-                if auxiliary_loss is not None:
-                    auxiliary[layer.index] = auxiliary_loss(outputs, targets)
-                came, made = as_tensors(argument), as_tensors(outputs)
-                if has_graph:
-                    self.noise.seed_backward(seed, (*made, auxiliary.get(layer.index)), came)
-                argument = as_argument(self._settle(layer, made, came, signature, micro_batch))
+                outputs = call.forward(argument)
+                if call.auxiliary_loss is not None:
+                    auxiliary[index] = call.auxiliary_loss(outputs, targets)
+                if before is not None and before == self.noise.moment():
+                    silent.add(index)
+                if has_graph and index not in silent:
+                    made = (*as_tensors(outputs), auxiliary.get(index))
+                    self.noise.seed_backward(seed, made, as_tensors(argument))
+                if index in unchanged:
+                    argument = outputs
+                else:
+                    argument = self._settled(call, outputs, argument, signature, micro_batch)
             except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         self.where.layer = None
-        self._guarded_calls = []
+        self._guarded_calls, self._silent = [], silent
         if [tensor._version for tensor in inputs] != versions:  # in some micro-batches alone
             raise BufferChanged(
                 f"cell {self.number}, micro-batch {micro_batch}: a layer changes {', '.join(INPUT_CHANGED)}"
@@ -279,13 +315,14 @@ class Cell:
             text = f"cell {self.number}, backward of {named}, micro-batch {micro_batch}"
             raise failed(text, type(error)) from error
 
-    def _forward_of(self, layer: BuiltLayer) -> Callable[..., Any]:
+    def _call_of(self, layer: BuiltLayer) -> Call:
         """Returns the call of a layer that gives the same bits without a graph as with one.
 
         oneDNN's LSTM computes in another order without a graph, and a compiled layer is then compiled in another way.
         """
         own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
-        return _with_graph(layer.module) if own else layer.module
+        forward = _with_graph(layer.module) if own else layer.module
+        return Call(layer, forward, getattr(layer.module, "auxiliary_loss", None), not _varies(layer.module))
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> Exception:
         if isinstance(error, IndexError) and BEYOND_A_TABLE in str(error):
@@ -315,22 +352,28 @@ class Cell:
                     "before the first step or, in a loop of your own, between two steps; not in a layer's forward"
                 )
 
-    def _settle(
-        self, layer: BuiltLayer, outputs: Tensors, inputs: Tensors, signature: Hashable, micro_batch: int
-    ) -> Tensors:
-        """Returns the tensors that a layer passes on.
+    def _settled(self, call: Call, outputs: Any, argument: Any, signature: Hashable, micro_batch: int) -> Any:
+        """Returns the argument of the next layer: the outputs in the type and layout of boundaries.
 
         Raises:
             LayerFailed: inputs of the same shapes and types gave others before. This is refused wherever the layer
                 stands, since a message could not follow it and a cut may lie behind any layer.
         """
-        made = passed_on(outputs, inputs, layer.boundary_type)
-        before = self._forms.get((layer.index, signature))
-        if before is None:
-            before = self._forms[layer.index, signature] = BoundarySpec.of(made)
-        if not (layer.may_vary or before.fits(made)):
-            raise self._other_form(layer, micro_batch, made, before)
-        return self._layouts.settle(made, inputs, layer.index, signature)
+        layer, inputs = call.layer, as_tensors(argument)
+        made = passed_on(as_tensors(outputs), inputs, layer.boundary_type)
+        if not (call.is_fixed or layer.may_vary):
+            before = self._forms.get((layer.index, signature))
+            if before is None:
+                before = self._forms[layer.index, signature] = BoundarySpec.of(made)
+            if not before.fits(made):
+                raise self._other_form(layer, micro_batch, made, before)
+        settled = self._layouts.settle(made, inputs, layer.index, signature)
+        following = as_argument(settled)
+        if call.is_fixed and not layer.may_vary and torch.is_grad_enabled():
+            is_same = following is outputs or (type(outputs) is tuple and _are_same(following, outputs))
+            if is_same and self._layouts.is_known(made, inputs, layer.index, signature):
+                self._unchanged[signature].add(layer.index)
+        return following
 
     def _other_form(self, layer: BuiltLayer, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
         return LayerFailed(
@@ -339,6 +382,16 @@ class Cell:
             "the next layer may depend on shapes and types of the inputs, not on their values: pad it, or make one "
             "layer of those between which it varies"
         )
+
+
+def _varies(module: nn.Module) -> bool:
+    """Returns whether a layer may behave in unlike ways in two micro-batches of one kind."""
+    return bool(getattr(module, "graph_varies", True))
+
+
+def _are_same(some: Any, others: tuple[Any, ...]) -> bool:
+    """Returns whether these are tuples of the same tensors."""
+    return type(some) is tuple and len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:

@@ -183,6 +183,8 @@ class Engine:
         """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
         self.boundaries.clear()
         self.messages.clear()
+        for cell in self.cells.values():
+            cell.describe_anew()
 
     def forget_failure(self) -> None:
         """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""

@@ -83,15 +83,18 @@ class Meter:
         """Records that ``instruction`` has run from ``started`` to now."""
         self._marks.append((instruction, started, self.mark()))
 
-    def read_step(self) -> tuple[dict[str, float], float]:
-        """Fills `spans`; on a GPU waits for its work first, and sets `began` to when it began, not its host.
+    def read_step(self, reached: Mark = None) -> tuple[dict[str, float], float]:
+        """Fills `spans`; on a GPU waits for the instructions first, and sets `began` to when it began, not its host.
+
+        Args:
+            reached: a later mark, for which the host has just waited.
 
         Returns:
             The seconds of each phase before the step, and those from its begin to the end of its last instruction.
         """
         ended = self._marks[-1][2] if self._marks else self._started
         if self._on_gpu:
-            reached = self.mark()
+            reached = reached or ended
             reached.synchronize()
             self.began = time.perf_counter() - seconds_between(self._started, reached)
         self.spans = [Span(instruction, self._time(a), self._time(b)) for instruction, a, b in self._marks]

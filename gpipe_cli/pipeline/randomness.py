@@ -102,6 +102,10 @@ class NoiseSource:
         """Returns the states of the generators."""
         return [generator.get_state() for generator in self._generators]
 
+    def moment(self) -> bytes:
+        """Returns what changes with every number that is drawn."""
+        return b"".join(state.numpy().tobytes() for state in self.states())
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Leaves the generators as they were before the context."""

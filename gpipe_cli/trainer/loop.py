@@ -100,8 +100,9 @@ class Trainer:
             self._offer()
         with meter.phase("gradients"):
             self.updater.reduce_gradients(plan.loss_scale)
-            message.write_result(record, self.updater.squared_norms(), unused.used())  # waits for the GPU
-        message.write_times(meter, *meter.read_step(), self.batches.seconds_waited)
+            squares, reached = self.updater.squared_norms(), meter.mark()
+            message.write_result(record, squares, unused.used())  # waits for a GPU, once a step
+        message.write_times(meter, *meter.read_step(reached), self.batches.seconds_waited)
         with meter.phase("exchange"):
             message.run()
             unused.clear(message.read_used)

@@ -142,8 +142,9 @@ def test_a_gpu_behind_its_host_tells_its_own_times(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.perf_counter", lambda: 10.0)
     meter.begin_step()
     meter.record(Instruction.parse("F0.0"), meter.mark())
+    reached = meter.mark()
     monkeypatch.setattr("time.perf_counter", lambda: 16.0)
-    assert meter.read_step() == ({}, 2.0)
+    assert meter.read_step(reached) == ({}, 2.0)
     assert meter.spans == spans("F0.0 13 15") and meter.began == 13.0
 
 

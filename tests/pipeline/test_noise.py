@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from noisy_model import Layer, Noise
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli import LayerBuilder, Pipeline
+from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.schedule.schedule import REMAT
 
 X, Y = torch.linspace(-1, 1, 24).view(8, 3), torch.zeros(8, 3)
@@ -56,3 +58,29 @@ def test_the_program_s_own_random_numbers_go_on_as_if_the_pipeline_drew_none() -
     assert torch.equal(drawn(lambda pipeline: pipeline.step(X, Y)), untouched)
     assert torch.equal(drawn(lambda pipeline: pipeline.forward(X, Y)), untouched)
     assert torch.equal(drawn(lambda pipeline: made(4)), untouched)
+
+
+class Fixed(nn.Module):
+    """Promises to behave alike in all micro-batches of a step; draws with some probability."""
+
+    graph_varies = False
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(3, 3), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(x)) if self.drop.p else self.linear(x)
+
+
+def test_layers_that_draw_nothing_are_not_seeded_again_in_a_step() -> None:
+    drops = (0.0, 0.3, 0.0)
+    layers = [LayerBuilder(f"layer {n}", partial(Fixed, drop)) for n, drop in enumerate(drops)]
+    pipeline = Pipeline.of(layers, nn.functional.mse_loss, (X[:2], Y[:2]), K=1, M=4, remat="never")
+    with patch.object(NoiseSource, "seed", side_effect=NoiseSource.seed, autospec=True) as seeded:
+        pipeline.step(X, Y)
+        assert seeded.call_count == 3 + 3 + 4 + 4  # first forwards; the second layer's others and backwards; the loss's
+        pipeline.layers[0].module.drop.p = 0.3  # it is looked at in every step
+        seeded.reset_mock()
+        pipeline.step(X, Y)
+    assert seeded.call_count == 3 + 2 * 3 + 2 * 4 + 4

@@ -80,13 +80,17 @@ class GradientLayouts:
 
         Tensors that the layer only passes on from its ``inputs`` are canonical already.
         """
-        made = (
-            tensor
-            if any(tensor is passed for passed in inputs)
-            else self._settle_one(canonical(tensor), (layer, number, signature))
-            for number, tensor in enumerate(outputs)
-        )
+        came, made = {id(tensor) for tensor in inputs}, list(outputs)
+        for number, tensor in enumerate(outputs):
+            if id(tensor) not in came:
+                made[number] = self._settle_one(canonical(tensor), (layer, number, signature))
         return grouped_like(made, outputs)
+
+    def is_known(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> bool:
+        """Returns whether no gradient of a layer's outputs needs a hook any more."""
+        came = {id(tensor) for tensor in inputs}
+        new = [number for number, one in enumerate(outputs) if one.requires_grad and id(one) not in came]
+        return {self._odd.get((layer, number, signature)) for number in new} <= {False}
 
     def _settle_one(self, tensor: Tensor, place: Hashable) -> Tensor:
         if tensor.requires_grad and self._odd.get(place, True):
