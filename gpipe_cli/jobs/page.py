@@ -165,7 +165,7 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
     if memory:
         yield Grid(["worker", "memory planned", "memory used"], memory)
         if summary.get("device", "cpu") == "cpu":
-            yield Lines(["Used is all that a process holds, with Python's and torch's libraries; planned is without."])
+            yield Lines(["Both are with a process's own memory: Python, libraries; planned as half a GB."])
 
 
 def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:

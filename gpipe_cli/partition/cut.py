@@ -141,7 +141,7 @@ def cut_by_times(
         sizes = partition([each.total for each in times], config.K, config.partition, inseparable)
         worker_of = even_placement(config, workers)
     seconds = worker_totals(times, config, worker_of)
-    cells = cell_layers(sizes)
+    cells, parameters = cell_layers(sizes), found.sizes
     busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
     whole = sum(busy) or 1.0
     table = [
@@ -151,9 +151,9 @@ def cut_by_times(
             "first": found.names[layers[0]],
             "last": found.names[layers[-1]],
             "layers": len(layers),
-            "parameters": sum(found.sizes[layers.start : layers.stop]),
+            "parameters": sum(parameters[layers.start : layers.stop]),
             "share": busy[cell] / whole,
         }
         for cell, layers in enumerate(cells)
     ]
-    return Cut(list(sizes), tuple(worker_of), table, sum(found.sizes), found.owners, found.joined)
+    return Cut(list(sizes), tuple(worker_of), table, sum(parameters), found.owners, found.joined)

@@ -128,7 +128,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this worker in bytes: allocated on its GPU, or resident in its process."""
+    """Returns the peak memory of this worker in bytes: taken from its GPU by torch, or resident in its process."""
     if device.type != "cpu":
-        return int(torch.get_device_module(device).max_memory_allocated(device))
+        return int(torch.get_device_module(device).max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -19,7 +19,7 @@ from .cells import sizes_of_cell
 from .devices import parse_bytes
 from .kept import KeptMemory
 from .measure.layer_facts import ModelFacts, measure_model
-from .memory import Wire, messages_held, wire_of
+from .memory import Wire, messages_held, process_bytes, wire_of
 
 
 def memory_of_workers(
@@ -61,17 +61,19 @@ def memory_of_workers(
     def used(worker: int, start: int, stop: int) -> float:
         if stop == start:
             return 0.0
-        return sums[stop] - sums[start] + activations(start, stop, waiting[worker], graphs[worker])
+        held = sums[stop] - sums[start] + process_bytes(wire)
+        return held + activations(start, stop, waiting[worker], graphs[worker])
 
     return Memory(used, limits)
 
 
-def limits_of_workers(pipeline: PipelineConfig, memory: float) -> list[float]:
-    """Returns the bytes that each worker may hold, on devices of so much memory where the keys say nothing else."""
+def limits_of_workers(pipeline: PipelineConfig, memory: Sequence[float]) -> list[float]:
+    """Returns the bytes that each worker may hold: its device's ``memory``, where the keys say nothing else."""
     if pipeline.memory is not None:
-        memory = parse_bytes(pipeline.memory, "pipeline.memory")
-    described = [each.get("memory") for each in pipeline.devices or [{}] * pipeline.worker_count]
-    return [memory if each is None else parse_bytes(each, "pipeline.devices.memory") for each in described]
+        memory = [parse_bytes(pipeline.memory, "pipeline.memory")] * len(memory)
+    described = [each.get("memory") for each in pipeline.devices or [{}] * len(memory)]
+    both = zip(described, memory, strict=True)
+    return [there if each is None else parse_bytes(each, "pipeline.devices.memory") for each, there in both]
 
 
 def cut_that_fits(
@@ -92,14 +94,14 @@ def cut_for_run(
     builders: Sequence[LayerBuilder],
     settings: Settings,
     example: MicroBatch,
-    memory: float,
+    memory: Sequence[float],
     times: Sequence[LayerTimes],
 ) -> Cut:
     """Returns the cut of a run that fits, if any does: layers are measured on tensors without values.
 
     Args:
         example: a micro-batch; only its shapes matter.
-        memory: bytes of each device, where the keys say nothing else.
+        memory: bytes of each worker's device, where the keys say nothing else.
     """
     pipeline, precision = settings.pipeline, settings.precision
     autocast, task = build_autocast(precision, torch.device("cpu")), build_task(settings.task, settings.seed)

@@ -100,7 +100,7 @@ def largest_share(parameters: Sequence[tuple[str, TensorShape]], replicas: int, 
 
 
 class KeptMemory:
-    """Counts the bytes that layers keep between steps.
+    """Counts the bytes that the layers of one model keep between steps.
 
     Args:
         settings: the run's; of the section `pipeline` another may be given to its methods.
@@ -110,17 +110,25 @@ class KeptMemory:
     def __init__(self, settings: Settings, per_parameter: float | None = None) -> None:
         self._averages, self._per_parameter = settings.trainer.average is not None, per_parameter
         self.state_bytes = optimizer_state_bytes(settings.optimizer)
+        self._known: dict[int, KeptBytes] = {}
 
     def of(self, model: ModelFacts, index: int, copied: Collection[str] | None = None) -> KeptBytes:
         """Returns the bytes of one layer; ``copied``: as of `kept_by_layer`."""
-        layer, facts = model.names[index], model.layers[index]
-        kept = kept_by_layer(layer, model.parameters[index], self.state_bytes, copied)
+        if copied is not None:
+            return self._counted(model, index, copied)
+        if index not in self._known:
+            self._known[index] = self._counted(model, index, None)
+        return self._known[index]
+
+    def _counted(self, model: ModelFacts, index: int, copied: Collection[str] | None) -> KeptBytes:
+        facts, parameters = model.layers[index], model.parameters[index]
+        own = [one.form for one in parameters if one.owner is None]
+        kept = kept_by_layer(model.names[index], parameters, self.state_bytes, copied)
         if self._per_parameter is not None:
-            whole = model.sizes[index] * self._per_parameter
+            whole = sum(shape.numel for shape in own) * self._per_parameter
             gradients = min(kept.gradients, whole)
             return KeptBytes(whole - gradients, gradients, 0, 0, 0)
-        own = sum(one.form.bytes for one in model.own[index])
-        average = self._averages * (own + facts.averaged_buffer_bytes)
+        average = self._averages * (sum(shape.bytes for shape in own) + facts.averaged_buffer_bytes)
         return replace(kept, weights=kept.weights + facts.buffer_bytes, average=average)
 
     def of_cells(self, model: ModelFacts, cut: Cut, pipeline: PipelineConfig) -> list[KeptBytes]:

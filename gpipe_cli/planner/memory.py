@@ -14,6 +14,7 @@ from ..pipeline.messages.shared_memory import slot_bytes
 from ..schedule.instruction import Instruction, Op, send_window
 from ..schedule.posting import RECEIVES_AHEAD
 
+PROCESS = 0.5e9  # bytes of a process on a CPU beside its tensors: Python, torch, their libraries, what kernels need
 KINDS = ("mini_batch", "inputs", "graphs", "messages", "shared", "running")
 MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING = KINDS
 
@@ -31,6 +32,11 @@ def wire_of(pipeline: PipelineConfig, on_cpus: bool) -> Wire:
     if not on_cpus:
         return Wire.NCCL
     return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
+
+
+def process_bytes(wire: Wire) -> float:
+    """Returns the bytes of a worker's process that come out of its device's memory."""
+    return 0.0 if wire is Wire.NCCL else PROCESS
 
 
 @dataclass(frozen=True)

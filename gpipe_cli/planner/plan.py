@@ -20,7 +20,8 @@ class WorkerPlan:
         model: weights, gradients, optimizer state, averaged weights.
         activations: everything else at the worst moment.
         by_kind: what those are (`memory.KINDS`).
-        total: model and activations.
+        process: Python and the libraries, where they share the device's memory.
+        total: all of these.
         limit: bytes that the device may hold.
     """
 
@@ -29,6 +30,7 @@ class WorkerPlan:
     model: float
     activations: int
     by_kind: dict[str, int]
+    process: float
     total: float
     limit: float
 
@@ -120,11 +122,18 @@ class Plan:
 
 
 def worker_plans(
-    cells: Sequence[CellPlan], alive: Sequence[dict[str, int]], limits: Sequence[float]
+    cells: Sequence[CellPlan], alive: Sequence[dict[str, int]], process: float, limits: Sequence[float]
 ) -> Iterator[WorkerPlan]:
-    """Yields the plan of every worker; ``alive``: see `most_alive`; ``limits``: bytes of each device."""
+    """Yields the plan of every worker.
+
+    Args:
+        alive: see `most_alive`.
+        process: see `process_bytes`.
+        limits: bytes of each device.
+    """
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell in cells if cell.worker == worker]
         held, activations = sum(cell.kept for cell in own), sum(by_kind.values())
         numbers = [cell.cell for cell in own]
-        yield WorkerPlan(worker, numbers, held, activations, by_kind, held + activations, limit)
+        total = held + activations + process
+        yield WorkerPlan(worker, numbers, held, activations, by_kind, process, total, limit)

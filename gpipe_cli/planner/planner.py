@@ -36,9 +36,9 @@ from .kept import KeptMemory, trained
 from .measure.kept_profile import profiled
 from .measure.layer_facts import ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, update_seconds, workers_on_a_gpu
-from .memory import Wire, most_alive, wire_of
+from .memory import Wire, most_alive, process_bytes, wire_of
 from .options import Options
-from .plan import Plan, WorkerPlan, worker_plans
+from .plan import Plan, worker_plans
 from .timing import TimeModel
 
 BANDWIDTH = 0.7  # share of a described memory's bytes/s that is reached: an assumption
@@ -112,6 +112,15 @@ class Planner:
         measured = self._measured(pipeline.M * pipeline.replicas)
         return self._assemble(pipeline, measured, self._cut(measured, pipeline))
 
+    def least_seconds(self, pipeline: PipelineConfig) -> float:
+        """Returns the seconds that a step takes at least, however the model is cut and scheduled.
+
+        Raises:
+            ConfigurationError: the model takes no such micro-batches.
+        """
+        pipeline = self.with_workers(pipeline)
+        return self._bound_of_any_cut(pipeline, self._measured(pipeline.M * pipeline.replicas))
+
     def _measure(self, count: int) -> Measurement:
         """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
         micro_batch, examples = example_micro_batch(self.settings, count, self.options.longest)
@@ -157,7 +166,8 @@ class Planner:
     def limits(self, pipeline: PipelineConfig) -> list[float]:
         """Returns the bytes that each worker's device may hold."""
         plan = self.options.fit or self.options.memory
-        return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), self.device.memory)
+        devices = [self.device.memory] * pipeline.worker_count
+        return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), devices)
 
     def _assemble(self, pipeline: PipelineConfig, measured: Measurement, cut: Cut) -> Plan:
         lists = instruction_lists(pipeline, cut.placement)
@@ -171,13 +181,13 @@ class Planner:
         posts = post_early(lists) if wire is Wire.NCCL else None
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
         alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
-        workers = list(worker_plans(cells, alive, self.limits(pipeline)))
+        workers = list(worker_plans(cells, alive, process_bytes(wire), self.limits(pipeline)))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(measured.names), measured))
         sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
         update = self._update_seconds(pipeline, measured, cells, ties)
-        any_cut = self._bound_of_any_cut(pipeline, measured, cells, workers)
-        room = [worker.limit - worker.model for worker in workers]
+        any_cut = self._bound_of_any_cut(pipeline, measured)
+        room = [worker.limit - worker.process - worker.model for worker in workers]
         graphs = [cell.graph for cell in cells]
         bound = max(step_bound(times, graphs, cut.placement, pipeline.M, room, halves=True), any_cut)
         keys = ("K", "M", "replicas", "remat", "keep", "schedule")
@@ -236,18 +246,13 @@ class Planner:
             cells.append(cell)
         return cells
 
-    def _bound_of_any_cut(
-        self,
-        pipeline: PipelineConfig,
-        measured: Measurement,
-        cells: Sequence[CellPlan],
-        workers: Sequence[WorkerPlan],
-    ) -> float:
-        """Returns the seconds that every schedule of any cut takes at least."""
+    def _bound_of_any_cut(self, pipeline: PipelineConfig, measured: Measurement) -> float:
+        """Returns the seconds that every schedule of any cut takes at least, without the update."""
         # Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better.
-        shared = pipeline.shard_optimizer
-        least = sum(cell.kept - cell.tied - (cell.optimizer if shared else 0) for cell in cells)
-        limits = [worker.limit for worker in workers]
+        kept = [self._kept.of(measured, index) for index in range(len(measured.layers))]
+        least = sum(each.kept - each.tied - (each.optimizer if pipeline.shard_optimizer else 0) for each in kept)
+        process = process_bytes(wire_of(pipeline, self.device.kernels == "cpu"))
+        limits = [limit - process for limit in self.limits(pipeline)]
         speeds = pipeline.speeds or [1.0] * pipeline.worker_count
         layers = [each.slower(1 / max(speeds)) for each in self._times.layers(measured)]
         graphs, room = graphs_of_layers(measured), sum(limits) - least

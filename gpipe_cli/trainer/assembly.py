@@ -20,7 +20,7 @@ from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
 from ..decoding.translation import Generator, SpecialTokens, TranslationForm
-from ..distributed.pipeline import WorkerPipeline
+from ..distributed.pipeline import WorkerPipeline, make_transport
 from ..distributed.step_message import BatchShape
 from ..distributed.world import World, join_world
 from ..errors import ConfigurationError
@@ -33,10 +33,12 @@ from ..layers import LayerBuilder
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
+from ..partition.partition import even_placement
 from ..pipeline.cell import COMPILED_BACKWARD
+from ..pipeline.gradients import sum_over_replicas
 from ..planner.fitting_cut import cut_for_run
 from ..planner.measure.kept_profile import profiled
-from ..planner.measure.this_device import workers_on_a_gpu
+from ..planner.measure.this_device import free_memory_of_gpu, room_for_tensors, workers_on_a_gpu
 from ..planner.memory_check import memory_of, refuse_too_large
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch, open_source
@@ -195,12 +197,13 @@ def describe_and_cut(
         read: the first mini-batch, on rank 0.
     """
 
+    memory = memory_of_workers(settings, world)
+
     def make() -> list[Any]:
         assert source is not None and read is not None
         example = read.micro_batches[0]
         usual = usual_micro_batch(source, example, settings.pipeline)
         profile = partial(profiled, builders, usual, settings, world.device, say)
-        memory = memory_of_worker(settings, world)
         fitted = None if memory is None else partial(cut_for_run, builders, settings, example, memory)
         cut = cut_model(builders, settings.pipeline, world.workers, usual, profile, say, fitted)
         shape = BatchShape.of(example)
@@ -228,14 +231,23 @@ def _ones(shapes: Sequence[Tensor], types: Sequence[Tensor]) -> tuple[Tensor, ..
     return tuple(torch.ones(shape.shape, dtype=of.dtype) for shape, of in zip(shapes, types, strict=True))
 
 
-def memory_of_worker(settings: Settings, world: World) -> float | None:
-    """Returns the bytes that a worker's device has; None where the cut need not look: on CPUs without a typed limit."""
+def memory_of_workers(settings: Settings, world: World) -> list[float] | None:
+    """Returns the bytes that each worker's device has for tensors; every worker calls it at the same time.
+
+    None where the cut need not look: on CPUs without a typed limit. On GPUs the replica with least counts, and the
+    communicators are made first, because they take memory.
+    """
     pipeline = settings.pipeline
     if world.device.type == GPU:
-        free: int = torch.cuda.mem_get_info(world.device)[0]
-        return free / workers_on_a_gpu(pipeline)
+        if world.wire.type == GPU:
+            make_transport(world, even_placement(pipeline, world.workers))
+        if world.replica_group is not None:
+            sum_over_replicas(torch.zeros(1, device=world.wire), world.replica_group)
+        free = world.all_gather(free_memory_of_gpu(world.device))
+        sharing = workers_on_a_gpu(pipeline)
+        return [room_for_tensors(min(free[worker :: world.workers]), sharing) for worker in range(world.workers)]
     typed = pipeline.memory is not None or any("memory" in device for device in pipeline.devices or ())
-    return inf if typed else None
+    return [inf] * world.workers if typed else None
 
 
 # -- for evaluation and translation ------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 """Defines the entry point of `gpipe-train`'s workers: assembles, trains, and leaves a summary."""
 
 import json
+import os
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,11 +17,12 @@ from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import open_checkpoint, read_manifest, vocabulary_folder
 from ..comparison.at_start import compare_at_start, given_by, is_traced, key_of, refuse_fewer
 from ..comparison.module_itself import maker_of
-from ..config import BEFORE_CHOICE, Settings
+from ..config import BEFORE_CHOICE, PipelineConfig, Settings
 from ..data.source import Source
 from ..disk import writing
 from ..errors import ConfigurationError
 from ..factory.build import build_task, build_trackers, try_lr_schedule
+from ..gpus import GPU
 from ..launch.context import Context
 from ..metrics.journal import Journal, Notices
 from ..version import __version__
@@ -126,8 +130,9 @@ def summarize(trainer: Trainer, assembly: Assembly, config: Mapping[str, Any]) -
 def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the configuration with plain values in place of `auto`; every worker calls it at the same time.
 
-    The first worker asks the planner, with this machine's measured rates and memory, for the fastest pipeline on as
-    many devices as there are workers, and tells the others. `chosen` is emitted with what a person could have typed.
+    The first worker asks the planner, with this machine's measured rates and the least free memory of all workers, for
+    the fastest pipeline on as many devices as there are workers, and tells the others. `chosen` is emitted with what a
+    person could have typed.
 
     Raises:
         ConfigurationError: nothing fits, on the first worker.
@@ -136,18 +141,30 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
     if not settings.pipeline.auto:
         return dict(config)
 
-    def choose(_: list[str]) -> str:
+    def choose(free: list[str]) -> str:
         with context.where.doing("choosing the pipeline"):
-            chosen = _choose(settings, context.world_size)
+            chosen = _choose(settings, min(map(float, free)), context.world_size)
         context.emit({"kind": "chosen", "keys": {f"pipeline.{name}": value for name, value in chosen.items()}})
         return json.dumps(chosen)
 
-    chosen = json.loads(context.decide("chosen pipeline", "", choose, CHOICE_SECONDS))
+    own = str(_free_memory(settings.pipeline, context))
+    chosen = json.loads(context.decide("chosen pipeline", own, choose, CHOICE_SECONDS))
     starts = {name: BEFORE_CHOICE[name] for name in settings.pipeline.auto}  # `keep` may have been chosen for `remat`
     return {**config, "pipeline": {**config["pipeline"], **starts, **chosen}}
 
 
-def _choose(settings: Settings, devices: int) -> dict[str, Any]:
+def _free_memory(pipeline: PipelineConfig, context: Context) -> float:
+    """Returns the bytes that this worker has for tensors on its GPU; on a CPU no limit."""
+    from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_per_gpu
+
+    if present_device(pipeline).type != GPU:
+        return inf
+    gpus = torch.cuda.device_count()
+    free = free_memory_of_gpu(torch.device(GPU, context.local_rank % gpus))
+    return room_for_tensors(free, workers_per_gpu(context.world_size, gpus, os.environ))
+
+
+def _choose(settings: Settings, memory: float, devices: int) -> dict[str, Any]:
     from ..planner.options import Options  # a run without `auto` needs no planner
     from ..planner.planner import Planner
     from ..planner.search import Search
@@ -156,5 +173,7 @@ def _choose(settings: Settings, devices: int) -> dict[str, Any]:
     free = {*pipeline.auto} | ({"workers"} if {"K", "replicas"} & {*pipeline.auto} else set())
     if "K" not in free and "replicas" not in free and pipeline.worker_count * pipeline.replicas != devices:
         raise ConfigurationError(f"{devices} workers do not fit the pipeline: use pipeline.workers=auto")
-    found = Search(Planner(settings, Options(best=True, most_workers=devices)), free).fastest(devices).found
+    planner = Planner(settings, Options(best=True, most_workers=devices))
+    planner.device = replace(planner.device, memory=min(memory, planner.device.memory))
+    found = Search(planner, free).fastest(devices).found
     return {key.removeprefix("pipeline."): value for key, value in found.items()}

@@ -384,7 +384,7 @@ _module: Any = torch.get_device_module(NAME)
 _module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # torch.utils.checkpoint asks for it, in later tests too
 for _part in (Stream, Event, current_stream, stream, synchronize):
     setattr(_module, _part.__name__, _part)
-_module.max_memory_allocated = lambda device=None: 0
+_module.max_memory_reserved = lambda device=None: 0
 
 
 @contextmanager

@@ -103,7 +103,7 @@ def register() -> None:
             total_memory=24 << 30, pci_domain_id=0, pci_bus_id=0 if shared else os.getpid(), pci_device_id=0
         ),
         "get_rng_state": lambda *_: generator.get_state(),
-        "max_memory_allocated": lambda *_: device.peak(),
+        **{f"max_memory_{what}": lambda *_: device.peak() for what in ("allocated", "reserved")},
         "mem_get_info": lambda *_: (20 << 30, 24 << 30),
         "memory_allocated": lambda *_: device.used(),
         "reset_peak_memory_stats": lambda *_: device.reset_peak(),

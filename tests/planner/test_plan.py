@@ -20,6 +20,7 @@ from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.partition.survey import survey
 from gpipe_cli.planner.devices import describe, parse_bytes
 from gpipe_cli.planner.fitting_cut import cut_for_run
+from gpipe_cli.planner.memory import PROCESS
 from gpipe_cli.planner.planner import Planner
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +143,11 @@ def test_a_device_can_be_described_by_its_figures() -> None:
     assert describe(figures) == replace(describe("h100"), name="described", half_flops=67e12)
 
 
+def test_a_worker_on_a_cpu_shares_its_memory_with_its_process() -> None:
+    (worker,) = planned(*OWN[:-1], ON_CPU, "pipeline.K=1").workers_plan
+    assert worker.total == worker.model + worker.activations + PROCESS
+
+
 def test_unequal_devices_get_work_by_their_speed_and_no_more_than_their_memory() -> None:
     words = ("model=transformer_lm", "model.L=20", "pipeline.K=2", "pipeline.remat=never", "plan.device=h100")
     even = planned(*words)
@@ -176,8 +182,8 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     assert fewer.workers_plan[1].total < even.workers_plan[1].total
     small = f"{fewer.workers_plan[1].total * (1 + MARGIN):.0f}"
     devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
-    cut = cut_for_run(builders, devices, example, inf, times)
+    cut = cut_for_run(builders, devices, example, [inf, inf], times)
     assert first < cut.sizes[0] <= first + 2
     planned = Planner(devices, request.options).plan()
     assert [cell.layers for cell in planned.cells] == cut.sizes and planned.fits
-    assert cut_for_run(builders, settings, example, inf, times).sizes == [cell.layers for cell in even.cells]
+    assert cut_for_run(builders, settings, example, [inf, inf], times).sizes == [cell.layers for cell in even.cells]

@@ -1,6 +1,7 @@
 """Tests plans of the present machine; without a GPU here, its figures are given."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gpipe_cli.partition.fake_layers import TensorShape
 from gpipe_cli.planner import planner
 from gpipe_cli.planner.measure import this_device
 from gpipe_cli.planner.measure.this_device import workers_per_gpu
+from gpipe_cli.trainer import assembly
 
 OWN_TASK = "task._target_=own_plan.OwnTask"
 PIPELINE = PipelineConfig(**{**composed()["pipeline"], "cost": "flops", "threads": 1}, auto=[])
@@ -47,6 +49,32 @@ def test_a_gpu_is_measured_by_probes_that_fit_and_are_gone_when_a_run_begins(mon
     _, side, *after = done
     assert 16 * side**2 < 1e8
     assert after == ["empty_cache", "reset_peak_memory_stats"]
+
+
+def test_each_gpu_s_free_memory_counts_once_communicators_exist_with_room_for_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free, groups = [10e9, 8e9, 9e9, 12e9], set[int]()  # two replicas of two workers
+    charge = 1e9  # of a GPU for a communicator
+
+    def world(rank: int) -> Any:
+        def read(_: Any) -> float:
+            return free[rank] - charge * len(groups)
+
+        def gathered(own: float) -> list[float]:
+            assert own == read(None)
+            return [each - charge * len(groups) for each in free]
+
+        monkeypatch.setattr(assembly, "free_memory_of_gpu", read)
+        device = torch.device("cpu")
+        return SimpleNamespace(workers=2, device=device, wire=device, replica_group=object(), all_gather=gathered)
+
+    monkeypatch.setattr(assembly, "GPU", "cpu")
+    monkeypatch.setattr(assembly, "make_transport", lambda *_: groups.add(1))
+    monkeypatch.setattr(assembly, "sum_over_replicas", lambda *_: groups.add(2))
+    settings = checked("pipeline.K=2", "pipeline.workers=2", "pipeline.replicas=2").settings
+    expected = [0.95 * (9e9 - 2 * charge) - 0.3e9, 0.95 * (8e9 - 2 * charge) - 0.3e9]
+    assert assembly.memory_of_workers(settings, world(0)) == pytest.approx(expected)
 
 
 def test_an_update_is_timed_by_the_run_s_own_optimizer_on_several_small_parameters_or_a_part_of_a_large_one(

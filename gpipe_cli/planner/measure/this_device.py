@@ -23,6 +23,7 @@ from ...partition.fake_layers import TensorShape
 from ...pipeline.gradients import scale_gradients, squared_norms
 from ..devices import Device
 
+LOST, LIBRARIES = 0.05, 0.3e9  # of a GPU's free memory, between blocks; bytes of workspaces and communicators
 _SECONDS = 0.15  # of each measurement
 _QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
 _COPIED = 1 << 26  # bytes from GPU to GPU
@@ -54,6 +55,18 @@ def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> 
     return math.ceil(workers / gpus)
 
 
+def room_for_tensors(free: float, sharing: int) -> float:
+    """Returns the bytes for tensors of each of so many workers that share the free memory of a GPU."""
+    return max(1.0, (1 - LOST) * free / sharing - LIBRARIES)
+
+
+def free_memory_of_gpu(device: torch.device) -> float:
+    """Returns the free bytes of a GPU; what this process's allocator holds without need is given back first."""
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return float(free)
+
+
 def measure_device(pipeline: PipelineConfig) -> Device:
     """Returns rates, memory and the cost of operations and messages, as one worker has them.
 
@@ -62,8 +75,8 @@ def measure_device(pipeline: PipelineConfig) -> Device:
     rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
     if rates.kernels == "accelerator":
         sharing = workers_on_a_gpu(pipeline)
-        shared = ("flops", "half_flops", "bandwidth", "memory")
-        rates = replace(rates, **{name: getattr(rates, name) / sharing for name in shared})
+        shared = {name: getattr(rates, name) / sharing for name in ("flops", "half_flops", "bandwidth")}
+        rates = replace(rates, **shared, memory=room_for_tensors(rates.memory, sharing))
         if sharing > 1 or pipeline.backend == "gloo":
             rates = replace(rates, **_CPU_LINK)
         return rates
@@ -77,8 +90,7 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
     """
     device = present_device(pipeline)
     if device.type == GPU:
-        torch.cuda.empty_cache()  # memory that this process no longer needs counts as free
-        rates = _measure(device, float(torch.cuda.mem_get_info()[0]), _link_between_gpus())
+        rates = _measure(device, free_memory_of_gpu(device), _link_between_gpus())
         torch.cuda.empty_cache()  # other workers may share the GPU with this one, which may go on to train
         torch.cuda.reset_peak_memory_stats()
         return rates
