@@ -1,7 +1,6 @@
 """Makes table 1: the largest models that fit, by gpipe-plan for the paper's devices. Imports no torch."""
 
 import json
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,25 +65,11 @@ def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     row |= {"its GB a device": plan["memory"] / GB, "of": plan["limit"] / GB, "fits": "yes" if plan["fits"] else "no"}
     if not quick:
         say(f"  and the largest {key} that fits, by steps of {step}")
-        size, grown = largest(words, key, step, column.sizes[-1])
+        grown = json.loads(run_command("gpipe-plan", [*words, f"plan.grow={key}", f"plan.grow_by={step}"]))
+        size = grown["found"][key]
         sizes = (*column.sizes[:-1], size)
         row |= {"ours: size": size_text(family, sizes), "ours: parameters": big(grown["parameters"]), "grown": grown}
     return row
-
-
-def largest(words: Sequence[str], key: str, step: int, start: int) -> tuple[int, dict[str, Any]]:
-    """Returns the largest multiple of ``step`` as value of ``key`` that fits, and its plan; looks from ``start`` on."""
-    plans: dict[int, dict[str, Any]] = {}
-
-    def fits(times: int) -> bool:
-        plans[times] = json.loads(run_command("gpipe-plan", [*words, f"{key}={times * step}"]))
-        return bool(plans[times]["fits"])
-
-    low, high = 0, start // step
-    while fits(high):
-        low, high = high, 2 * high
-    most = bisect_left(range(high), True, low + 1, key=lambda times: not fits(times)) - 1
-    return most * step, plans[most]
 
 
 def size_text(family: str, sizes: Sequence[int]) -> str:

@@ -1,9 +1,11 @@
 """gpipe-plan: shows how a run would be cut, what each device would hold, the bubble, and the time of a step.
-It needs no hardware, data or weights, and takes seconds; searches (best, fit) up to minutes.
+It needs no hardware, data or weights, and takes seconds; searches (best, fit, grow) up to minutes: Ctrl-C
+ends them with the best so far.
 
     gpipe-plan model=transformer_lm model.L=1663 pipeline.K=128 pipeline.M=32
     gpipe-plan plan.best=true plan.devices=4 plan.device=rtx-4090    the fastest pipeline on these four cards
     gpipe-plan model=amoebanet plan.fit=16GB                the fewest devices that hold it, and the fastest pipeline
+    gpipe-plan model=transformer_lm plan.grow=model.L plan.best=true plan.devices=8     the largest on eight cards
 
 Every key of gpipe-train (gpipe-train --help), and:
 
@@ -22,9 +24,11 @@ It writes nothing but, under `plan.device=this`, the profile that a run would wr
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,12 +84,36 @@ def _run(words: Sequence[str]) -> int:
     request = make_request(line.overrides, line.folder)
     from gpipe_cli.planner.search import find_plan  # imports torch
 
-    plan = find_plan(*request, _Progress())
+    searches = request.options.searches or request.settings.pipeline.auto
+    with stopping_on_signals() if searches else nullcontext() as stopped:
+        plan = find_plan(*request, _Progress(), stopped or (lambda: False))
     if request.options.format == "lists":
         show(as_text(plan.lists).rstrip())
     else:
         show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
     return 0
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[Callable[[], bool]]:
+    """Lets Ctrl-C and SIGTERM end a search with the best so far; yields what tells that one came.
+
+    A second one ends the command.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+        print("stopping with the best so far; once more to end at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def make_request(overrides: Sequence[str], folder: str | None = None) -> Request:
@@ -195,7 +223,8 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
             "memory",
             f"{size_text(plan.memory)} on device {fullest.worker}, of {size_text(plan.limit)}: {verdict} "
             f"({held} {size_text(fullest.model)}, activations {size_text(fullest.activations)}"
-            + (f": {kinds})" if kinds else ")"),
+            + (f": {kinds}" if kinds else "")
+            + (f", its process {size_text(fullest.process)})" if fullest.process else ")"),
         ),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),

@@ -18,6 +18,8 @@ class _Typed:
     bytes_per_parameter: Positive | None = None
     best: bool = False
     devices: Size | None = None
+    grow: str | None = None
+    grow_by: Size = 1
     format: Literal["text", "json", "lists"] = "text"
 
 
@@ -36,6 +38,11 @@ class Options(_Typed):
     fit: int | None = None
     most_workers: int | None = None
 
+    @property
+    def searches(self) -> bool:
+        """Returns whether several plans are made."""
+        return self.best or self.fit is not None or self.grow is not None
+
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> "Options":
         """Returns the section `plan`; with problems, of which each adds a line, not all of it."""
@@ -52,6 +59,6 @@ class Options(_Typed):
         for key in ("memory", "fit"):
             with problems.collected():
                 values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
-        if values.get("fit") and values.get("best"):
-            problems.append("plan.fit and plan.best look for different things: give one of them")
+        if values.get("fit") and (values.get("best") or values.get("grow")):
+            problems.append("plan.fit looks for other things than plan.best and plan.grow: give one of them")
         return object.__new__(cls) if problems else cls(**values)

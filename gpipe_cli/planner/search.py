@@ -1,14 +1,17 @@
 """Finds the fastest pipeline that fits the devices, and the fewest devices that hold the model."""
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
 from typing import Any
 
 from ..config import ROUND_ROBIN, PipelineConfig, Settings
 from ..errors import ConfigurationError
+from ..factory.build import parameters_of
 from ..factory.example import example_micro_batch
 from ..schedule.orders import KINDS
 from ..schedule.schedule import REMAT
@@ -28,25 +31,43 @@ NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, 
 _RIVALS = 3  # that are shown beside the answer
 _CORRECTIONS = 4  # of the graphs that fit
 Say = Callable[[str], None]
+Stopped = Callable[[], bool]
 
 
-def find_plan(settings: Settings, options: Options, say: Say = lambda line: None) -> Plan:
-    """Returns the plan of a configuration, after the search of `plan.fit` or `plan.best`, if any.
+def _silent(line: str) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+def find_plan(settings: Settings, options: Options, say: Say = _silent, stopped: Stopped = _never) -> Plan:
+    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
 
     Args:
         say: receives a line of progress now and then.
+        stopped: returns True once the user wants the best so far.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
+        KeyboardInterrupt: it was stopped before anything was found.
     """
+    if options.grow is not None:
+        return largest(settings, options, say, stopped)
     planner = Planner(settings, options)
     if options.fit is not None:
-        return smallest(planner, say)
+        return smallest(planner, say, stopped)
+    free = _free_keys(planner)
+    return Search(planner, free, say, stopped).fastest(_devices(planner)) if free else planner.plan()
+
+
+def _free_keys(planner: Planner) -> Collection[str]:
+    """Returns the keys that a search may choose; none for a plain plan."""
     pipeline = planner.settings.pipeline
-    if not (options.best or pipeline.auto):
-        return planner.plan()
-    free = FREE if options.best else [*pipeline.auto, *(["workers"] if pipeline.workers == "auto" else [])]
-    return Search(planner, free, say).fastest(_devices(planner))
+    if planner.options.best:
+        return FREE
+    return [*pipeline.auto, *(["workers"] if pipeline.auto and pipeline.workers == "auto" else [])]
 
 
 def _devices(planner: Planner) -> int:
@@ -115,8 +136,8 @@ class Search:
         say: receives lines of progress.
     """
 
-    def __init__(self, planner: Planner, free: Collection[str], say: Say = lambda line: None) -> None:
-        self._planner, self._free, self._say = planner, free, say
+    def __init__(self, planner: Planner, free: Collection[str], say: Say = _silent, stopped: Stopped = _never) -> None:
+        self.planner, self.free, self._say, self._stopped = planner, free, say, stopped
         self._tried = 0
         self._nearest: Plan | None = None
         self._refusal: ConfigurationError | None = None
@@ -124,57 +145,83 @@ class Search:
     def fastest(self, devices: int) -> Plan:
         """Returns the plan with the shortest step that fits ``devices``; of those as fast the one with fewest cells.
 
-        Every candidate is first planned without recompute, which takes the least time that it can. A plan that does not
-        fit takes at least its bound in the memory that there is (`plan.bound_seconds`). Then those that may be fastest
-        come first, until none is left that could be among the best.
+        What is known of each candidate is the least time that it can take: at first a bound for any cut, then its plan
+        without recompute or, where that does not fit, the bound in the memory that there is. The one that may be
+        fastest is looked at next, until none is left that could be among the best.
 
         Raises:
             ConfigurationError: nothing fits; the message describes the nearest plan.
+            KeyboardInterrupt: it was stopped before anything was found.
         """
-        counts = micro_batch_counts(self._planner) if "M" in self._free else []
-        layers = len(self._planner.builders)
-        sections = list(candidates(self._planner.settings.pipeline, self._free, devices, layers, counts))
-        quick = []
-        for number, section in enumerate(sections, start=1):
-            self._say(f"planned {number} of {len(sections)} pipelines")
-            if (plan := self.plan(section)) is not None:
-                quick.append((plan, section))
-        quick.sort(key=lambda pair: _least_seconds(pair[0]))
+        waiting: list[tuple[float, int, Plan | None]] = []
+        sections = self._candidates(devices)
+        for number, section in enumerate(sections):
+            if (least := self._least_seconds(section)) is not None:
+                waiting.append((least, number, None))
+        heapify(waiting)
         found: list[Plan] = []
-        for number, (plan, section) in enumerate(quick, start=1):
-            if len(found) > _RIVALS and _least_seconds(plan) > sorted(map(_order, found))[_RIVALS][0]:
+        too_large: list[Plan] = []
+        began = time.monotonic()
+        while waiting and not self._stopped():
+            least, number, plan = heappop(waiting)
+            if len(found) > _RIVALS and least > sorted(map(_order, found))[_RIVALS][0]:
                 break
-            self._say(f"fitted {number} of {len(quick)} pipelines to the memory")
-            fitting = [plan] if plan.fits else []
-            if plan.memory > NEARLY_FULL * plan.limit and (leaner := self.fitted(section)) is not None:
-                fitting.append(leaner)
-            found += [min(fitting, key=_order)] if fitting else []
+            self._tell(began, len(waiting) + 1, found)
+            if plan is not None:
+                leaner = self.fitted(sections[number])
+                found += [] if leaner is None else [leaner]
+            elif (plan := self.plan(sections[number])) is not None:
+                (found if plan.fits else too_large).append(plan)
+                if plan.memory > NEARLY_FULL * plan.limit:
+                    heappush(waiting, (_least_seconds(plan), number, plan))
+        if waiting and not found and self._stopped():
+            raise KeyboardInterrupt
         if not found:
             raise self.error()
-        unsure = MEASURED_AGAIN if self._planner.options.device is None else ROUNDING
+        unsure = MEASURED_AGAIN if self.planner.options.device is None else ROUNDING
         as_fast = (1 + unsure) * min(found, key=_order).step_seconds
 
         def simplest_first(plan: Plan) -> tuple[float, ...]:
             return plan.K if plan.step_seconds <= as_fast else inf, *_order(plan)
 
         best, *others = sorted(found, key=simplest_first)
-        shown = [*others[:_RIVALS], *[plan for plan, _ in quick if not plan.fits][:1]]
+        shown = [*others[:_RIVALS], *sorted(too_large, key=_least_seconds)[:1]]
         facts = ("step_seconds", "memory", "fits")
         rivals = [{"keys": self._words(each)} | {name: getattr(each, name) for name in facts} for each in shown]
-        return replace(best, found=self._words(best), tried=self._tried, rivals=rivals)
+        notes = [*best.notes, *(["stopped: the best of the plans so far"] if self._stopped() else [])]
+        return replace(best, found=self._words(best), tried=self._tried, rivals=rivals, notes=notes)
+
+    def _candidates(self, devices: int) -> list[PipelineConfig]:
+        counts = micro_batch_counts(self.planner) if "M" in self.free else []
+        layers = len(self.planner.builders)
+        return list(candidates(self.planner.settings.pipeline, self.free, devices, layers, counts))
+
+    def _tell(self, began: float, left: int, found: Sequence[Plan]) -> None:
+        """Tells how far the search is, and when it ends at the latest, if plans go on to take as long."""
+        best = f", best so far {min(each.step_seconds for each in found):.3g} s" if found else ""
+        seconds = (time.monotonic() - began) / max(1, self._tried) * left
+        self._say(f"planned {self._tried} pipelines, {left} left{best}; at most {seconds:.0f} s more")
+
+    def _least_seconds(self, section: PipelineConfig) -> float | None:
+        """Returns the least seconds of a candidate; None where the model refuses its micro-batches."""
+        try:
+            return self.planner.least_seconds(section)
+        except ConfigurationError as error:
+            self._refusal = self._refusal or error
+            return None
 
     def least(self, devices: int) -> Plan | None:
         """Returns a plan that fits ``devices`` with the smallest micro-batches; None without one."""
-        counts, layers = micro_batch_counts(self._planner), len(self._planner.builders)
-        sections = candidates(self._planner.settings.pipeline, self._free, devices, layers, counts[-1:])
-        lean = [section for section in sections if section.schedule == "1f1b"]
+        sections = self._candidates(devices)
+        most = max((section.M * section.replicas for section in sections), default=0)
+        lean = [each for each in sections if each.schedule == "1f1b" and each.M * each.replicas == most]
         words: list[Any] = list(REMAT)
         plans = (self.plan(replace(section, remat=remat)) for section, remat in product(lean, words))
         return next((plan for plan in plans if plan is not None and plan.fits), None)
 
     def fitted(self, section: PipelineConfig) -> Plan | None:
         """Returns the plan of a pipeline that keeps as many graphs as fit; None where it does not fit at all."""
-        if "remat" not in self._free:
+        if "remat" not in self.free:
             return None
         lean = self.plan(replace(section, remat="except_last"))
         if lean is None or not lean.fits:
@@ -198,7 +245,7 @@ class Search:
     def plan(self, section: PipelineConfig) -> Plan | None:
         """Makes a plan; returns None where model or schedule refuse its values, as BatchNorm does a single number."""
         try:
-            made = self._planner.plan(section)
+            made = self.planner.plan(section)
         except ConfigurationError as error:
             self._refusal = self._refusal or error
             return None
@@ -223,25 +270,72 @@ class Search:
 
     def _words(self, plan: Plan) -> dict[str, Any]:
         """Returns the keys that a person could have typed for a plan, with their values."""
-        values = {key: getattr(plan, key) for key in FREE if key in self._free and key not in ("partition", "remat")}
-        if "remat" in self._free:
+        values = {key: getattr(plan, key) for key in FREE if key in self.free and key not in ("partition", "remat")}
+        if "remat" in self.free:
             values |= {"remat": plan.remat} if plan.keep is None else {"keep": plan.keep}
-        if {"partition", "K"} & {*self._free} or plan.keep is not None:  # counts are those of this cut's cells
+        if {"partition", "K"} & {*self.free} or plan.keep is not None:  # counts are those of this cut's cells
             values["partition"] = [cell.layers for cell in plan.cells]
         return {f"pipeline.{key}": value for key, value in values.items()}
 
 
-def smallest(planner: Planner, say: Say = lambda line: None) -> Plan:
+def smallest(planner: Planner, say: Say = _silent, stopped: Stopped = _never) -> Plan:
     """Returns the fastest plan on the fewest devices on which anything fits, one replica.
 
     Raises:
         ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
+        KeyboardInterrupt: it was stopped before anything was found.
     """
-    search = Search(planner, [key for key in FREE if key != "replicas"], say)
-    devices = _first(lambda devices: search.least(devices) is not None, len(planner.builders))
+    search = Search(planner, [key for key in FREE if key != "replicas"], say, stopped)
+
+    def holds(devices: int) -> bool:
+        if stopped():
+            raise KeyboardInterrupt
+        say(f"looks whether {devices} devices hold the model")
+        return search.least(devices) is not None
+
+    devices = _first(holds, len(planner.builders))
     if devices is None:
         raise search.error()
     return search.fastest(devices)
+
+
+def largest(settings: Settings, options: Options, say: Say = _silent, stopped: Stopped = _never) -> Plan:
+    """Returns the plan of the largest model that fits, by one of its sizes (`plan.grow`).
+
+    Raises:
+        ConfigurationError: `plan.grow` names no number of the model, or no size fits.
+        KeyboardInterrupt: it was stopped.
+    """
+    name, step = str(options.grow).removeprefix("model."), options.grow_by
+    start, known = settings.model.get(name, 1), parameters_of(settings.model)
+    if type(start) is not int or name not in known:
+        names = ", ".join(f"model.{each}" for each in known)
+        raise ConfigurationError(f"plan.grow={options.grow} is no number of this model, which has {names}")
+    searches: dict[int, tuple[Search, Plan | None]] = {}
+
+    def too_large(times: int) -> bool:
+        if stopped():
+            raise KeyboardInterrupt
+        say(f"plans model.{name}={times * step}")
+        planner = Planner(replace(settings, model={**settings.model, name: times * step}), options)
+        search = Search(planner, _free_keys(planner), say, stopped)
+        if search.free:
+            plan = search.least(_devices(planner))
+        else:
+            plan = search.plan(planner.settings.pipeline)
+        searches[times] = search, plan if plan is not None and plan.fits else None
+        return searches[times][1] is None
+
+    low, high = 0, max(1, start // step)
+    while not too_large(high):
+        low, high = high, 2 * high
+    most = bisect_left(range(high), True, low + 1, key=too_large) - 1
+    if most == 0:
+        raise searches[1][0].error()
+    search, plan = searches[most]
+    assert plan is not None  # it fits
+    best = search.fastest(_devices(search.planner)) if search.free else plan
+    return replace(best, found={f"model.{name}": most * step, **best.found}, tried=len(searches))
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int | None:

@@ -1,18 +1,23 @@
 """Tests what searches for a pipeline find, and their errors when there is nothing to find."""
 
+import os
+import re
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from own_plan import OWN, planned
 from refusals import refusal_of
 
-from gpipe_cli.commands.plan import make_request, words_of
+from gpipe_cli.commands.plan import main, make_request, words_of
+from gpipe_cli.config import PipelineConfig
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
-from gpipe_cli.planner.search import find_plan, micro_batch_counts
+from gpipe_cli.planner.search import FREE, Search, find_plan, micro_batch_counts
 from gpipe_cli.schedule.schedule import REMAT
 
 ELEVEN = (*OWN, "model.layers=11", "data.batch_size=8")  # 1, 2, 3, 4, 6 and 8 are tried first, and 11
@@ -54,6 +59,29 @@ def test_where_nothing_fits_the_nearest_is_named() -> None:
     assert "weights, gradients and optimizer state alone are 6.657e-05 GB" in said  # of 64 · 65 numbers
 
 
+# -- plan.grow ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [(), ("plan.best=true", "plan.devices=2")], ids=["as typed", "any pipeline"])
+def test_grow_finds_the_largest_model_that_fits(free: tuple[str, ...]) -> None:
+    words = (*OWN, "data.batch_size=8", "pipeline.K=2", "pipeline.M=2", "plan.memory=400KB")
+    found = asked(*words, *free, "plan.grow=model.layers", "plan.grow_by=2")
+    size = found.found["model.layers"]
+    assert found.fits and size % 2 == 0 and sum(cell.layers for cell in found.cells) == size
+    typed = words_of(found.found).split()
+    assert planned(*words, *free, *typed).memory == found.memory
+    larger = (*words, *free, f"model.layers={size + 2}")
+    if free:
+        assert "nothing fits" in refusal(*larger)
+    else:
+        assert not planned(*larger).fits
+
+
+def test_what_cannot_grow_is_refused() -> None:
+    assert "is no number of this model, which has model.layers" in refusal(*OWN, "plan.grow=model.depth")
+    assert "nothing fits" in refusal(*OWN, "pipeline.K=1", "plan.memory=1KB", "plan.grow=model.layers")
+
+
 # -- plan.best ---------------------------------------------------------------------------------------------------------
 
 FOUR = (*OWN, "data.batch_size=16", "plan.devices=4", "plan.best=true", "model.layers=12")
@@ -66,6 +94,35 @@ def test_best_is_no_slower_than_any_pipeline_that_a_person_could_type() -> None:
         assert found.fits and found.workers * found.replicas == 4
         assert found.step_seconds <= min(made.step_seconds for made in plans if made.memory <= limit) * 1.000001
         assert [rival["step_seconds"] for rival in found.rivals] >= [found.step_seconds] * len(found.rivals)
+
+
+def test_what_cannot_be_among_the_best_is_not_planned() -> None:
+    request = make_request([*FOUR, "data.batch_size=256"])
+    search = Search(Planner(request.settings, request.options), FREE)
+    assert search.fastest(4).tried < len(search._candidates(4)) / 2
+
+
+def test_a_search_that_is_stopped_answers_with_the_best_so_far() -> None:
+    said: list[str] = []
+    found = find_plan(*make_request(FOUR), said.append, lambda: len(said) > 4)
+    assert found.fits and "stopped: the best of the plans so far" in found.notes
+    assert re.search(r"planned \d+ pipelines, \d+ left, best so far .* s; at most \d+ s more", said[-1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_with_a_plan(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PipelineConfig] = []
+
+    def plan(planner: Planner, pipeline: PipelineConfig | None = None) -> Plan:
+        made.append(cast(PipelineConfig, pipeline))
+        if len(made) == 3:
+            os.kill(os.getpid(), number)
+        return plain(planner, pipeline)
+
+    plain = Planner.plan
+    monkeypatch.setattr(Planner, "plan", plan)
+    assert main([*FOUR, "plan.memory=1GB"]) == 0
+    assert len(made) < 10
 
 
 def test_what_is_found_can_be_typed() -> None:
