@@ -88,7 +88,8 @@ def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]
 
 def key_of(settings: Settings) -> list[Any]:
     """Returns what a comparison depends on beside code, shapes and releases, for `compare_with_module`."""
-    return [{**settings.model, "example": None}, settings.task, settings.optimizer, settings.precision.autocast]
+    model = {name: value for name, value in settings.model.items() if name not in ("example", "autocast", "trust")}
+    return [model, settings.task, settings.optimizer, settings.precision.autocast]
 
 
 def key_of_module(builders: Sequence[LayerBuilder]) -> list[Any] | None:

@@ -27,20 +27,19 @@ class Gap:
     Attributes:
         absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
         distance: norm of the difference; infinite where `absolute` is.
-        ours, plain: norms of the two; of their changes, where the step began with values.
-        size: norm of the plain one itself.
+        plain: norm of the plain side; of its change, where the step began with values.
+        size: norm of the plain side itself.
         epsilon: relative precision of its type.
     """
 
     absolute: float
     distance: float
-    ours: float
     plain: float
     size: float
     epsilon: float
 
 
-MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0, 0.0)
+MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0)
 
 
 def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = None) -> Gap:
@@ -59,10 +58,9 @@ def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = N
     size, epsilon = _norm(y), torch.finfo(plain.dtype).eps if plain.is_floating_point() else 0.0
     gap = x - y
     if before is not None:
-        old = torch.where(finite, _in_float64(before), 0.0)
-        x, y = x - old, y - old
+        y = y - torch.where(finite, _in_float64(before), 0.0)
     largest = float(gap.abs().max()) if gap.numel() else 0.0
-    return Gap(largest, _norm(gap), _norm(x), _norm(y), size, epsilon)
+    return Gap(largest, _norm(gap), _norm(y), size, epsilon)
 
 
 def _in_float64(tensor: Tensor) -> Tensor:

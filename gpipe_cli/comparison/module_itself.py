@@ -139,20 +139,18 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
         ModuleFailed: the module itself raises, its layers do not.
         Exception: what the layers raise.
     """
-    traced_from = maker_of(builders[0]).traced_from
-    layers = _Layers(builders, given)
+    traced_from, layers = maker_of(builders[0]).traced_from, _Layers(builders, given)
+    ceilings = OF_HALF if layers.has_half else OF_FLOAT32
     calls = _Calls(layers, Itself(traced_from, given), given)
     gaps = calls.run()
     found, narrow = _together(judge(gaps, ROUNDING)), ""
-    ceilings = OF_HALF if layers.has_half else OF_FLOAT32
-    limits = {kind: ceilings.gradient if GRADIENT in kind else ceilings.output for kind in gaps}
-    beyond = [judge({kind: of_kind}, limits[kind], ceilings.small)[0] for kind, of_kind in gaps.items()]
-    if found.beyond and not any(quantity.beyond for quantity in beyond):
+    if found.beyond and not _together(beyond_rounding(gaps, ceilings)).beyond:
         try:
             wide = _together(judge(_in_float64(traced_from, given).run(), ROUNDING**2, NOTHING))
             found, narrow = (found, "") if wide.beyond else (wide, str(found.worst))
         except Exception:
-            found = _together(beyond if layers.has_half else judge(gaps, ROUNDING, ceilings.small))
+            as_it_runs = beyond_rounding(gaps, ceilings) if layers.has_half else judge(gaps, ROUNDING, ceilings.small)
+            found = _together(as_it_runs)
     if found.beyond:
         return Compared(found, narrow)
     return Compared(found, narrow, *(2 if calls.differ(which, ceilings) else 1 for which in (ONE, SHORT)))
@@ -311,11 +309,10 @@ class _Calls:
     def differ(self, which: str, ceilings: Ceilings) -> bool:
         """Returns whether both sides differ with one example, or with texts of one token; nothing is called after it.
 
-        False where the layers refuse such inputs anyway, or where a call of `run` has compared them.
+        False where the layers refuse such inputs anyway.
         """
-        micro_batch = self._given.call(which, 0)
-        few = self._given.call(FEW, 0)
-        if which == SHORT and all(map(_alike, micro_batch[0], few[0])):
+        few, taken = ([tensor.shape for tensor in self._given.call(of, 0)[0]] for of in (FEW, which))
+        if few == taken:  # there are no texts
             return False
         with quiet(), seeded(0):
             for trains in (True, False):
@@ -326,7 +323,7 @@ class _Calls:
                     return True
                 except Exception:  # then a run stops, too
                     continue
-                if _together(judge(self._gaps, ceilings.gradient, ceilings.small)).beyond:
+                if _together(beyond_rounding(self._gaps, ceilings)).beyond:
                     return True
         return False
 
@@ -373,10 +370,6 @@ class _Calls:
             if gap is not None:
                 where = f"{kind} of {name}" if name else kind
                 self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape
 
 
 def _generators() -> dict[str, str]:
@@ -464,6 +457,12 @@ def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
     return [judge_tensors(kind, found, tolerance, small, kind=lambda _: None) for kind, found in gaps.items()]
 
 
+def beyond_rounding(gaps: Gaps, ceilings: Ceilings) -> list[Quantity]:
+    """Judges measured tensors, kind by kind, by the largest differences that may be rounding."""
+    limits = {kind: ceilings.gradient if GRADIENT in kind else ceilings.output for kind in gaps}
+    return [judge({kind: found}, limits[kind], ceilings.small)[0] for kind, found in gaps.items()]
+
+
 def _together(found: Sequence[Quantity]) -> Quantity:
     worst = max((quantity.worst for quantity in found if quantity.worst), key=lambda d: d.relative, default=None)
     beyond = [difference for quantity in found for difference in quantity.beyond]
@@ -476,5 +475,5 @@ def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
         return None if kind in (TRAINED, BUFFER) else MISSING  # constants of a layer, tables made at first use
     if ours.dtype == own.dtype and torch.equal(ours, own):  # often, and faster than `measure`
         size = float(torch.linalg.vector_norm(own.detach().float()))
-        return Gap(0.0, 0.0, size, size, size, 0.0)
+        return Gap(0.0, 0.0, size, size, 0.0)
     return measure(ours, own) if ours.dtype == own.dtype and (kind != TRAINED or bool(ours == own)) else MISSING

@@ -6,7 +6,7 @@ Each layer has the module's own weights under the module's own names, and its co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
@@ -24,10 +24,8 @@ from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .module import Call, Constructor, InFloat32, TracedFrom
 from .recording import NotRecordable
-from .segments import Segment, segments_of
+from .segments import Forward, Segment, segments_of
 from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
-
-Forward = Callable[..., Any]
 
 
 def layers(
@@ -217,7 +215,6 @@ class LayerMaker:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
         self.answer = trace.answer
-        self._forwards: tuple[Forward, Forward] | None = None
 
     def share_with(self, module: nn.Module) -> None:
         """Makes all layers hold the tensors of this module, of which the traced one was a copy."""
@@ -229,10 +226,8 @@ class LayerMaker:
 
     def __call__(self) -> TracedLayer:
         segment = self._segment
-        if self._forwards is None:
-            self._forwards = segment.training.compiled(segment.name), segment.evaluation.compiled(segment.name)
         tensors = self._weights.take(segment.held.values())
-        layer = TracedLayer(*self._forwards, segment.conditions, self.traced_from.autocast)
+        layer = TracedLayer(segment.training, segment.evaluation, segment.conditions, self.traced_from.autocast)
         for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)
             with torch.device("meta"):

@@ -19,29 +19,18 @@ from .cuts import Boundary, CutPoint, calls_of, is_size
 from .flatten import BATCH_NORM, Flat, enter_autocast, is_view_of_parameter, leave_autocast
 from .trace import SizeCondition, Trace
 
-USUAL = fx.Graph().python_code(root_module="self").globals  # names that every graph's code may use
+Forward = Callable[..., Any]
 BatchNorm = tuple[str, tuple[Any, ...]]
 Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training graph and of that for evaluation
 
 
-@dataclass(frozen=True)
-class Code:
-    """Holds the source text of a graph, and the objects of the names in it."""
-
-    source: str
-    names: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Code:
-        made = graph.python_code(root_module="self")
-        return cls(made.src, {name: value for name, value in made.globals.items() if name not in USUAL})
-
-    def compiled(self, layer: str) -> Callable[..., Any]:
-        """Returns the function."""
-        namespace = {**USUAL, **self.names}
-        exec(compile(self.source, f"<layer {layer}>", "exec"), namespace)
-        forward: Callable[..., Any] = namespace["forward"]
-        return forward
+def compiled(graph: fx.Graph, layer: str) -> Forward:
+    """Returns the function that a graph describes; its first argument is the layer, which holds the tensors."""
+    made = graph.python_code(root_module="self")
+    namespace = dict(made.globals)
+    exec(compile(made.src, f"<layer {layer}>", "exec"), namespace)
+    forward: Forward = namespace["forward"]
+    return forward
 
 
 @dataclass(frozen=True)
@@ -53,7 +42,7 @@ class Segment:
         held: parameters, buffers and constants: name within the layer -> first name in the module.
         tied: parameters that an earlier layer holds too: name within the layer -> (layer, name there).
         batchnorms: by their name within the layer: class of torch.nn and its arguments.
-        training, evaluation: the code of the graphs.
+        training, evaluation: functions of the layer and its inputs, made of the two graphs.
         conditions: that the sizes of the inputs must fulfil; only the first layer has any.
     """
 
@@ -61,8 +50,8 @@ class Segment:
     held: dict[str, str]
     tied: dict[str, str]
     batchnorms: dict[str, BatchNorm]
-    training: Code
-    evaluation: Code
+    training: Forward
+    evaluation: Forward
     conditions: Sequence[SizeCondition]
 
 
@@ -83,8 +72,8 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
             if owner != name and trace.is_parameter(first):
                 tied[own] = f"{owner}.{its_name}"
         local = {first: own for own, first in reversed(held.items())}
-        trains = Code.of(_PartGraph(training, number, local, batchnorms).made())
-        evaluates = Code.of(_PartGraph(evaluation, number, local, {}).made())
+        trains = compiled(_PartGraph(training, number, local, batchnorms).made(), name)
+        evaluates = compiled(_PartGraph(evaluation, number, local, {}).made(), name)
         conditions = () if segments else trace.conditions
         segments.append(Segment(name, held, tied, batchnorms, trains, evaluates, conditions))
     return segments

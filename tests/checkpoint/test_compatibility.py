@@ -26,7 +26,7 @@ from gpipe_cli.schedule.orders import KINDS
 
 def test_only_keys_that_matter_stand_in_the_way_of_a_resume() -> None:
     pipelines = ({"K": 2, "M": 4, "remat": "always"}, {"K": 8, "M": 8, "workers": 4, "devices": None})
-    models = ({"L": 2, "bias": True, "size": [1, 2]}, {"L": 2, "bias": 1, "size": [1, 2], "x": {}})
+    models = ({"L": 2, "bias": True, "size": [1, 2]}, {"L": 2, "bias": 1, "size": [1, 2], "x": {}, "trust": True})
     saved, new = ({"seed": 1, "pipeline": p, "model": m} for p, m in zip(pipelines, models, strict=True))
     assert differences(saved, new) == {"pipeline.M": (4, 8), "model.bias": (True, 1), "model.x": ("(not set)", {})}
     assert not differences(saved, new, [*MAY_DIFFER, "pipeline.M", "model"])

@@ -14,7 +14,7 @@ from unusual_modules import WIDTH, Perceptron
 
 from gpipe_cli.comparison.module_itself import TRAINED, Compared, Given, Itself, compare
 from gpipe_cli.micro_batch import Tensors
-from gpipe_cli.models.traced.layers import TracedLayer, layers
+from gpipe_cli.models.traced.layers import TracedLayer, layers, traced_layers
 from gpipe_cli.models.traced.module import Call, TracedFrom
 from gpipe_cli.models.traced.trace import SizeError
 
@@ -144,7 +144,9 @@ def test_a_module_is_traced_and_compared_in_the_run_s_precision(module: type[nn.
 
 
 def test_a_tied_table_in_bfloat16_differs_by_rounding_alone() -> None:
-    found = compared(other_in_calls.TiedHalf, points)
+    as_it_is = TracedFrom(other_in_calls.TiedHalf, Call(), 3)
+    given = Given([((points(n),), ()) for n in (5, 3)], squares, torch.optim.AdamW)
+    found = compare(traced_layers(as_it_is, [("float32", [5, 3])], torch.float32), given)
     assert not found.all.beyond and found.narrow, found
 
 
