@@ -25,17 +25,15 @@ Keys (key=value) and the defaults of model=transformer:
     seed                    1            seed of weights, dropout and data order
 
 Groups (group=option; * is the default, unless the model chooses another):
-    model       amoebanet  layers  module  transformer*  transformer_lm  transformer_lm_small
-    data        birdsnap  cifar10  cifar100  cldr*  cldr_text  cldr_text_paper  digits  fgvc_aircraft  food101
-                image_folder  imagenet  own  oxford_pets  parallel_text  stanford_cars  text
-    task        classification  language_model  own  own_loss  translation*
-    optimizer   adafactor  adafactor_momentum  adam*  adamw  muon  muon_language_model  own  rmsprop  rmsprop_tf  sgd
-    lr_schedule constant*  cosine  cosine_short  exponential  exponential_epochs  inverse_sqrt  linear_warmup
-                own  step  transformer
-    pipeline    auto  default*  kept
+    model       amoebanet  custom  module  transformer*  transformer_lm  transformer_lm_small
+    data        birdsnap  cifar10  cifar100  cldr*  cldr_text  cldr_text_paper  custom  digits  fgvc_aircraft
+                food101  image_folder  imagenet  oxford_pets  parallel_text  stanford_cars  text
+    task        classification  custom  language_model  own_loss  translation*
+    optimizer   adafactor  adafactor_momentum  adam*  adamw  custom  muon  muon_tables  rmsprop  rmsprop_tf  sgd
+    lr_schedule constant*  cosine  cosine_warmup_20  custom  exponential  exponential_epochs  inverse_sqrt
+                linear_warmup  step  transformer
+    pipeline    auto  default*  laptop
     precision   bf16  fp16  fp32*
-    checkpoint  default*
-    logging     default*
     experiment  imagenet/amoebanet_b_18_512  imagenet/amoebanet_d_google  nmt/bilingual  nmt/large_batch
                 nmt/t_12_16384_32  nmt/t_24_8192_16  nmt/t_32_16384_32  nmt/t_64_16384_32  nmt/t_6_8192_16
                 nmt_small/bilingual  nmt_small/deep  nmt_small/narrow  nmt_small/very_deep  nmt_small/wide

@@ -32,8 +32,18 @@ from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.stop import stop_noted
 from gpipe_cli.typed_section import nearest, typed, unknown_key
 
-# The option of each group for a `_target_` of the user's own: it has no keys of another function's.
-OWN = {"model": "layers", **dict.fromkeys(("data", "task", "optimizer", "lr_schedule"), "own")}
+# Groups whose option custom is for a `_target_` of the user's own: it has no keys of another function's.
+CUSTOM = ("model", "data", "task", "optimizer", "lr_schedule")
+# Words of earlier releases, and what to type now.
+RENAMED = {
+    **{f"{group}=own": f"{group}=custom" for group in CUSTOM},
+    "model=layers": "model=custom",
+    "optimizer=muon_language_model": "optimizer=muon_tables",
+    "lr_schedule=cosine_short": "lr_schedule=cosine_warmup_20",
+    "pipeline=kept": "pipeline=laptop",
+    "checkpoint=default": "nothing: the section checkpoint is no group any more",
+    "logging=default": "nothing: the section logging is no group any more",
+}
 LONGEST_NAME = 100  # bytes of a folder: file systems take 255, and people read less
 MOST_VALUES = 100_000  # of a YAML file, aliases written out
 LONGEST = 300  # characters of a library's message
@@ -109,8 +119,8 @@ def _count_values(node: Any, path: Path, counts: dict[int, int]) -> int:
 def for_hydra(words: Sequence[str]) -> list[str]:
     """Returns the overrides as Hydra must read them.
 
-    A typed `model._target_` alone chooses `model=layers`, and likewise in the other groups. Beside a typed `_target_`
-    no key needs a plus.
+    A typed `model._target_` alone chooses `model=custom`, and likewise in the other groups of `CUSTOM`. Beside a typed
+    `_target_` no key needs a plus.
 
     Raises:
         ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number
@@ -118,12 +128,14 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     """
     if strange := [word for word in words if re.search(NO_UTF8, word)]:
         raise ConfigurationError(f"{strange[0]} is not UTF-8: rename what it names, or type a link to it")
+    if old := next((word for word in words if word in RENAMED), None):
+        raise ConfigurationError(f"{old} has another name by now: type {RENAMED[old]}")
     words = [word for word in words if word not in ("experiment=null", "debug=null")]  # there is none, then
     for group, _, option in (word.partition("=") for word in words):
         if re.fullmatch(r"null|true|false|[-+.\d]*", option, re.IGNORECASE) and (CONF / group).is_dir():
             raise ConfigurationError(f"{group}={option}: {group} needs one of {', '.join(_options(group))}")
     keys = {word.partition("=")[0] for word in words}
-    chosen = [f"{group}={own}" for group, own in OWN.items() if f"{group}._target_" in keys and group not in keys]
+    chosen = [f"{group}=custom" for group in CUSTOM if f"{group}._target_" in keys and group not in keys]
     own = {word.partition(".")[0] for word in words if "_target_" in word}
     return chosen + [f"++{word}" if word.partition(".")[0] in own.intersection(FREE_FORM) else word for word in words]
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
 
 
+GROUPS = ("experiment", "debug", "model", "data", "task", "optimizer", "lr_schedule", "precision", "pipeline")
+
+
 @dataclass(frozen=True)
 class EntryPoint:
     """Describes the function that workers run, and its configuration.
@@ -148,7 +151,7 @@ def _run_workers(
     """Runs the workers, again after a failure if that can help; returns the entry point's result on rank 0."""
     run_dir = record.run_dir
     config: dict[str, Any] = {"settings": with_checkpoint(prepared, run_dir, console), "started_at": started_at}
-    for line in prepared.lines:
+    for line in (_choices(), *prepared.lines):
         console.detail(line)
     restarts = Restarts(config["settings"], run_dir, console)
     events = _Events(record, restarts, console)
@@ -164,6 +167,12 @@ def _run_workers(
     except (KeyboardInterrupt, SystemExit):
         console.say(f"{_how_to_go_on(run_dir, program)}\n{where_it_is(run_dir)}")
         raise
+
+
+def _choices() -> str:
+    """Returns the option of each group as words: a model brings along others than the defaults."""
+    choices = HydraConfig.get().runtime.choices
+    return " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,8 @@ def run_command(
 
     def answer() -> int:
         if {"-h", "--help"} & set(words) or (needs_words and not words):
-            show(
-                (
-                    page or f"{name}: PYTHONOPTIMIZE=2 leaves out the help: type PYTHONOPTIMIZE=1 before the command"
-                ).rstrip()
-            )
+            without = f"{name}: PYTHONOPTIMIZE=2 leaves out the help: type PYTHONOPTIMIZE=1 before the command"
+            show((page or without).rstrip() + own_options(words))
             return REFUSED if needs_words and not words else 0
         if "--version" in words:
             show(f"{name} {__version__}")
@@ -90,6 +87,14 @@ def run_command(
     except OSError:  # what failed before is still in its buffer
         discard(sys.stdout)
     return code
+
+
+def own_options(words: Sequence[str]) -> str:
+    """Returns a line with the options in the folder of a typed `--config-dir`; empty without one."""
+    folder = Words(options=list(words)).folder
+    paths = sorted(Path(folder).glob("*/**/*.yaml")) if folder else []
+    options = [path.relative_to(str(folder)).with_suffix("").as_posix().replace("/", "=", 1) for path in paths]
+    return f"\n\nIn {folder}: {'  '.join(options) or 'no options'}" if folder else ""
 
 
 def open_closed_streams() -> None:

@@ -43,7 +43,8 @@ def test_a_run_leaves_its_configuration_its_log_and_says_where(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     directory = only(tmp_path / "runs")
     assert {".hydra", "train.log", "summary.json"} <= {path.name for path in directory.iterdir()}
-    assert "step 3/3  loss 1.6667" in (directory / "train.log").read_text()
+    log = (directory / "train.log").read_text()
+    assert "step 3/3  loss 1.6667" in log and "optimizer=muon lr_schedule=inverse_sqrt" in log
     assert done.stdout.rstrip().endswith(f"tensorboard --logdir runs/{directory.name}")
 
 

@@ -71,6 +71,13 @@ def test_a_run_may_have_the_name_of_a_key(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_words(["seed=1"], overrides=False).runs == ["seed=1"] and read_words(["seed=1"]).overrides == ["seed=1"]
 
 
+def test_help_lists_the_options_of_a_folder_of_the_user_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment" / "night").mkdir(parents=True)
+    (tmp_path / "experiment" / "night" / "long.yaml").touch()
+    assert command("gpipe-train")(["--help", f"--config-dir={tmp_path}"]) == 0
+    assert f"In {tmp_path}: experiment=night/long\n" in capsys.readouterr().out
+
+
 SHORT = [["train", "pipeline.k=4"], ["train", "pipeline.K=0"], ["train", "--cfg", "job"]]
 SHORT += [[target.partition(":")[0].rpartition(".")[2], "--help"] for target in COMMANDS.values()]
 SLOW_TO_IMPORT = {"torch", "numpy", "tensorboard", "safetensors", "sentencepiece", "babel", "rich"}

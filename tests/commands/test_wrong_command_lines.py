@@ -18,6 +18,7 @@ CASES = {  # command line to what the answer must contain
     "train precision.loss_scale=1000": "precision.loss_scale=1000 is no power of two, and would round: use 1024",
     "train pipeline.schedule=sometimes": "pipeline.schedule=sometimes",
     "train pipeline.k=4": "there is no key pipeline.k; did you mean pipeline.K?",
+    "train model=layers": "model=layers has another name by now: type model=custom",
     "train experimnt=nmt": "there is no key experimnt; did you mean experiment?",
     "train task.generation=null task.generation.beam=4": "it is switched off; leave out task.generation=null",
     "train modle=transformer": "there is no key modle; did you mean model?",
@@ -77,7 +78,7 @@ CASES = {  # command line to what the answer must contain
     "train checkpoint.init_from=nowhere": "checkpoint.init_from: nowhere holds no complete checkpoint",
     "train checkpoint.allow_changes=[pipline]": "[pipline]: there is no key pipline; did you mean pipeline?",
     "train checkpoint.init_except=[head]": "set checkpoint.init_from, too",
-    "train model=null": "model=null: model needs one of amoebanet, layers, module, ",
+    "train model=null": "model=null: model needs one of amoebanet, custom, module, ",
     "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
 OUTSIDE = [*[*CASES][:37:9], "train data.pair=klingon"]  # its worker refuses it, and leaves its log

@@ -426,7 +426,7 @@ def test_the_other_workers_raise_the_same_and_all_go_on() -> None:
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAME = (
-    *("model=layers", "model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
+    *("model=custom", "model._target_=own_loop.layers", "data._target_=own_loop_data.Data"),
     *("task._target_=torch.nn.functional.cross_entropy", "optimizer._target_=torch.optim.AdamW", "optimizer.lr=0.005"),
     *("lr_schedule=constant", "trainer.gradient_clip=null", "trainer.steps=8", "trainer.evaluate_every=null"),
     *("pipeline.K=2", "pipeline.workers=1", "pipeline.M=4", "pipeline.schedule=1f1b", "pipeline.remat=always"),

@@ -18,7 +18,7 @@ from gpipe_cli.optim.adafactor import Adafactor
 from gpipe_cli.optim.optimizers import TFRMSprop
 
 CONF = Path(__file__).parents[2] / "conf"
-ON_ANOTHER = ("own", "muon_language_model")  # without a _target_ of their own
+ON_ANOTHER = ("custom", "muon_tables")  # without a _target_ of their own
 OPTIMIZERS = sorted(path.stem for path in (CONF / "optimizer").glob("*.yaml") if path.stem not in ON_ANOTHER)
 
 
@@ -191,7 +191,7 @@ def test_an_optimizer_that_draws_random_numbers_is_refused(tmp_path: Path) -> No
         "debug=tiny",
         "model=amoebanet",
         "model.L=3",
-        "optimizer=own",
+        "optimizer=custom",
         "optimizer._target_=noisy_model.Langevin",
         "optimizer.lr=0.01",
         "trainer.steps=1",

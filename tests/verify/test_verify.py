@@ -52,7 +52,7 @@ def test_a_model_with_a_tied_parameter_is_the_plain_loop(tmp_path: Path) -> None
 def test_random_numbers_of_every_part_are_the_plain_loop_s(tmp_path: Path, schedule: str) -> None:
     """Compares the numbers of layers, loss, backward and evaluation; for K=3, too: they do not depend on it."""
     words = [
-        *(*DIGITS[:3], "model=layers", "model._target_=noisy_model.layers", "task._target_=noisy_model.loss"),
+        *(*DIGITS[:3], "model=custom", "model._target_=noisy_model.layers", "task._target_=noisy_model.loss"),
         *("optimizer=sgd", "optimizer.lr=0.01", "lr_schedule=constant", "pipeline.K=3"),
     ]
     report = verified(tmp_path, *words, f"pipeline.schedule={schedule}", subject=False)
