@@ -14,7 +14,6 @@ from ..errors import ConfigurationError
 from ..factory.build import parameters_of
 from ..factory.example import example_micro_batch
 from ..schedule.orders import KINDS
-from ..schedule.schedule import REMAT
 from .cells import CellPlan
 from .options import Options
 from .plan import Plan
@@ -215,8 +214,9 @@ class Search:
         sections = self._candidates(devices)
         most = max((section.M * section.replicas for section in sections), default=0)
         lean = [each for each in sections if each.schedule == "1f1b" and each.M * each.replicas == most]
-        words: list[Any] = list(REMAT)
-        plans = (self.plan(replace(section, remat=remat)) for section, remat in product(lean, words))
+        possible = [each for each in lean if self._least_seconds(each) not in (None, inf)]
+        leanest: Any = {"remat": "always", "keep": None} if "remat" in self.free else {}
+        plans = (self.plan(replace(section, **leanest)) for section in possible or lean[-1:])
         return next((plan for plan in plans if plan is not None and plan.fits), None)
 
     def fitted(self, section: PipelineConfig) -> Plan | None:
