@@ -122,7 +122,7 @@ def run_job(
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             words = " ".join(word.lstrip("+") for word in place.overrides.task)
-            console.say(f"\njob {int(place.job.num) + 1}{f'/{jobs}' if jobs else ''}  {words}")
+            console.say(f"\njob {place.job.num}{f' of 0 to {jobs - 1}' if jobs else ''}  {words}")
         try:
             with sole_writer(run_dir), record:
                 prepared = prepared or prepare(composed)

@@ -133,5 +133,6 @@ def end_sweep(sweep: Sweep) -> int:
     with suppress(OSError):
         document.save(sweep.directory / PAGE)
     with suppress(OSError):  # nobody reads it
-        show(f"\n{document.blocks[0].text()}{more}\n\n{where_it_is(sweep.directory)}")
+        tables = "\n\n".join(block.text() for block in (document.blocks[0], *table.matrix()))
+        show(f"\n{tables}{more}\n\n{where_it_is(sweep.directory)}")
     return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED

@@ -17,7 +17,7 @@ from gpipe_cli.disk import read_bytes
 from gpipe_cli.json_files import DamagedJson, Numbers, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
 from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
-from gpipe_cli.terminal.text import percent
+from gpipe_cli.terminal.text import number, percent
 from gpipe_cli.typed_section import Count, flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
@@ -224,7 +224,23 @@ class RunTable:
         plots = [] if drawing is None else [Picture(str(drawing))]
         differ = [f"The runs also differ in {', '.join(hidden)}."] if hidden else []
         notes = Lines([*NOTES, *differ], "* ")
-        return Document(f"{len(rows)} runs of gpipe-train", [Grid([*columns, "status"], rows), *plots, notes])
+        blocks = [Grid([*columns, "status"], rows), *self.matrix(), *plots, notes]
+        return Document(f"{len(rows)} runs of gpipe-train", blocks)
+
+    def matrix(self) -> list[Grid]:
+        """Returns K × M with loss and seconds, of runs that differ in both and in nothing else."""
+        if {*self.differing} != {*GRID}:
+            return []
+        runs = {(run["K"], run["M"]): run for run in self.facts if run["wall_seconds"]}
+        all_K, all_M = ({key[axis] for key in runs} for axis in (0, 1))
+        columns = sorted(all_M)
+
+        def told(K: int, M: int) -> str:
+            run = runs.get((K, M))
+            return "" if run is None else f"{number(run['loss'], 4)} in {run['wall_seconds']:.0f} s"
+
+        rows = [[f"K={K}", *(told(K, M) for M in columns)] for K in sorted(all_K)]
+        return [Grid(["loss, seconds of a run", *(f"M={M}" for M in columns)], rows)]
 
     def drawing(self) -> Drawing | None:
         """Returns measured and ideal throughput over K, a panel for each M and setting that differs; None without."""

@@ -242,7 +242,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_in_one_table(tmp_path: Path) -
         *((2, 0.5, "done"), (2, None, "failed")),
     ]
     assert table["jobs"][0]["error"] == "pipeline.K=0: should be greater than or equal to 1"
-    assert "job 4/4  pipeline.K=2 seed=13" in done.stdout
+    assert "job 3 of 0 to 3  pipeline.K=2 seed=13" in done.stdout
     assert "failed: ValueError: thirteen is unlucky" in done.stdout
     failed = next(path for path in directory.iterdir() if path.name.startswith("3_"))
     assert "thirteen is unlucky" in (failed / "train.log").read_text()

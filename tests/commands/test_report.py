@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gpipe_cli.commands.report import main
-from gpipe_cli.terminal.runs import FinishedRun, compare
+from gpipe_cli.terminal.runs import FinishedRun, compare, read_run
 
 
 def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path:
@@ -21,7 +21,12 @@ def make_run(folder: Path, K: int, M: int, speed: float, **changes: Any) -> Path
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(yaml.safe_dump(config))
     summary = {"K": K, "M": M, "workers": K, "loss": 2.5, "examples_per_second": speed, "stopped_by": "steps"}
-    summary |= {"bubble": 0.25, "bubble_predicted": 0.2, "evaluation": {"nll": 3.0, "bleu": 12.5, "bleu/de": 9.0}}
+    summary |= {
+        "wall_seconds": changes.get("wall_seconds"),
+        "bubble": 0.25,
+        "bubble_predicted": 0.2,
+        "evaluation": {"nll": 3.0, "bleu": 12.5, "bleu/de": 9.0},
+    }
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -57,6 +62,15 @@ def test_the_printed_table_has_loss_bubble_and_scores(sweep: Path, tmp_path: Pat
     header, _, first, *_ = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
     assert header == "run K M loss examples/s × ideal bubble predicted nll bleu status"
     assert first == "0 2 1 2.5 100 1.00 1.00 25.0 % 20.0 % 3 12.5 done"
+
+
+def test_runs_that_differ_in_k_and_m_alone_stand_in_a_matrix(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(K), K, 4 * K, 100.0, wall_seconds=10.0 * K) for K in (2, 4)]
+    (grid,) = compare([read_run(run) for run in runs]).matrix()
+    assert grid.columns == ["loss, seconds of a run", "M=8", "M=16"]
+    assert grid.rows == [["K=2", "2.5 in 20 s", ""], ["K=4", "", "2.5 in 40 s"]]
+    other = make_run(tmp_path / "other", 2, 1, 50.0, lr=0.2)
+    assert not compare([read_run(run) for run in (*runs, other)]).matrix()
 
 
 def test_runs_that_differ_elsewhere_have_references_of_their_own(sweep: Path, tmp_path: Path) -> None:
