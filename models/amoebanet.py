@@ -59,13 +59,13 @@ def amoebanet(
         classes: number of logits.
         image_size: pixels a side of the training images; only the auxiliary head depends on it.
         genotype: B or D.
-        in_channels: of the images.
+        in_channels: number of channels of the images.
         dropout: probability before the classifier.
         drop_path_keep: share of paths kept at the end of the run; it falls linearly from 1. 1: no drop path.
         batchnorm_epsilon: added to the variance.
-        batchnorm_decay: of the moving averages, per mini-batch; 1 − torch's momentum.
+        batchnorm_decay: decay of the moving averages, per mini-batch; 1 − torch's momentum.
         auxiliary_head: train the last cell of stack 2 with a classifier of its own, too.
-        auxiliary_weight, auxiliary_label_smoothing: of its loss.
+        auxiliary_weight, auxiliary_label_smoothing: weight and label smoothing of its loss.
         auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
         channels_last: the memory format of all activations; the faster one on GPUs.
     """

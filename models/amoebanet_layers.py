@@ -145,7 +145,7 @@ class FactorizedReduction(nn.Module):
     Zeros follow the last row and column. The two outputs are concatenated and share one norm.
 
     Args:
-        relu: whether a ReLU comes first.
+        relu: True if a ReLU comes first.
     """
 
     def __init__(self, inputs: int, width: int, norm: Norm, relu: bool) -> None:
@@ -202,10 +202,10 @@ class CellShape:
     Attributes:
         inputs: channels of the output of the layer before.
         previous: channels of the output before that; None for the first cell, whose both inputs are the stem's output.
-        halve_previous: whether that output is twice as high and wide, because the layer before is a reduction.
+        halve_previous: True if that output is twice as high and wide, because the layer before is a reduction.
         width: channels F of every state.
         stride: 2 in a reduction cell.
-        is_last: whether the head follows, which reads the output alone.
+        is_last: True if the head follows, which reads the output alone.
     """
 
     inputs: int
@@ -225,7 +225,7 @@ class Stem(nn.Module):
     Args:
         in_channels: c.
         norm: makes the BatchNorm of a number of channels.
-        channels_last: whether the images get this memory format, which all later layers keep.
+        channels_last: True if the images get this memory format, which all later layers keep.
     """
 
     def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
@@ -378,7 +378,7 @@ class AmoebaCellWithAuxiliaryHead(AmoebaCell):
 
     Args:
         head: makes the head.
-        weight: of its loss in the loss of the mini-batch.
+        weight: factor of its loss in the loss of the mini-batch.
         label_smoothing: share of the probability spread evenly over the classes.
         cell: see `AmoebaCell`.
     """

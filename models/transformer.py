@@ -107,7 +107,7 @@ def transformer(
         A: heads; attention is 64·A wide.
         source_vocabulary, target_vocabulary: numbers of tokens.
         d_model: width between the sub-layers; even.
-        dropout, input_dropout, attention_dropout: of each residual branch, both embeddings, the attention weights.
+        dropout, input_dropout, attention_dropout: shares of branches, embeddings and attention weights that are zeroed.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
         depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.

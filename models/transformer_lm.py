@@ -43,7 +43,7 @@ def transformer_lm(
         A: heads; attention is 64·A wide.
         vocabulary: number of tokens.
         d_model: width between the sub-layers; even.
-        dropout, input_dropout, attention_dropout: of each residual branch, the embedding, the attention weights.
+        dropout, input_dropout, attention_dropout: shares of branches, embedding and attention weights that are zeroed.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by L^-depth_scale_exponent.
         final_norm: adds a norm before the softmax; the paper's parameter counts have none.
         tie_embeddings: one table for embedding and softmax; in the paper they are separate.

@@ -145,7 +145,7 @@ def judge_tensors(
     Args:
         small: share of the norm of all of a kind, by which smaller tensors are measured.
         changes: the gaps are those of changes, which rounding of the whole value may disturb.
-        kind: of a key; what is behind a colon, as exp_avg in "weight:exp_avg".
+        kind: returns the kind of a key: by default what is behind a colon, as exp_avg in "weight:exp_avg".
     """
     norms: dict[object, list[float]] = {}
     for key, gap in gaps:
@@ -169,6 +169,6 @@ def may_be_rounding(found: Iterable[Quantity], ceilings: Mapping[str, float], ce
 
     Args:
         ceilings: largest relative difference that may be rounding, of quantities by name.
-        ceiling: that of all others.
+        ceiling: largest relative difference that may be rounding, of all other quantities.
     """
     return all(not quantity.beyond or quantity.relative <= ceilings.get(quantity.name, ceiling) for quantity in found)

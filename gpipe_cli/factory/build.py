@@ -266,7 +266,7 @@ def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
     """Returns one sentence, with file and line of the cause where it lies in code of the user's own.
 
     Args:
-        key: of the section, such as "model".
+        key: name of the section, such as "model".
         section: its `_target_` and the keys that were passed on.
         error: raised by Hydra's `instantiate`; it wraps the cause, and does not always quote all of it.
     """

@@ -18,7 +18,7 @@ def example_micro_batch(settings: Settings, micro_batches: int, longest: bool) -
     """Returns one micro-batch on the meta device, and the number of examples in the mini-batch.
 
     Args:
-        settings: whose data are read.
+        settings: configuration, whose data are read.
         micro_batches: number of micro-batches in the mini-batch: M times replicas.
         longest: True for examples as long as the data's limits allow.
 

@@ -31,8 +31,8 @@ class Checker:
     """Checks steps of a run.
 
     Attributes:
-        settings: of the run.
-        names, places: of its layers, as ``conv`` and ``layer conv (cell 0)``.
+        settings: configuration of the run.
+        names, places: name and place of each layer, as ``conv`` and ``layer conv (cell 0)``.
         model: the plain one.
         spill: what the workers have written.
         tolerance: the largest relative difference that counts as rounding.
@@ -83,7 +83,7 @@ class Checker:
 
         Args:
             before: the moment of what was held before it.
-            updates: that the run had made before, skipped ones not counted.
+            updates: number of updates before it, skipped ones not counted.
         """
         gaps: dict[str, Gaps] = defaultdict(dict)
         plain = self.model.run(mini_batch, self._load(before))
@@ -171,9 +171,9 @@ class Checker:
 
         Args:
             numbers: the pipeline's.
-            seen: of its layers.
+            seen: what was seen of its layers.
             last: number of the step before it, from 1.
-            mini_batch: that was evaluated.
+            mini_batch: the evaluated mini-batch.
         """
         # averages, where there are any, in place of their weights
         right, plain = self.model.evaluate(mini_batch, self._load(f"held {last}", "average"))

@@ -91,7 +91,7 @@ def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Coll
 
     Args:
         steps: what was compared, by number.
-        places: of the layers, as ``layer conv (cell 0)``.
+        places: place of each layer, as ``layer conv (cell 0)``.
         batchnorms: layers that have one.
     """
     number = next((number for number, found in steps.items() if not agrees(found)), None)
@@ -123,8 +123,8 @@ def _of_layer(layer: int, place: str, again: bool, batchnorm: bool) -> str:
     """Returns the possible faults of a layer that has the right weights.
 
     Args:
-        again: whether its recompute differs from its first forward.
-        batchnorm: whether it has one.
+        again: True if its recompute differs from its first forward.
+        batchnorm: True if it has a BatchNorm.
     """
     changing = "something that changes between two calls, such as random numbers that are not torch's"
     if batchnorm:
@@ -148,7 +148,7 @@ class VerifyReport:
         steps: what was compared, by number of the step.
         findings: what is wrong, as sentences; empty when all agrees.
         notes: what is no error, as sentences.
-        loss: of the last step.
+        loss: loss of the last step.
         memory: peak bytes of rank 0.
         itself: how the layers of a traced module compare with the module itself; None for other models.
     """

@@ -84,7 +84,7 @@ class PlainModel:
     Args:
         settings: configuration of the run.
         task: gives the loss.
-        device: where it runs.
+        device: device on which it runs.
         owners: owner of each tied parameter of later layers.
 
     Attributes:
@@ -302,7 +302,7 @@ def update(
     Args:
         key: see `learning_rate`.
         rate: the learning rate.
-        state: of the optimizer before, by name; empty before the first update.
+        state: the optimizer's state before, by name; empty before the first update.
         gradient: clipped.
     """
     parameter = nn.Parameter(weight.clone())

@@ -74,11 +74,11 @@ class RecordedStep:
     """Holds the record of one training step, of one worker or of the whole model.
 
     Attributes:
-        loss: of the mini-batch, per unit of weight.
+        loss: loss of the mini-batch, per unit of weight.
         losses: unscaled sums by (replica, micro-batch).
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
-        seen: of the layers, and what is held.
+        seen: fingerprints of the layers' outputs, and of what is held.
     """
 
     loss: float = math.nan
@@ -188,12 +188,12 @@ class RunWatch:
     """Records steps of this worker, by hooks on its layers, and its weights between them.
 
     Args:
-        assembly: of the worker.
-        spill: where tensors of the model's size are written; replica 0 writes them.
+        assembly: this worker's.
+        spill: files for tensors of the model's size; replica 0 writes them.
 
     Attributes:
-        active: whether anything is recorded.
-        record: of the last step, as long as it was active.
+        active: True while steps are recorded.
+        record: record of the last step, as long as it was active.
     """
 
     def __init__(self, assembly: Assembly, spill: Spill) -> None:

@@ -116,9 +116,9 @@ class Verification:
     """Runs and checks the steps of one configuration; every worker has one.
 
     Args:
-        context, config: of the worker.
-        settings: of the run, perhaps in float64.
-        world: of the worker.
+        context, config: what the worker was started with.
+        settings: configuration of the run, perhaps in float64.
+        world: the worker's place among the others.
     """
 
     def __init__(self, context: Context, config: Mapping[str, Any], settings: Settings, world: World) -> None:

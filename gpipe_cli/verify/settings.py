@@ -93,7 +93,7 @@ class Float64Source(ChangedSource):
 
     Args:
         source: made from the configuration's own section.
-        batch_size: of the section; unused, because the source knows it already.
+        batch_size: the section's; unused, because the source knows it already.
     """
 
     def __init__(self, source: Source, batch_size: object = None) -> None:

@@ -22,10 +22,10 @@ class CutPoint:
     """Describes one place where a graph may be cut.
 
     Attributes:
-        position: of the first node behind it.
+        position: index of the first node behind it.
         places: between which calls of modules it lies.
         alive: the tensors that pass it, in order.
-        bytes: of them, for the example.
+        bytes: their bytes, for the example.
     """
 
     position: int

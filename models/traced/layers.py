@@ -140,7 +140,7 @@ class Weights:
     that it has not announced, its own alone.
 
     Args:
-        trace, traced_from: of the module.
+        trace, traced_from: what was found in the module, and how it was made.
 
     Attributes:
         shared_with: a module whose own tensors the layers get, each the first layer that holds it, the others a copy;
@@ -206,7 +206,7 @@ class LayerMaker:
     """Builds one layer; the `build` of its LayerBuilder.
 
     Attributes:
-        traced_from: of all layers of the module.
+        traced_from: how the module of all layers was made.
         held: names of the layer's tensors in the module: name within the layer -> first name.
         answer: makes what the module returns of its output tensors.
     """

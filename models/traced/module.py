@@ -32,8 +32,8 @@ class Call:
         arguments: further arguments by name, the same in every call.
         masks: the argument that marks the tokens of another which are no padding, by its name: mask -> tokens.
         pad_id: the token that is padding.
-        mean, std: of the channels of images; images that come as bytes are scaled by them. Without a mean they stay
-            bytes.
+        mean, std: mean and deviation of each channel, by which images that come as bytes are scaled. Without a mean
+            they stay bytes.
         labels: arguments that the targets become, for a module that computes its own loss; they are the last of the
             input tensors then. None: the targets are no input.
         ignored: the target that the module's loss leaves out; it becomes -100, torch's own such target.

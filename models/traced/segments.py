@@ -38,12 +38,12 @@ class Segment:
     """Describes one layer.
 
     Attributes:
-        name: of the layer.
+        name: name of the layer.
         held: parameters, buffers and constants: name within the layer -> first name in the module.
         tied: parameters that an earlier layer holds too: name within the layer -> (layer, name there).
-        batchnorms: by their name within the layer: class of torch.nn and its arguments.
+        batchnorms: class of torch.nn and its arguments, by name within the layer.
         training, evaluation: functions of the layer and its inputs, made of the two graphs.
-        conditions: that the sizes of the inputs must fulfil; only the first layer has any.
+        conditions: conditions on the sizes of the inputs; only the first layer has any.
     """
 
     name: str
@@ -132,7 +132,7 @@ class _PartGraph:
     """Makes the graph of one part, between two cuts; its placeholders are the tensors that pass the one in front.
 
     Args:
-        number: of the part.
+        number: index of the part.
         local: first name of a held tensor -> its name within the layer.
         batchnorms: gets those that become modules.
     """

@@ -79,8 +79,8 @@ class Trace:
         persistent: names of those that stand in the state_dict.
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
         constants: tensors that the code made.
-        recording: of the constructor; None where it must run for real.
-        conditions: that the sizes of the inputs must fulfil.
+        recording: the constructor's operations; None where it must run for real.
+        conditions: conditions on the sizes of the inputs.
         answer: makes what the module returns of its output tensors.
     """
 
@@ -109,7 +109,7 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
     """Traces a module.
 
     Args:
-        float_type: in which it is traced, in place of float32.
+        float_type: type in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.

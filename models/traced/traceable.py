@@ -39,12 +39,12 @@ class Traceable(Called):
     """Calls a module so that torch.export can follow its code.
 
     Args:
-        module: of which torch.export sees every call.
+        module: the module, of which torch.export sees every call.
         call: how it is called.
 
     Attributes:
         before: what there was before any call.
-        numbers_follow: whether int() and float() of a size are sizes in the module's files, where nothing else works.
+        numbers_follow: True if int() and float() of a size are sizes in the module's files, where nothing else works.
     """
 
     def __init__(self, module: nn.Module, call: Call) -> None:
