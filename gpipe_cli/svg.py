@@ -152,7 +152,7 @@ def plot(curves: Sequence[Curve], axes: tuple[str, str], title: str, from_zero: 
 
     Args:
         axes: names of x and y.
-        title: of the whole, and its alternative text.
+        title: title of the whole drawing, and its alternative text.
         from_zero: the y axis begins at 0.
     """
     panels = {curve.panel: [each for each in curves if each.panel == curve.panel] for curve in curves}

@@ -47,9 +47,7 @@ def amoebanet(
     batchnorm_decay: ShareOrZero = 0.9997,
     auxiliary_head: bool = True,
     auxiliary_weight: Positive = 0.4,
-    auxiliary_width: Annotated[float, Field(ge=1 / 128)] = 0.4,
     auxiliary_label_smoothing: ShareOrZero = 0.1,
-    channels_last: bool = True,
 ) -> list[LayerBuilder]:
     """Returns the list of AmoebaNet (L, D): images [b, in_channels, H, W], bytes or normalised, to logits [b, classes].
 
@@ -66,17 +64,15 @@ def amoebanet(
         batchnorm_decay: decay of the moving averages, per mini-batch; 1 − torch's momentum.
         auxiliary_head: train the last cell of stack 2 with a classifier of its own, too.
         auxiliary_weight, auxiliary_label_smoothing: weight and label smoothing of its loss.
-        auxiliary_width: multiplies the widths 128 and 768 of its convolutions.
-        channels_last: the memory format of all activations; the faster one on GPUs.
     """
     norm = partial(nn.BatchNorm2d, eps=batchnorm_epsilon, momentum=1 - batchnorm_decay)
     width = 4 * D * len(GENOTYPES[genotype].normal.concatenated)
     makers: dict[str, Callable[..., parts.AmoebaCell]] = {}
     if auxiliary_head:
-        head = partial(parts.AuxiliaryHead, width // 2, norm, _pooled(image_size), classes, auxiliary_width)
+        head = partial(parts.AuxiliaryHead, width // 2, norm, _pooled(image_size), classes)
         judged = partial(parts.AmoebaCellWithAuxiliaryHead, head, auxiliary_weight, auxiliary_label_smoothing)
         makers[f"stack_2.{L // 3 - 1}"] = judged
-    layers = [LayerBuilder("stem", partial(parts.Stem, in_channels, norm, channels_last))]
+    layers = [LayerBuilder("stem", partial(parts.Stem, in_channels, norm))]
     for name, kind, shape in _cells(L, D, GENOTYPES[genotype]):
         make = makers.get(name, parts.AmoebaCell)
         layers.append(LayerBuilder(name, partial(make, kind, shape, norm, drop_path_keep)))

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from .amoebanet_genotypes import CellGenotype
 
 STEM_WIDTH = 32  # channels after the first convolution
-AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # of the auxiliary head's average pooling, without padding
-AUXILIARY_WIDTHS = (128, 768)  # of its two convolutions, before they are scaled
+AUXILIARY_POOL, AUXILIARY_STRIDE = 5, 3  # window and stride of the auxiliary head's average pooling, without padding
+AUXILIARY_WIDTHS = (51, 307)  # of its two convolutions: 0.4 times the published 128 and 768
 
 Boundary = Tensor | tuple[Tensor, Tensor]
 Norm = Callable[[int], nn.Module]  # makes the BatchNorm of a number of channels
@@ -223,24 +223,22 @@ class Stem(nn.Module):
     images are taken as they are.
 
     Args:
-        in_channels: c.
+        in_channels: number of channels c of the images.
         norm: makes the BatchNorm of a number of channels.
-        channels_last: True if the images get this memory format, which all later layers keep.
     """
 
-    def __init__(self, in_channels: int, norm: Norm, channels_last: bool) -> None:
+    def __init__(self, in_channels: int, norm: Norm) -> None:
         super().__init__()
-        self.format = torch.channels_last if channels_last else torch.contiguous_format
         self.convolution = Convolution(in_channels, STEM_WIDTH, 3, 2, bias=False)
         self.norm = norm(STEM_WIDTH)
 
     def forward(self, images: Tensor) -> Tensor:
-        images = images.contiguous(memory_format=self.format)
+        images = images.contiguous(memory_format=torch.channels_last)  # all later layers keep this format
         if not images.is_floating_point():
             images = (images.to(self.convolution.weight.dtype) / 255 - 0.5) / 0.5
         x = self.convolution(images)
         # Images of one channel have both formats at once; the convolution may then put out the other one.
-        return self.norm(x.contiguous(memory_format=self.format))
+        return self.norm(x.contiguous(memory_format=torch.channels_last))
 
 
 class AmoebaCell(nn.Module):
@@ -269,7 +267,7 @@ class AmoebaCell(nn.Module):
 
     @property
     def depends_on_steps(self) -> bool:
-        """Returns whether drop path is on: then a run's length cannot change later (docs/design.md, `begin_step`)."""
+        """Returns True if drop path is on: then a run's length cannot change later (docs/design.md, `begin_step`)."""
         return self.final_keep < 1
 
     def begin_step(self, step: int, steps: int) -> None:
@@ -352,12 +350,11 @@ class AuxiliaryHead(nn.Module):
         norm: makes the BatchNorm of a number of channels.
         map_size: side of its map after the pooling.
         classes: number of logits.
-        width_scale: multiplies the widths 128 and 768 of the two convolutions.
     """
 
-    def __init__(self, inputs: int, norm: Norm, map_size: int, classes: int, width_scale: float) -> None:
+    def __init__(self, inputs: int, norm: Norm, map_size: int, classes: int) -> None:
         super().__init__()
-        narrow, wide = (int(width * width_scale) for width in AUXILIARY_WIDTHS)
+        narrow, wide = AUXILIARY_WIDTHS
         self.narrow = ConvolutionNorm(inputs, narrow, norm)
         self.whole_map = Convolution(narrow, wide, map_size, bias=False)
         self.norm = norm(wide)

@@ -30,7 +30,7 @@ class TranslationSource(PairSource):
         pair: one code instead of `languages`, for a bilingual run.
         largest, smallest: training pairs of the first and the last language of the whole table.
         vocabulary: pieces of the joint vocabulary.
-        smaller_vocabulary: where the corpus supports fewer pieces, the vocabulary has fewer; else it is refused.
+        smaller_vocabulary: a corpus that supports fewer pieces gets a smaller vocabulary; else it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
         corpus_seed: decides the sentences of the corpus, also held-out ones; runs to be compared need the same.
         cache_dir: folder of the corpora; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.

@@ -43,9 +43,9 @@ class LocaleStrings:
         relative: plural patterns of (field, "past" or "future"), "{0} days ago".
         lists: the patterns "2", "start", "middle", "end" of the styles "standard" and "or".
         fields: months, weekdays, day periods and eras by DateTimePattern field ("MMMM", "cccc", "a", "G").
-        patterns: of dates, "full" and "long"; "time", "zone time" (printf style) and "date and time" ("{1}, {0}").
+        patterns: "full" and "long" dates; "time", "zone time" (printf style) and "date and time" ("{1}, {0}").
         amount: plural patterns of number and currency, "{0} {1}".
-        compact: by plural form and magnitude, "00 million".
+        compact: patterns by plural form and magnitude, "00 million".
         decimal, group, grouping: signs of a number, and the digits of its last group and of its other groups.
         plural: returns the plural form of a number.
     """

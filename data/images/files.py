@@ -35,7 +35,7 @@ class Images(ABC):
 
     Attributes:
         labels: int64 [n], numbers of `class_names`.
-        bits: that images of 16 bits use; None: as the file says, else 16.
+        bits: number of bits that images of 16 bits use; None: as the file says, else 16.
     """
 
     bits: int | None = None
@@ -64,9 +64,9 @@ class ImageFiles(Images):
 
     Args:
         root: the folder.
-        names: of the images, with "/" between folders. They are kept as bytes in one array and not as a million
-            strings, because loader processes would copy the memory of every string they touch.
-        labels: of each file.
+        names: paths of the images below root, with "/" between folders. They are kept as bytes in one array and not
+            as a million strings, because loader processes would copy the memory of every string they touch.
+        labels: number of each file's class.
         class_names: the names of the classes, by label.
     """
 

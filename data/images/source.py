@@ -92,7 +92,7 @@ class ImageSource(SquareImages):
         crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing: see `transforms.training_transform`.
         mixup, cutmix: see `transforms.mixture`; each training image is then mixed with another of the data set, which
             is drawn, and targets are the classes' shares, float32 [b, classes], in evaluations too.
-        bits: that images of 16 bits use, as 12; None: as the file says, else 16.
+        bits: number of bits that images of 16 bits use, as 12; None: as the file says, else 16.
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
         seed: decides order and augmentation.
@@ -258,8 +258,8 @@ class TransformedImages(Dataset[Example]):
     """Reads and transforms images.
 
     Args:
-        images: to read.
-        transform: bytes to bytes; draws from torch's global generator.
+        images: the images to read.
+        transform: turns bytes into bytes; draws from torch's global generator.
     """
 
     def __init__(self, images: Images, transform: Transform) -> None:

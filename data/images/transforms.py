@@ -67,7 +67,7 @@ Mixture = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def mixture(mixup: float, cutmix: float, classes: int) -> Mixture | None:
-    """Returns what mixes two images by MixUp, by CutMix, or by either with equal probability; None: by neither.
+    """Returns a function that mixes two images by MixUp, CutMix, or either with equal probability; None: no mixing.
 
     Args:
         mixup, cutmix: parameter α of the Beta distribution that an image's share is drawn from; 0: never.

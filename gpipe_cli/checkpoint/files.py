@@ -43,8 +43,8 @@ RENAMED = {  # targets of format 2
     "gpipe_cli.trainer.adafactor.Adafactor": "gpipe_cli.optim.adafactor.Adafactor",
     "gpipe_cli.trainer.lr_schedules.inverse_sqrt": "gpipe_cli.optim.lr_schedules.inverse_sqrt",
 }
-GONE = {  # keys that our own models, data and optimizers had in format 2 or in 0.1.0
-    "model": ("average", "dilate"),
+GONE = {  # keys that our own models, data and optimizers had in earlier releases
+    "model": ("average", "dilate", "auxiliary_width", "channels_last"),
     "optimizer": ("decay_only",),
     "data": (
         *("broken_images_limit", "download", "on_defect"),
@@ -70,11 +70,11 @@ class LayerFile:
     """Describes one layer's file, as the manifest has it.
 
     Attributes:
-        name: of the layer.
-        bytes: size of the file.
+        name: the layer's name.
+        bytes: size of the file in bytes.
         sha256: checksum of the whole file, in hexadecimal.
         parameters: names inside the layer, such as ``attention.query.weight``.
-        tied: those of them that the file of another layer, their owner's, holds.
+        tied: owners of the parameters that the file of another layer holds, by name.
     """
 
     name: str
@@ -93,7 +93,7 @@ class RunState:
         schedule: state of the learning rate schedule.
         scalars: values of the whole run: best loss so far and its step, skipped updates, ….
         configuration: the resolved configuration.
-        data_fingerprint: of the training data; None where their source has none.
+        data_fingerprint: digest of the training data; None if their source has none.
         vocabularies: the SHA-256 of each file in the run's folder of vocabularies.
     """
 
@@ -120,7 +120,7 @@ class CheckpointInfo:
     """Describes a complete checkpoint, as its manifest does. ``layers`` is in model order.
 
     Attributes:
-        versions: of what has written it; under "device" the kind of device that computed, where it is known.
+        versions: release of each package that has written it; "device": the kind of device, if known.
     """
 
     path: Path
@@ -356,7 +356,7 @@ def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
 
     Args:
         path: a run directory, or one checkpoint.
-        step: of a run directory: a number, "best" or "last".
+        step: the checkpoint of a run directory: a number, "best" or "last".
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -392,7 +392,7 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
 
 
 def advice(damaged: Path) -> str:
-    """Returns which older checkpoint of the same run to use in place of a damaged one."""
+    """Returns a sentence that names an older checkpoint of the same run to use in place of a damaged one."""
     before = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
     usable = next((path for path in reversed(before) if not problems_of(path)), None)
     return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
@@ -441,7 +441,7 @@ def require_writable_as_json(name: str, value: Json) -> None:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether a pattern matches a dotted name, or something that it is part of."""
+    """Returns True if a pattern matches a dotted name, or something that it is part of."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 

@@ -32,7 +32,7 @@ WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")  # of re
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`.
+    """Returns True if there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`.
 
     A run is none, also if `gpipe-export` has written such a file into it.
     """

@@ -77,7 +77,7 @@ def layer_state(
 
     Args:
         optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
-        averages: of the layer; None: there are none.
+        averages: the layer's moving averages; None: there are none.
         tied: as in `LayerState`; None: no parameter is.
 
     Raises:
@@ -148,7 +148,7 @@ def names_of_parameters(
 
     Args:
         own: layers of this worker.
-        gather: to the values of all workers, which call it at the same time.
+        gather: returns the values of all workers, which call it at the same time.
     """
     everyone = gather((layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in own)
     return {name: parameters for _, name, parameters in sorted(everyone)}

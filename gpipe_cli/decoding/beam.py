@@ -18,9 +18,9 @@ class Hypothesis:
     """Describes a finished translation.
 
     Attributes:
-        tokens: without the end-of-sentence token.
+        tokens: ids, without the end-of-sentence token.
         log_probability: log p(y|x), the end-of-sentence token included unless the translation was cut.
-        cut: no hypothesis had ended at the longest length.
+        cut: True if no hypothesis had ended at the longest length.
     """
 
     tokens: list[int]
@@ -52,7 +52,7 @@ class BeamSearch:
     Args:
         limits: the longest translation of each sentence, in tokens, the end-of-sentence token included; [sentences].
         beam: hypotheses kept of each sentence.
-        exponent: of the length penalty; at least 0, and 0 ignores the length.
+        exponent: exponent of the length penalty; at least 0, and 0 ignores the length.
         eos_id: the end-of-sentence token.
     """
 
@@ -125,7 +125,7 @@ class BeamSearch:
         return torch.arange(len(places))[:, None] * width + places
 
     def _done(self, length: int) -> Tensor:
-        """Returns which sentences are done now, [not done before]."""
+        """Returns True for each sentence that is done now, [not done before]."""
         limits, best = self._limits[self._sentences], self._best_score[self._sentences]
         # A longer hypothesis is never more probable, and the penalty is largest at the longest length.
         reachable = self._totals.amax(1).double() / length_penalty(limits, self._exponent)

@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
     Attributes:
         group: sources that are decoded together.
         width: rows of a source, at most.
-        uses_caches: whether a call after the first one has the new tokens alone.
+        uses_caches: True if a call after the first one has the new tokens alone.
     """
 
     group: int
@@ -58,13 +58,13 @@ class DecodingForm(Protocol):
         """Returns the inputs of a group's first call; the targets are for the two methods below."""
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
-        """Returns those of the next call: its rows' parents in the call before, and their tokens, both [rows]."""
+        """Returns the next call's inputs, from its rows' parents in the call before and their tokens, both [rows]."""
 
     def search(self, targets: Tensors, beam: int) -> GroupSearch:
         """Returns the search of a group, from the targets of its first call."""
 
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns those of each row's next token, [rows, V]."""
+        """Returns the log-probabilities of each row's next token, [rows, V]."""
 
 
 @dataclass
@@ -72,9 +72,9 @@ class _Round:
     """Holds the groups of this replica that are still in flight, as the next round needs them.
 
     Attributes:
-        groups: their numbers; each is one micro-batch of the round, in this order.
-        signatures: of the micro-batches.
-        micro_batches: on the worker of cell 0; None elsewhere.
+        groups: numbers of the groups; each is one micro-batch of the round, in this order.
+        signatures: one signature per micro-batch.
+        micro_batches: their inputs, on the worker of cell 0; None elsewhere.
     """
 
     groups: list[int]
@@ -87,7 +87,7 @@ class Decoder:
     """Continues token sequences; every worker calls `decode` at the same time.
 
     Args:
-        stop_requested: whether this worker was asked to stop.
+        stop_requested: returns True if this worker was asked to stop.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class ContinuationForm:
     """Decodes prompts, a group being the samples of one; a `DecodingForm`.
 
     Attributes:
-        eos_id: of the token that ends a document.
+        eos_id: id of the token that ends a document.
         window: tokens of every input where the layers keep no caches; the last ones count. None: caches are used.
     """
 
@@ -96,8 +96,8 @@ class Sampling:
     """Chooses the tokens of one group of rows; a `GroupSearch`.
 
     Args:
-        targets: of the group's first call, [rows, 3].
-        eos_id: ends a row.
+        targets: the targets of the group's first call, [rows, 3].
+        eos_id: id of the token that ends a row.
     """
 
     def __init__(self, targets: Tensor, settings: SamplingSettings, eos_id: int) -> None:

@@ -59,7 +59,7 @@ class TranslationForm:
         return BeamSearch(targets[0][:, 0], beam, self.settings.length_exponent, self.tokens.eos_id)
 
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns the task's, [rows, V]."""
+        """Returns the task's log-probabilities, [rows, V]."""
         return self.task.log_probabilities(outputs[0])
 
 
@@ -68,9 +68,9 @@ class Generator:
     """Translates held-out sentences; every worker calls `evaluate` at the same step.
 
     Attributes:
-        source: on the first worker of each replica, None elsewhere.
-        samples: how many translations are shown.
-        reports: whether this worker returns the results: rank 0.
+        source: the data source, on the first worker of each replica; None elsewhere.
+        samples: number of translations that are shown.
+        reports: True if this worker returns the results, as rank 0 does.
     """
 
     decoder: Decoder
@@ -87,7 +87,7 @@ class Generator:
         translations that copying them is the first thing to beat; it is scored with the effort of the last evaluation.
 
         Args:
-            final: with the effort of the last evaluation.
+            final: True for the effort of the last evaluation.
         """
         settings = self.settings
         wanted = settings.per_language_at_end if final else settings.per_language

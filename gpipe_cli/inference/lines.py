@@ -92,10 +92,10 @@ class Answerer:
     """Translates or continues lines with a decoder; every worker calls its methods at the same time.
 
     Attributes:
-        beam: of the decoder.
-        samples: texts for each line.
+        beam: width of the beam.
+        samples: number of texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
-        counts: on rank 0, of "lines" so far, of those with more than "most" tokens ("left_out"), and of those "cut".
+        counts: numbers of "lines", of those with more than "most" tokens ("left_out"), of those "cut"; on rank 0.
     """
 
     context: Context
@@ -110,8 +110,8 @@ class Answerer:
         """Answers all lines of a pipe.
 
         Args:
-            pipe: its path; its lines are UTF-8.
-            at_once: lines that are answered together, at most.
+            pipe: path of the pipe; its lines are UTF-8.
+            at_once: most lines that are answered together.
         """
         reader = PipeReader(pipe, self.context.stop_requested) if self.assembly.world.rank == 0 else None
         while True:
@@ -153,8 +153,8 @@ class PipeReader:
     """Reads lines from a pipe, as many as have arrived.
 
     Args:
-        path: of the pipe.
-        stopped: whether to end reading.
+        path: path of the pipe.
+        stopped: returns True when reading is to end.
     """
 
     def __init__(self, path: str, stopped: Callable[[], bool]) -> None:

@@ -49,7 +49,7 @@ class Totals:
         The prediction simulates the schedule with the mean measured times of its instructions.
 
         Args:
-            table: of the cells, to which their seconds are added.
+            table: the table of the cells, to which their seconds are added.
         """
         found: dict[str, Any] = dict.fromkeys(("examples_per_second", "bubble", "bubble_predicted", "breakdown"))
         steps, cells = self._recent, list[dict[str, float]]()
@@ -93,7 +93,7 @@ def mean_breakdown(
         placement: worker of each cell.
         cells: for each cell the seconds that a step spent in each kind, by the kind's name in small letters.
         updates: seconds of every worker's weight update.
-        step_seconds: of the whole step, with its update and the wait for data.
+        step_seconds: duration of the whole step, with its update and the wait for data.
     """
     counts = count_computations(lists)
     durations = {(op, cell): cells[cell][op.name.lower()] / count for (op, cell), count in counts.items()}
@@ -122,7 +122,7 @@ def _idle_seconds(timeline: Timeline) -> float:
 
 
 def count_computations(lists: InstructionLists) -> Counter[tuple[Op, int]]:
-    """Returns how often a step runs each kind of computation of each cell."""
+    """Counts the computations of each kind and cell in a step."""
     return Counter((i.op, i.cell) for instructions in lists for i in instructions if i.op in COMPUTE)
 
 

@@ -68,9 +68,9 @@ class Journal(Notices):
     """Writes the record, on rank 0. Writes no file before `open`.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         emit: as in `Notices`.
-        trackers: as `trackers.py` describes them.
+        trackers: objects with the methods that `trackers.py` describes.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Journal(Notices):
         Args:
             progress: lines of later steps, from a run that was killed after its last checkpoint, are removed, and
                 those of an evaluation that is made again.
-            table: of the cells.
+            table: the table of the cells.
 
         Raises:
             DiskError: they cannot be written.

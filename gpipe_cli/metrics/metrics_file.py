@@ -19,11 +19,11 @@ class MetricsFile:
     A row that finds no room is lost as a whole.
 
     Args:
-        path: of the file; a resumed run appends to it. It may not be a symbolic link.
+        path: the file; a resumed run appends to it. It may not be a symbolic link.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
 
     Raises:
-        DiskError: by every method, where the file cannot be written.
+        DiskError: the file cannot be written; every method raises it.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:

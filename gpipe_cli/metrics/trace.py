@@ -29,7 +29,7 @@ def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recordin
     which ends at about the same moment on all workers, ended at the same time as on rank 0.
 
     Args:
-        ranks: of each the machine's id, when the exchange ended, in seconds of its clock, and its recording.
+        ranks: for each rank the id of its machine, the end of the exchange in seconds of its clock, and its recording.
     """
     shifts = [0.0 if machine == ranks[0][0] else ranks[0][1] - met for machine, met, _ in ranks]
     return [
@@ -71,10 +71,10 @@ def trace(
     """Returns a step in the Trace Event Format.
 
     Args:
-        step: its number, for the file's description.
-        recordings: of every rank, replica by replica.
+        step: number of the step, for the file's description.
+        recordings: one recording per rank, replica by replica.
         placement: worker of each cell.
-        layers: of each cell, in words.
+        layers: the layers of each cell, in words.
     """
     workers = max(placement) + 1
     events: list[dict[str, Any]] = []

@@ -106,16 +106,3 @@ def test_what_a_careful_translator_would_leave_out_is_left_out(wheels: Path, tmp
         "Ein Tag": "One day",
         "Tage": "Several days",
     }
-
-
-def test_a_package_under_the_gpl_is_read_only_where_it_is_named(wheels: Path, tmp_path: Path) -> None:
-    wheel(wheels, "free", "GPL-3.0", {"free/locale/de/LC_MESSAGES/x.po": catalogue("de", ENGLISH)})
-    with pytest.raises(SystemExit, match="--also free"):
-        make(wheels, tmp_path / "made")
-    assert not (tmp_path / "made").exists()
-    make(wheels, tmp_path / "made", "--also", "free==1.0")
-
-
-def test_the_wheels_are_pinned_with_their_digests() -> None:
-    pinned = [line for line in lines(messages.LISTED) if not line.startswith("#")]
-    assert len(pinned) > 40 and all("==" in line and "--hash=sha256:" in line for line in pinned)

@@ -5,20 +5,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 import torch
 
 from benchmarks.common import ROOT, Row
 from benchmarks.gpu import checks
-from benchmarks.gpu.__main__ import PARTS, open_parts, outcome, read, run_apart
+from benchmarks.gpu.__main__ import PARTS, open_parts, read, run_apart
 from benchmarks.gpu.checks import Site
-from benchmarks.gpu.speed import MODELS, SHARED
 from gpipe_cli.commands.plan import make_request
-from gpipe_cli.factory.build import build_model
 from gpipe_cli.factory.example import example_micro_batch
-from gpipe_cli.partition.cut import cut_model
 
 
 @pytest.mark.slow(2)
@@ -42,13 +38,6 @@ def test_a_part_that_fails_keeps_its_logs(tmp_path: Path) -> None:
     assert "the parts are" in (tmp_path / "gpu-logs/no such part/output").read_text()
 
 
-def test_a_part_that_ends_early_is_told_with_its_reason() -> None:
-    assert outcome(0, [{"ok": True}], [], 9) == ("passed", "")
-    assert outcome(0, [{"ok": True}, {"ok": False}], [], 9) == ("failed", "1 of 2 checks are wrong")
-    assert outcome(None, [{"ok": True}], [], 9) == ("not finished", "killed after 9 s")
-    assert outcome(1, [], ["Traceback", "ValueError: 7"], 9) == ("failed", "Traceback\nValueError: 7")
-
-
 def test_a_case_that_fails_ends_no_other(tmp_path: Path) -> None:
     def work(case: Sequence[str]) -> Row:
         if case == ["1"]:
@@ -59,25 +48,11 @@ def test_a_case_that_fails_ends_no_other(tmp_path: Path) -> None:
     assert [row["ok"] for row in rows] == [True, False, True] and rows[1]["why"].endswith("\nValueError: 7")
 
 
-def test_cases_on_a_gpu_run_side_by_side(tmp_path: Path) -> None:
-    together = Barrier(checks.AT_ONCE)
-    cases = [[str(number)] for number in range(checks.AT_ONCE)]
-    rows = Site("bits", "cuda", True, tmp_path).side_by_side(lambda _: {"ok": together.wait(60) >= 0}, cases)
-    assert all(row["ok"] for row in rows)
-
-
 @pytest.mark.parametrize(
     ("words", "shape"), [(checks.REAL_ATTENTION, (4, 512)), (checks.REAL_CONVOLUTIONS, (16, 3, 224, 224))]
 )
 def test_bits_are_compared_at_real_sizes(words: Sequence[str], shape: tuple[int, ...]) -> None:
     assert example_micro_batch(make_request(words).settings, 4, False)[0][0][0].shape == shape
-
-
-def test_no_model_is_cut_among_more_workers_than_it_has_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 64)
-    for most, words in ((8, (*checks.SMALL, "model=transformer")), (7, checks.TO_END)):
-        layers = build_model(make_request(words).settings.model)
-        assert Site("ends", "cuda", False, tmp_path).workers(most) == most <= len(layers)
 
 
 def test_a_second_call_goes_on_with_what_is_open() -> None:
@@ -86,10 +61,3 @@ def test_a_second_call_goes_on_with_what_is_open() -> None:
     records = {name: {"status": status, "where": "CPU", "torch": torch.__version__} for name, status in status}
     assert open_parts(records, "CPU") == [*names[3:], *names[1:3]]  # never tried first, then those that failed
     assert open_parts(records, "1 × NVIDIA H100") == [*names[3:], *names[:3]]
-
-
-@pytest.mark.parametrize("part", MODELS)
-def test_the_layers_of_a_model_are_counted_before_it_is_measured(part: str) -> None:
-    settings = make_request([*MODELS[part][0], *SHARED]).settings
-    example, _ = example_micro_batch(settings, settings.pipeline.M, False)
-    assert cut_model(build_model(settings.model, 1), settings.pipeline, 1, example).layers

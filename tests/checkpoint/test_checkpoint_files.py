@@ -49,16 +49,6 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 def replaced(old: str, new: str) -> Callable[[Path], None]:
     def replace_in(path: Path) -> None:
         text = re.sub(old, new, path.read_text(), flags=re.DOTALL)
@@ -190,8 +180,6 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (cut_short, "manifest.json", r"manifest\.json is damaged"),
         (Path.unlink, "manifest.json", r"manifest\.json is missing"),
         (call_it_step_1000, "", "it says step 2, its directory step 1000"),
-        (pipe, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
-        (endless, "manifest.json", r"manifest\.json is damaged: it is no regular file"),
         (replaced('"versions": {', '"versions": {"torch": [],'), "manifest.json", r"versions\.torch: Input"),
         (replaced('"best_step": null', '"best": Infinity'), "manifest.json", r"damaged: state\.scalars\.best"),
         (replaced(r'"layers": \[.*\]', '"layers": []'), "manifest.json", r"layers: List should have at least 1 item"),

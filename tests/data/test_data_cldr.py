@@ -97,12 +97,6 @@ def test_a_store_is_the_same_bytes_by_any_number_of_processes(tmp_path: Path, mo
     assert asked == [3]
 
 
-def test_a_cache_that_cannot_be_written_says_which_key_to_set(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"data\.cache_dir or GPIPE_CACHE"):
-        open_store(TINY, str(tmp_path / "file" / "cache"), no_report)
-
-
 @pytest.mark.slow(2)
 def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")

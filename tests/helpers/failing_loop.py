@@ -59,7 +59,7 @@ def ends_of(kind: str, failures: tuple[str, ...], number: int = 1, **others: Any
     """Returns what a loop of three steps, after the first of which calls fail, leaves, and the exceptions.
 
     Args:
-        number: of the call at that place that fails.
+        number: number of the call at that place that fails.
     """
     global failing, countdown
     layers = [LayerBuilder(name, partial(Layer, name)) for name in "ab"]

@@ -28,7 +28,7 @@ class Call(NamedTuple):
     Attributes:
         kind: ``compute``; ``send`` or ``receive``, which only begin; ``collective``; ``read``: the host waits until its
             device has nothing left to do; ``tell`` and ``hear``: a message from host to host.
-        name: of the computation, message or collective, the same at both ends.
+        name: name of the computation, message or collective, the same at both ends.
         ranks: the communicator's: both ends of a message, all of a collective; whom to tell, or whom to hear.
         group: the process group, which has communicators of its own.
     """

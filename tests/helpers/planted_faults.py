@@ -31,8 +31,8 @@ def verified(run_dir: Path, *words: str, fault: str = "", subject: bool = True) 
     """Returns the report of gpipe-verify.
 
     Args:
-        words: of the command line; without pipeline.workers and pipeline.replicas all runs in this process.
-        fault: to plant; "" plants none.
+        words: words of the command line; without pipeline.workers and pipeline.replicas all runs in this process.
+        fault: name of the fault to plant; "" plants none.
         subject: on the model, data and task of this file.
     """
     typed = [*(SUBJECT if subject else ()), *words]
@@ -59,11 +59,11 @@ class Fault(NamedTuple):
 
     Attributes:
         holder: module or class below gpipe_cli, or the table of a step's handlers.
-        name: of the function there, or of the operation.
+        name: name of the function there, or of the operation.
         change: stands in its place; its first argument is the usual function.
         differs: names of the quantities that must differ.
         said: regular expression that the findings must contain.
-        words: of the command line, beside those of the subject.
+        words: words of the command line, beside those of the subject.
     """
 
     holder: str
@@ -79,7 +79,6 @@ STEP, UPDATER = "pipeline.engine:_TrainingStep", "trainer.update:Updater"
 HANDLERS = f"{STEP}.HANDLERS"
 AVERAGE = ("trainer.average=0.9",)
 BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=false")
-FP16 = ("precision=fp16", "model.batchnorm=false")
 NO_AUXILIARY = ("model.auxiliary=false", "pipeline.partition=[2,1,2,1]")  # nothing but the boundary reaches layer norm
 REPLICAS = ("pipeline.workers=1", "pipeline.replicas=2")
 TIED = ("model.tied=declared", "model.batchnorm=false")
@@ -175,15 +174,6 @@ def boundary_gradient_halved(take: Any, step: Any, i: Any) -> list[Tensor | None
     return [None if gradient is None else gradient * (0.5 if i.cell == 1 else 1.0) for gradient in take(step, i)]
 
 
-@fault(HANDLERS, "WEIGHT_GRADIENT", c.GRADIENTS, said="layer mix_3", words=("pipeline.schedule=zero_bubble",))
-def weight_half_lost(run: Any, step: Any, i: Any) -> None:
-    """Loses the second half of one backward of cell 2."""
-    if (i.cell, i.micro_batch) == (2, 1):
-        step.buffers.weight_halves.pop((2, 1))
-    else:
-        run(step, i)
-
-
 @fault("pipeline.tied_parameters:TiedParameters", "_brought_to", c.GRADIENTS, said="layer embed", words=TIED)
 def tied_gradient_lost(brought_to: Any, ties: Any, owner: Any, use: Any) -> Any:
     """Leaves out the gradient of one use of a tied parameter."""
@@ -207,12 +197,6 @@ def norm_of_one_cell(norms: Any, updater: Any) -> Tensor:
 def clipping_forgotten_in_a_cell(scale: Any, every: Any, factor: float) -> None:
     """Clips all cells but cell 1."""
     scale([*every[:3], *every[7:]], factor)  # without norm.weight, norm.bias and the judge's
-
-
-@fault("trainer.training_assembly", "build_optimizer", c.STATE, said="exp_avg")
-def momentum_of_another_optimizer(make: Any, section: Any, *others: Any) -> Any:
-    """Makes the trainer's optimizer with a beta of 0.8 instead of 0.9."""
-    return make({**section, "betas": [0.8, 0.98]}, *others)
 
 
 @fault(UPDATER, "update", c.UPDATED, said="layer judge", words=(*TIED, "pipeline.workers=4"))
@@ -246,17 +230,6 @@ def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[
     """Leaves the averages in the layers when an evaluation ends."""
     average._exchange()
     yield
-
-
-@fault(UPDATER, "reduce_gradients", c.GRADIENTS, said="layer head", words=FP16)
-def loss_scale_not_divided_out(reduce: Any, updater: Any, scale: float) -> None:
-    """Leaves the loss scale in the gradients."""
-    reduce(updater)
-
-
-@fault("pipeline.weight_casts:WeightCasts", "forget", c.OUTPUTS, said="layer mix_0", words=BF16)
-def stale_weight_casts(forget: Any, casts: Any) -> None:
-    """Keeps the casts of weights from one step to the next."""
 
 
 @fault("pipeline.weight_casts:WeightCasts", "held", c.GRADIENTS, said="layer head", words=BF16)

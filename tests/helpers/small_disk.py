@@ -13,7 +13,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
     """Mounts a file system in memory at a folder.
 
     Args:
-        options: of mount: "size=100k", "nr_inodes=3", "ro".
+        options: options of mount: "size=100k", "nr_inodes=3", "ro".
     """
     folder.mkdir(exist_ok=True)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True).returncode:

@@ -104,8 +104,8 @@ def train_step(
     """Runs one training step of an engine that has all cells.
 
     Args:
-        weight: by which the loss is divided; 0: that of the tokens.
-        others: of `Engine.train_step`.
+        weight: divisor of the loss; 0: the number of tokens.
+        others: other arguments of `Engine.train_step`.
     """
     signatures = tuple(tuple(inputs[0].shape) for inputs, _ in batch)
     plan = StepPlan(signatures, weight or weight_of(batch), step=step, steps=step + 1, micro_batches=batch)
@@ -140,7 +140,7 @@ def other_values(seen: Steps, reference: Steps, parts: Sequence[str], close: tup
     """Returns the parts of `seen_after`'s steps that differ from those of the reference.
 
     Args:
-        close: by how much numbers may differ, relatively and absolutely; (0, 0): in no bit.
+        close: relative and absolute tolerance of numbers; (0, 0): equal bits.
     """
     return [
         f"step {step}: {part} of {name} is {value}, not {then[part][name]}"

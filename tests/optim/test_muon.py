@@ -68,16 +68,6 @@ def test_the_rest_has_its_own_momentum_and_no_learning_rate_of_its_own() -> None
         Muon([ours], partial(torch.optim.SGD, lr=0.1))
 
 
-def test_on_any_accelerator_matrices_are_multiplied_in_bfloat16_and_always_as_many() -> None:
-    parameters = [nn.Parameter(torch.ones(4, 6, device="meta")) for _ in range(3)]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    with patch("gpipe_cli.optim.muon.orthogonal", side_effect=orthogonal) as multiplied:
-        Muon([{"params": parameters, "muon": True}], torch.optim.Adam).step()
-    assert [len(call.args[0]) for call in multiplied.call_args_list] == [16]
-    assert orthogonal(torch.ones(1, 4, 6, device="meta"), 1).dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_every_k_and_a_resume_at_another_give_the_same_bits(tmp_path: Path, precision: str) -> None:
     words = (*JOB, f"precision={precision}", "trainer.steps=4", "checkpoint.every=2", "trainer.average=0.9")
