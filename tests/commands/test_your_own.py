@@ -169,17 +169,6 @@ def test_an_example_of_a_module_trains(name: str, tmp_path: Path) -> None:
 
 # -- data ----------------------------------------------------------------------------------------------------------
 
-OWN_SOURCE = PAGE[PAGE.index("## Your own source") :]
-
-
-@pytest.mark.slow
-def test_the_source_of_the_page_trains_as_printed(tmp_path: Path) -> None:
-    (tmp_path / "counting.py").write_text(blocks(OWN_SOURCE, "python")[0])
-    words = words_of(blocks(OWN_SOURCE, "sh")[0])
-    words += ["hydra.run.dir=run", "launch.inline=true", "logging.tensorboard=false"]
-    succeeded(run(Path(sys.executable).with_name("gpipe-train"), *words, cwd=tmp_path))
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]["nll"] < 0.5
-
 
 def test_the_yaml_of_data_sets_makes_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_package").mkdir()
