@@ -88,6 +88,8 @@ class PipelineConfig:
         sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
         compile: whether torch.compile compiles each layer.
         shard_optimizer: whether each replica keeps and updates only its share of the optimizer's state.
+        offload: cells' weights, gradients, optimizer state and averages lie in a file while they do not run (CPUs).
+        offload_dir: where that file lies; null: where the command is typed.
         auto: keys that the planner chooses before the run begins; until then they have the values of `BEFORE_CHOICE`.
     """
 
@@ -108,6 +110,8 @@ class PipelineConfig:
     sync_batchnorm: bool
     compile: bool
     shard_optimizer: bool
+    offload: bool
+    offload_dir: str | None
     auto: list[str]
 
     @property
@@ -480,6 +484,10 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
         yield why
     if pipeline.schedule not in get_args(Kind) and (pipeline.auto or pipeline.keep is not None):
         yield f"pipeline.schedule={pipeline.schedule} says what is kept, K and M: neither auto nor pipeline.keep"
+    if pipeline.offload:
+        no = [key for key in ("compile", "shard_optimizer") if getattr(pipeline, key)]
+        no += [f"schedule={pipeline.schedule}"] * (pipeline.schedule not in get_args(Kind)) + pipeline.auto
+        yield from (f"pipeline.offload=true does not go with pipeline.{key} yet" for key in no)
     for key, given in (("partition", sizes), ("keep", pipeline.keep)):
         if isinstance(given, list) and len(given) != K:
             yield (

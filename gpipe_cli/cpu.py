@@ -7,7 +7,7 @@ import random
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -145,6 +145,12 @@ def keep_freed_memory() -> None:
         return
     for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(setting, _KEPT)
+
+
+def return_freed_memory() -> None:
+    """Returns to the system what `keep_freed_memory` keeps, for cells that come and go."""
+    with suppress(AttributeError):  # a C library other than glibc keeps nothing
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -52,12 +52,18 @@ class CheckpointWriter:
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
 
-    def begin(self, step: int, layers: Mapping[str, LayerState]) -> None:
+    def begin(self, step: int, layers: Mapping[str, LayerState], written: Callable[[], None] | None = None) -> None:
         """Copies ``layers`` to the CPU and starts to write them; waits first while the previous step is being written.
 
         Every worker calls it for the same step. With replicas each layer is given by one worker only.
+
+        Args:
+            written: called after each layer: they are written now, without copies; None: copied, and written later.
         """
         self.wait()
+        if written is not None:
+            self._write(step, layers, written)
+            return
         snapshot = {name: state.copied() for name, state in layers.items()}
         self._jobs.append(self._background.submit(self._write, step, snapshot))
 
@@ -118,13 +124,18 @@ class CheckpointWriter:
         while self._jobs:
             self._jobs.pop(0).result()
 
-    def _write(self, step: int, layers: Mapping[str, LayerState]) -> None:
+    def _write(
+        self, step: int, layers: Mapping[str, LayerState], after_each: Callable[[], None] = lambda: None
+    ) -> None:
         directory = files.partial_directory(self.run_dir, step)
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
             try:
-                written = [write_layer(directory, step, name, state) for name, state in layers.items()]
+                written = []
+                for name, state in layers.items():
+                    written.append(write_layer(directory, step, name, state))
+                    after_each()
                 sync_directory(directory / "layers")
                 write_json(part_path(directory, self.worker), [asdict(file) for file in written])
             except OSError:

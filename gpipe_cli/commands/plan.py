@@ -226,12 +226,23 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
             + (f": {kinds}" if kinds else "")
             + (f", its process {size_text(fullest.process)})" if fullest.process else ")"),
         ),
+        *([("on disk", _on_disk(plan))] if plan.offload else []),
         ("busiest", f"device computes {percent(plan.busiest_over_mean)} longer than the mean"),
         ("sent", f"{size_text(plan.sent_bytes)} between devices in a step"),
         ("bubble", f"{percent(plan.bubble)} of the simulated step"),
         ("step", f"{step}, {number(plan.examples_per_second, 3)} examples/s (of these the update {update})"),
         ("bound", _bound(plan)),
     ]
+
+
+def _on_disk(plan: Plan) -> str:
+    """Returns what cells keep there, and what a step reads and writes where no page stays in memory."""
+    weights, gradients, rest = (
+        sum(of) for of in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
+    )
+    read, written = size_text(3 * weights + gradients + rest), size_text(weights + gradients + rest)
+    said = f"a step reads up to {read} and writes {written}, whose time is not planned"
+    return f"{size_text(weights + gradients + rest)} of all cells; {said}"
 
 
 def _bound(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.engine import TASK, Caches, Engine
 from ..pipeline.gradients import UnusedParameters
 from ..pipeline.messages.transport import Transport, connect_workers
+from ..pipeline.offload import StateFile
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan, StepRecord
 from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
@@ -81,9 +82,9 @@ class WorkerPipeline:
             self.cells, cut.placement, transport, task.loss, targets, world.device, autocast, self.where
         )
         self.shape, self.M = shape, config.M
-        self.schedule = StepSchedule(config.schedule, cut.placement, config.policy)
+        self.schedule = StepSchedule(config.schedule, cut.placement, config.policy, config.offload)
         self._training = cache(lambda M: self._own(self.schedule.lists(M)))
-        self._forward = cache(lambda M: self._own(forward_only(cut.placement, M)))
+        self._forward = cache(lambda M: self._own(forward_only(cut.placement, M, config.offload)))
         self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
         own = {name: parameter for cell in self.cells for name, parameter in cell.parameters()}
         cells = sorted(world.gather_from_workers(map(_names_and_losses, self.cells)))
@@ -176,10 +177,13 @@ def build_cells(
     group = world.replica_group if config.sync_batchnorm else None
     own = {cell: layers for cell, layers in enumerate(cut.layers) if cut.placement[cell] == world.worker}
     announce(builders[index] for layers in own.values() for index in layers)
-    cells = []
+    cells, file = [], StateFile(config.offload_dir or ".") if config.offload else None
     for cell, layers in own.items():
         where.enter(cell, None, "building")
-        cells.append(Cell(cell, [build(index) for index in layers], noise, group, config.compile))
+        made = Cell(cell, [build(index) for index in layers], noise, group, config.compile)
+        if file is not None:
+            made.offload(file)
+        cells.append(made)
     where.leave()
     return cells
 

@@ -39,7 +39,7 @@ from ..tasks.own_loss import alone
 from .arguments import Inputs, Side, checked, listed, one_of, task_of, tensors_of
 from .failures import Signals, describe, failed_there
 
-_NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": []}
+_NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": [], "offload": False, "offload_dir": None}
 _NOT_OFFERED |= dict.fromkeys(("sync_batchnorm", "compile", "shard_optimizer"), False)
 
 

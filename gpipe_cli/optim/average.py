@@ -28,16 +28,23 @@ class WeightAverage:
         self._live: list[Tensor] = []
         self._averages: list[Tensor] = []
         self._places: dict[str, dict[str, int]] = {}  # by layer, then name: the index in both lists
+        self._of_cells: list[tuple[Cell, slice]] = []  # which places are whose
         known: dict[int, int] = {}  # a tensor with two names is averaged once
-        for layer in (layer for cell in cells for layer in cell.layers):
-            places = self._places[layer.name] = {}
-            for name, tensor in averaged_tensors(layer.module).items():
-                if name in layer.tied:
-                    continue
-                places[name] = known.setdefault(id(tensor), len(known))
-                if places[name] == len(self._live):
-                    self._live.append(tensor)
-                    self._averages.append(tensor.detach().clone())
+        for cell in cells:
+            first = len(self._live)
+            for layer in cell.layers:
+                places = self._places[layer.name] = {}
+                for name, tensor in averaged_tensors(layer.module).items():
+                    if name in layer.tied:
+                        continue
+                    places[name] = known.setdefault(id(tensor), len(known))
+                    if places[name] == len(self._live):
+                        self._live.append(tensor)
+                        self._averages.append(tensor.detach().clone())
+            if cell.state is not None:
+                self._averages[first:] = cell.state.moved(self._averages[first:])
+                cell.take_away()
+            self._of_cells.append((cell, slice(first, len(self._live))))
 
     def of(self, layer: str) -> dict[str, Tensor]:
         """Returns the averages of one layer, by the names of its weights and buffers."""
@@ -47,8 +54,10 @@ class WeightAverage:
     def update(self, t: int) -> None:
         """Averages in the weights after update number ``t``."""
         decay = min(self._decay, (1 + t) / (10 + t))
-        if self._live:
-            torch._foreach_lerp_(self._averages, self._live, 1 - decay)
+        for cell, own in self._of_cells:
+            if live := self._live[own]:
+                torch._foreach_lerp_(self._averages[own], live, 1 - decay)
+            cell.take_away()
 
     @torch.no_grad()
     def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:

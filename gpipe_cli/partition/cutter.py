@@ -172,7 +172,8 @@ class Cutter:
 
 def instruction_lists(config: PipelineConfig, placement: Sequence[int]) -> list[list[Instruction]]:
     """Returns the lists of a step."""
-    return schedule(config.schedule, placement, config.M, kept_graphs(config.policy, config.K, config.M))
+    keep = kept_graphs(config.policy, config.K, config.M)
+    return schedule(config.schedule, placement, config.M, keep, config.offload)
 
 
 def step_seconds(
@@ -236,6 +237,8 @@ def phases(lists: InstructionLists) -> Callable[[Instruction], str | None]:
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 
     def phase(i: Instruction) -> str | None:
+        if i.op not in COMPUTE:
+            return None
         if i.cell == 0 and i.op in (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT):
             return "backward" if i.op is Op.INPUT_GRADIENT else None
         without_graph = i.op is Op.FORWARD and (i.cell, i.micro_batch) in recomputed

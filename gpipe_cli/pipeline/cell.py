@@ -20,6 +20,7 @@ from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import INPUT_CHANGED, BufferChanged, BufferGuard
 from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
 from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
+from .offload import CellState, StateFile
 from .randomness import WEIGHTS, NoiseSource, seeded
 from .weight_casts import WeightCasts
 
@@ -133,7 +134,10 @@ class Cell:
     Attributes:
         where: the layer that runs, for error reports; the engine sets it to its own.
         not_compiled: names of the layers that cannot be compiled, where all others are.
+        state: the parameters in a file, where the cell is offloaded.
     """
+
+    state: CellState | None = None
 
     def __init__(
         self,
@@ -207,6 +211,17 @@ class Cell:
         for module in self._step_aware:
             module.begin_step(step, steps)
         self._silent = None
+
+    def offload(self, file: StateFile) -> None:
+        """Moves the cell's parameters to a file, where its gradients and optimizer state will lie too."""
+        self.state = CellState(file, [parameter for _, parameter in self.parameters()])
+        self.take_away()
+
+    def take_away(self) -> None:
+        """Gives the memory of an offloaded cell back."""
+        if self.state is not None:
+            self._casts.forget()
+            self.state.take_away()
 
     def end_step(self) -> None:
         """Frees the casts, which live for one step."""

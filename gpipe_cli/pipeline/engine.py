@@ -326,6 +326,13 @@ class _Step:
         engine.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
         self._send(i, tensors, spec)
 
+    def _bring(self, i: Instruction) -> None:
+        if (state := self.engine.cells[i.cell].state) is not None:
+            state.bring()
+
+    def _take_away(self, i: Instruction) -> None:
+        self.engine.cells[i.cell].take_away()
+
     def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
         assert i.sent_message is not None
         self.engine.transport.send(i.sent_message, tensors, spec)
@@ -387,6 +394,8 @@ class _ForwardStep(_Step):
         Op.FORWARD: _forward,
         Op.SEND_ACTIVATION: _Step._send_activation,
         Op.RECEIVE_ACTIVATION: _Step._receive_activation,
+        Op.BRING: _Step._bring,
+        Op.TAKE_AWAY: _Step._take_away,
     }
 
 
@@ -550,6 +559,8 @@ class _TrainingStep(_Step):
         Op.WEIGHT_GRADIENT: _weight_gradient,
         Op.SEND_ACTIVATION: _Step._send_activation,
         Op.RECEIVE_ACTIVATION: _Step._receive_activation,
+        Op.BRING: _Step._bring,
+        Op.TAKE_AWAY: _Step._take_away,
         Op.SEND_GRADIENT: _send_gradient,
         Op.RECEIVE_GRADIENT: _receive_gradient,
     }

@@ -19,7 +19,7 @@ Mark: TypeAlias = Any  # a moment: seconds of the machine's monotonic clock, or 
 # from the cell behind it.
 TIME_OF = {op: op.name.lower() for op in COMPUTE}
 TIME_OF |= {Op.RECEIVE_ACTIVATION: "waiting_for_activation", Op.RECEIVE_GRADIENT: "waiting_for_gradient"}
-TIME_OF |= {Op.SEND_ACTIVATION: "sending", Op.SEND_GRADIENT: "sending"}
+TIME_OF |= dict.fromkeys((Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.BRING, Op.TAKE_AWAY), "sending")
 KINDS_OF_TIME = tuple(dict.fromkeys(TIME_OF.values()))  # seconds per cell
 HOST_PHASES = {"data": "reading the next mini-batch", "exchange": "exchanging the results of the step"}
 DEVICE_PHASES = {"gradients": "adding up the gradients", "update": "updating the weights"}  # run asynchronously

@@ -70,6 +70,7 @@ class Plan:
     remat: str
     keep: int | list[int] | None
     schedule: str
+    offload: bool
     device: Device
     examples: int
     micro_batch: list[str]
@@ -122,7 +123,11 @@ class Plan:
 
 
 def worker_plans(
-    cells: Sequence[CellPlan], alive: Sequence[dict[str, int]], process: float, limits: Sequence[float]
+    cells: Sequence[CellPlan],
+    alive: Sequence[dict[str, int]],
+    process: float,
+    limits: Sequence[float],
+    offload: bool,
 ) -> Iterator[WorkerPlan]:
     """Yields the plan of every worker.
 
@@ -130,10 +135,14 @@ def worker_plans(
         alive: see `most_alive`.
         process: see `process_bytes`.
         limits: bytes of each device.
+        offload: the state of a cell is in memory only while the cell runs, or the one before, or while it is updated.
     """
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell in cells if cell.worker == worker]
         held, activations = sum(cell.kept for cell in own), sum(by_kind.values())
+        if offload:
+            running = [cell.weights + cell.gradients for cell in own]
+            held = max(max(cell.kept for cell in own), *map(sum, zip(running, [0, *running], strict=False)))
         numbers = [cell.cell for cell in own]
         total = held + activations + process
         yield WorkerPlan(worker, numbers, held, activations, by_kind, process, total, limit)

@@ -15,6 +15,7 @@ import torch
 
 from ..config import PipelineConfig, Settings
 from ..cpu import as_worker
+from ..errors import ConfigurationError
 from ..factory.build import boundary_type_of, build_autocast, build_model, build_task
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.groups import Groups
@@ -170,6 +171,8 @@ class Planner:
         return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), devices)
 
     def _assemble(self, pipeline: PipelineConfig, measured: Measurement, cut: Cut) -> Plan:
+        if pipeline.offload and self.device.kernels != "cpu":
+            raise ConfigurationError("pipeline.offload=true is for CPUs: plan.device=this plans it")
         lists = instruction_lists(pipeline, cut.placement)
         cells = self._cells(pipeline, measured, cut, lists)
         sizes, times = [cell.sizes for cell in cells], [cell.seconds for cell in cells]
@@ -181,7 +184,7 @@ class Planner:
         posts = post_early(lists) if wire is Wire.NCCL else None
         timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
         alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
-        workers = list(worker_plans(cells, alive, process_bytes(wire), self.limits(pipeline)))
+        workers = list(worker_plans(cells, alive, process_bytes(wire), self.limits(pipeline), pipeline.offload))
         fullest = max(workers, key=lambda worker: worker.total / worker.limit)
         ties = list(tie_messages(cut.uses(measured.names), measured))
         sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
@@ -190,7 +193,7 @@ class Planner:
         room = [worker.limit - worker.process - worker.model for worker in workers]
         graphs = [cell.graph for cell in cells]
         bound = max(step_bound(times, graphs, cut.placement, pipeline.M, room, halves=True), any_cut)
-        keys = ("K", "M", "replicas", "remat", "keep", "schedule")
+        keys = ("K", "M", "replicas", "remat", "keep", "schedule", "offload")
         return Plan(
             **{key: getattr(pipeline, key) for key in keys},
             workers=len(lists),

@@ -11,6 +11,8 @@
 | ra | RECEIVE_ACTIVATION | waits for k's input |
 | sg | SEND_GRADIENT | sends the gradient of k's input to the worker of cell k-1 |
 | rg | RECEIVE_GRADIENT | waits for the gradient of k's output |
+| in | BRING | begins to bring k's weights and gradients to the memory; with the micro-batch that needs them |
+| out | TAKE_AWAY | gives their memory back, with what has changed |
 
 The backward of a micro-batch through a cell is either B, or I and later W.
 """
@@ -44,9 +46,12 @@ class Op(enum.Enum):
     RECEIVE_ACTIVATION = "ra"
     SEND_GRADIENT = "sg"
     RECEIVE_GRADIENT = "rg"
+    BRING = "in"
+    TAKE_AWAY = "out"
 
 
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+MOVES = (Op.BRING, Op.TAKE_AWAY)
 BACK = (Op.BACKWARD, Op.INPUT_GRADIENT)  # they make the gradient of the cell's input
 _PRINTED = re.compile(rf"({'|'.join(op.value for op in Op)})(\d+)\.(\d+)")
 

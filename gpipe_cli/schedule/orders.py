@@ -59,7 +59,7 @@ def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
     groups = _groups(M, workers)
     lists = []
     for worker in range(workers):
-        cells = range(worker, K, workers)
+        cells = [cell for cell in range(K) if placement[cell] == worker]
         forwards = [Unit(Op.FORWARD, (cell,), m) for group in groups for cell in cells for m in group]
         backwards = [Unit(Op.BACKWARD, (cell,), m) for group in groups for cell in reversed(cells) for m in group]
         warm_up = (len(cells) - 1) * len(groups[0]) + 2 * (workers - 1 - worker)
@@ -75,15 +75,17 @@ def breadth_first(placement: Sequence[int], M: int) -> list[list[Unit]]:
     before: it receives early, or the last would wait for room to send. In backward likewise, the other way.
     """
     K, workers = len(placement), max(placement) + 1
-    lead = M - workers - send_window(workers) // 2  # units before its own at which a message is received
+    in_rounds = [*placement[:workers]] == [*range(workers)] and workers > 1
+    # Units before its own at which a message is received:
+    lead = M - workers - send_window(workers) // 2 if in_rounds else 0
     lists = []
     for worker in range(workers):
-        cells = range(worker, K, workers)
+        cells = [cell for cell in range(K) if placement[cell] == worker]
         forwards = [unit for cell in cells for unit in _each(Op.FORWARD, (cell,), M)]
         backwards = [unit for cell in reversed(cells) for unit in _each(Op.BACKWARD, (cell,), M)[::-1]]
-        if workers > 1 and lead > 0 and worker == 0:
+        if lead > 0 and worker == 0:
             forwards = _receiving_early(forwards, Op.RECEIVE_ACTIVATION, M, lead)
-        if workers > 1 and lead > 0 and worker == workers - 1:
+        if lead > 0 and worker == workers - 1:
             backwards = _receiving_early(backwards, Op.RECEIVE_GRADIENT, M, lead)
         lists.append(forwards + backwards)
     return lists

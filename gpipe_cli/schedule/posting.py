@@ -105,7 +105,8 @@ class _Worker:
         """Begins the next computation and returns its kind; None while a transfer that it waits for is not posted."""
         position = self.position
         while position < len(self.instructions) and self.instructions[position].op not in COMPUTE:
-            if self.instructions[position].awaited_message not in self.received:
+            awaited = self.instructions[position].awaited_message
+            if awaited is not None and awaited not in self.received:
                 return None
             position += 1
         if self.unposted or position == len(self.instructions):

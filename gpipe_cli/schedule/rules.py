@@ -3,7 +3,17 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from .instruction import BACK, Instruction, InstructionLists, Message, Op, ScheduleError, execution_order
+from .instruction import (
+    BACK,
+    COMPUTE,
+    MOVES,
+    Instruction,
+    InstructionLists,
+    Message,
+    Op,
+    ScheduleError,
+    execution_order,
+)
 
 _HALVES = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 
@@ -15,6 +25,7 @@ def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, train
       halves, on its own worker. What an instruction needs has run before it.
     * A send stands behind a computation, with at most other sends between.
     * Between two workers the messages of one direction are received in the order in which they are sent.
+    * Where a list brings cells' state and takes it away, a cell runs in between only.
     * The workers never wait for each other in a circle, with at most `send_window` messages on their way.
 
     Raises:
@@ -24,6 +35,8 @@ def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, train
         for before, i in zip((None, *instructions), instructions, strict=False):
             if i.sent_message is not None and (before is None or before.awaited_message is not None):
                 raise ScheduleError(f"{i}: a send stands directly behind a computation or another send")
+    for instructions in lists:
+        _check_moves(instructions)
     done: set[Instruction] = set()
     ways: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for worker, i in execution_order(lists):
@@ -42,9 +55,20 @@ def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, train
     _check_complete(done, len(placement), M, trains)
 
 
+def _check_moves(instructions: Sequence[Instruction]) -> None:
+    moves, there = any(i.op is Op.BRING for i in instructions), set[int]()
+    for i in instructions:
+        if i.op is Op.BRING:
+            there.add(i.cell)
+        elif i.op is Op.TAKE_AWAY:
+            there.discard(i.cell)
+        elif moves and i.op in COMPUTE and i.cell not in there:
+            raise ScheduleError(f"{i}: its cell's weights have not been brought")
+
+
 def _check_turn(i: Instruction, worker: int, placement: Sequence[int], done: set[Instruction]) -> None:
     """Checks that an instruction stands on its cell's worker, behind all that it needs."""
-    if i.cell >= len(placement) or placement[i.cell] != worker or i in done:
+    if i.cell >= len(placement) or placement[i.cell] != worker or (i in done and i.op not in MOVES):
         raise ScheduleError(f"{i}: on worker {worker}, which has no such cell, or for the second time")
     missing = [needed for needed in _needs(i, placement) if not any(one in done for one in needed)]
     if missing:

@@ -15,6 +15,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from .instruction import BACK, Instruction, Op, ScheduleError
+from .moves import with_moves
 from .orders import KINDS, Unit, runs_of
 from .own_lists import is_file, read_lists
 
@@ -49,17 +50,22 @@ class StepSchedule:
     Args:
         kind, placement: as of `schedule`.
         policy: as of `kept_graphs`.
+        offload: as of `schedule`.
 
     Attributes:
         lists: from a number of micro-batches to one list of instructions for each worker.
     """
 
-    def __init__(self, kind: str, placement: Sequence[int], policy: str | int | Sequence[int]) -> None:
+    def __init__(
+        self, kind: str, placement: Sequence[int], policy: str | int | Sequence[int], offload: bool = False
+    ) -> None:
         self.kind, self.placement = kind, placement
-        self.lists = cache(lambda M: schedule(kind, placement, M, kept_graphs(policy, len(placement), M)))
+        self.lists = cache(lambda M: schedule(kind, placement, M, kept_graphs(policy, len(placement), M), offload))
 
 
-def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -> list[list[Instruction]]:
+def schedule(
+    kind: str, placement: Sequence[int], M: int, keep: Sequence[int], offload: bool = False
+) -> list[list[Instruction]]:
     """Returns the instructions of one training step: one list per worker, in the order of execution.
 
     Args:
@@ -70,13 +76,17 @@ def schedule(kind: str, placement: Sequence[int], M: int, keep: Sequence[int]) -
             micro-batch directly before its backward (of a worker's cells one has its internals at a time). 1 keeps the
             graph where a backward directly follows its forward and otherwise recomputes before the gradient arrives.
             From 2 on one graph fewer stays over other backwards. `kept_graphs` makes the numbers of a policy.
+        offload: the state of cells is brought and taken away; `gpipe` then takes all micro-batches through a cell.
 
     Raises:
         ScheduleError: a placement that the kind cannot serve.
     """
     if is_file(kind):
         return read_lists(kind).of(M)
-    return [list(each) for each in _known_lists(kind, tuple(placement), M, tuple(keep))]
+    if offload and kind == "gpipe":
+        kind = "breadth_first"  # the same sums; on a worker with several cells one after the other
+    lists = _known_lists(kind, tuple(placement), M, tuple(keep))
+    return with_moves(lists) if offload else [list(each) for each in lists]
 
 
 @lru_cache(maxsize=16)  # a search plans many cuts of one list
@@ -84,13 +94,17 @@ def _known_lists(kind: str, placement: tuple[int, ...], M: int, keep: tuple[int,
     return [_instructions(units, placement, keep) for units in KINDS[kind](placement, M)]
 
 
-def forward_only(placement: Sequence[int], M: int) -> list[list[Instruction]]:
+def forward_only(placement: Sequence[int], M: int, offload: bool = False) -> list[list[Instruction]]:
     """Returns the instructions of one evaluation step, for any placement: forwards, receives and sends only.
 
     A worker with several runs of cells takes as many micro-batches through a run as there are workers before it turns
-    to the next one, so that its neighbours always have work.
+    to the next one, so that its neighbours always have work. With ``offload`` all go through a cell before the next.
     """
     workers = max(placement) + 1
+    if offload:
+        ordered = KINDS["breadth_first"](placement, M)
+        ways = [[unit for unit in units if unit.op in (Op.FORWARD, Op.RECEIVE_ACTIVATION)] for units in ordered]
+        return with_moves([_instructions(units, placement, (0,) * len(placement)) for units in ways])
     lists: list[list[Unit]] = [[] for _ in range(workers)]
     for first in range(0, M, workers):
         for cells in runs_of(placement):

@@ -90,7 +90,7 @@ def simulate(
         elif (awaited := instruction.awaited_message) is not None:
             begins = max(sent_at[awaited], posted_at.get(instruction, 0.0))
             end = max(start + host, begins + travels[awaited])
-        else:
+        elif instruction.op in COMPUTE:
             end = start + duration(instruction)
         clock[worker] = end
         spans[worker].append(Span(instruction, start, end))

@@ -60,7 +60,7 @@ class Saver:
         self.saved_step, self._pending = step, (step, state)
         layers = self.updater.layer_states(keep=self.writer is not None)
         if self.writer is not None:
-            self.writer.begin(step, layers)
+            self.writer.begin(step, layers, self.updater.take_away if self.updater.is_offloaded else None)
 
     def tell(self) -> None:
         """Tells the others, when they meet next, the last step that this worker has written."""

@@ -2,13 +2,13 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
@@ -18,6 +18,7 @@ from ..distributed.pipeline import WorkerPipeline
 from ..errors import ConfigurationError
 from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
+from ..pipeline.cell import Cell
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepResult
 
@@ -32,6 +33,9 @@ class Updater:
         average: of the weights; None: the run keeps none.
         clip: the largest norm of the whole gradient; None: no limit.
         shards: divide the optimizer's state among the replicas; None: each has all of it.
+
+    Attributes:
+        is_offloaded: cells' state lies in a file; they are updated one after the other.
     """
 
     def __init__(
@@ -47,9 +51,15 @@ class Updater:
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
         self._layers, self._unused = pipeline.layers, pipeline.unused
-        self._noise = pipeline.engine.noise
+        self._noise, self._cells = pipeline.engine.noise, cells
         self._parameters = pipeline.parameters()
+        self.is_offloaded = any(cell.state for cell in cells)
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
+
+    def take_away(self) -> None:
+        """Gives the memory of all offloaded cells back."""
+        for cell in self._cells:
+            self._take_away(cell)
 
     @property
     def learning_rate(self) -> float:
@@ -64,13 +74,24 @@ class Updater:
         """
         self._unused.fill(self._parameters)
         self._unused.owners = self._ties.add_gradients()
-        if self._replica_group is not None:
-            reduce_over_replicas(self._parameters, self._replica_group)
-        scale_gradients(self._parameters, 1 / scale)
+        for parameters in self._portions():
+            if self._replica_group is not None:
+                reduce_over_replicas(parameters, self._replica_group)
+            scale_gradients(parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:
         """Returns the squared norm of each parameter's gradient."""
-        return squared_norms(self._parameters)
+        norms = [squared_norms(parameters) for parameters in self._portions()]
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def _portions(self) -> Iterator[Sequence[nn.Parameter]]:
+        """Yields the parameters, all at once; with offload cell by cell, whose state is taken away again."""
+        if not self.is_offloaded:
+            yield self._parameters
+            return
+        for cell in self._cells:
+            yield [parameter for _, parameter in cell.parameters()]
+            self._take_away(cell)
 
     def update(self, result: StepResult, updates_before: int) -> None:
         """Applies the gradients and clears them; only the learning rate moves on where something is not finite.
@@ -79,8 +100,7 @@ class Updater:
             updates_before: number of updates so far, skipped ones not counted.
         """
         if result.finite:
-            scale_gradients(self._parameters, clip_factor(result.gradient_norm, self._clip))
-            self._take_step()
+            self._take_step(clip_factor(result.gradient_norm, self._clip))
             if self._shards is not None:
                 self._shards.spread()
             self._ties.spread()
@@ -90,14 +110,23 @@ class Updater:
         self._lr_schedule.step()
         self.forget_step()
 
-    def _take_step(self) -> None:
-        """Takes a step of the optimizer.
+    def _take_step(self, factor: float) -> None:
+        """Takes a step of the optimizer, with gradients times a factor; with offload cell by cell.
 
         Raises:
             ConfigurationError: it draws random numbers, which would be others for another cut.
         """
-        before = self._noise.states()
-        self.optimizer.step()
+        before, groups = self._noise.states(), self.optimizer.param_groups
+        given = [dict(group) for group in groups]
+        for parameters in self._portions():
+            scale_gradients(parameters, factor)
+            if self.is_offloaded:
+                own = set(parameters)
+                for group, values in zip(groups, given, strict=True):
+                    group.update(values, params=[p for p in values["params"] if p in own])  # each cell counts anew
+            self.optimizer.step()
+        for group, values in zip(groups, given, strict=True):
+            group["params"] = values["params"]
         if not all(map(torch.equal, before, self._noise.states())):
             raise ConfigurationError(
                 f"optimizer._target_: {type(self.optimizer).__name__} draws random numbers in its step, so weights "
@@ -157,6 +186,7 @@ class Updater:
         Raises:
             CheckpointError: a file of the checkpoint is damaged, or something in it does not fit this run.
         """
+        of_layer = {layer.name: cell for cell in self._cells for layer in cell.layers}
         for layer in self._layers:
             state = load_layer(info, layer.name)
             try:
@@ -168,6 +198,13 @@ class Updater:
                     self._average.restore(layer.name, own)
             except CheckpointError as error:
                 raise CheckpointError(f"{info.path}: {error}") from None
+            self._take_away(of_layer[layer.name])
+
+    def _take_away(self, cell: Cell) -> None:
+        """Gives the memory of an offloaded cell back, with what the optimizer keeps of it."""
+        if cell.state is not None:
+            cell.state.keep(self.optimizer.state)
+        cell.take_away()
 
     def restore_lr(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
         """Brings the learning rate schedule to the step of a checkpoint, as the present configuration has it there.

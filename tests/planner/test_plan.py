@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,11 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     planned = Planner(devices, request.options).plan()
     assert [cell.layers for cell in planned.cells] == cut.sizes and planned.fits
     assert cut_for_run(builders, settings, example, [inf, inf], times).sizes == [cell.layers for cell in even.cells]
+
+
+def test_an_offloaded_model_is_planned_with_two_cells_in_memory() -> None:
+    words = ("model=transformer_lm_small", "pipeline.K=6", "pipeline.workers=1", "pipeline.cost=flops", ON_CPU)
+    whole, offloaded = (Planner(*make_request((*words, f"pipeline.offload={on}"))).plan() for on in ("false", "true"))
+    cells = whole.cells
+    two = max(a.weights + a.gradients + b.weights + b.gradients for a, b in pairwise(cells))
+    assert offloaded.workers_plan[0].model == max(two, *(cell.kept for cell in cells)) < whole.workers_plan[0].model
