@@ -10,11 +10,9 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -24,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
 from gpipe_cli.data.images.layout import class_folder, folders_in
-from gpipe_cli.disk import NotRegular, read_bytes
+from gpipe_cli.disk import read_bytes
 from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
 from gpipe_cli.jobs import torchrun, trust
 from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
@@ -45,7 +43,6 @@ RENAMED = {
     "logging=default": "nothing: the section logging is no group any more",
 }
 LONGEST_NAME = 100  # bytes of a folder: file systems take 255, and people read less
-MOST_VALUES = 100_000  # of a YAML file, aliases written out
 LONGEST = 300  # characters of a library's message
 GLOBAL = ("experiment", "debug")  # groups whose files change keys of any section
 
@@ -80,40 +77,20 @@ class Prepared:
     lines: list[str]
 
 
-def refuse_swollen_files(folder: str) -> None:
-    """Refuses YAML files whose aliases refer to themselves, or stand for more values than memory holds.
+def require_utf8_files(folder: str) -> None:
+    """Refuses a folder of YAML files that is not there, or has one that is not UTF-8, which Hydra would not name.
 
     Raises:
-        ConfigurationError: it names the file and the line, or the folder that is not there.
+        ConfigurationError: it names the folder, or the file and the line.
     """
     if not Path(folder).is_dir():
         raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
     for path in sorted(Path(folder).rglob("*.yaml")):
         try:
-            _count_values(yaml.compose(read_bytes(path).decode()), path, {})
-        except NotRegular:
-            raise
+            read_bytes(path).decode()
         except UnicodeDecodeError as error:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise ConfigurationError(f"{path}, line {line}: it is not UTF-8") from error
-        except (yaml.YAMLError, OSError):
-            continue  # Hydra says what is wrong where it reads the file
-
-
-def _count_values(node: Any, path: Path, counts: dict[int, int]) -> int:
-    """Returns the number of values below a node of YAML, aliases written out; ``counts``: of those counted before."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    place = f"{path}, line {node.start_mark.line + 1}"
-    if counts.get(id(node)) == 0:
-        raise ConfigurationError(f"{place}: the value refers to itself")
-    if id(node) not in counts:
-        counts[id(node)] = 0
-        below = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        counts[id(node)] = 1 + sum(_count_values(each, path, counts) for each in below)
-    if counts[id(node)] > MOST_VALUES:
-        raise ConfigurationError(f"{place}: its aliases stand for more than {MOST_VALUES:,} values")
-    return counts[id(node)]
 
 
 def for_hydra(words: Sequence[str]) -> list[str]:
@@ -165,7 +142,7 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
         ConfigurationError: a word or a file is wrong.
     """
     if folder:
-        refuse_swollen_files(folder)
+        require_utf8_files(folder)
     search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
     GlobalHydra.instance().clear()
     try:
