@@ -7,7 +7,6 @@ signatures. No torch is imported here, so that the command refuses a wrong value
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from math import frexp, log2
@@ -19,10 +18,8 @@ from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
 from gpipe_cli.typed_section import (
-    DEEPEST,
     Count,
     CountOrZero,
-    Examples,
     NotNegative,
     PartAboveZero,
     Positive,
@@ -30,9 +27,6 @@ from gpipe_cli.typed_section import (
     Seed,
     Share,
     ShareOrZero,
-    Size,
-    Tokens,
-    Vocabulary,
     read_section,
     read_values,
     shown,
@@ -393,8 +387,6 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
     hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
     if target == "torch.optim.Adafactor":
         hints = {**hints, "eps": Annotated[list[NotNegative | None], Field(min_length=2, max_length=2)]}
-    if section in ("model", "data", "task"):
-        _refuse_huge(section, values, target.startswith("gpipe_cli."), problems)
     if section == "optimizer":
         if isinstance(values.get("rest"), Mapping):
             read_values(hints, values["rest"], "optimizer.rest.", problems)
@@ -407,25 +399,6 @@ def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any
     return {**values, **read_values(hints, values, f"{section}.", problems)}
 
 
-def _refuse_huge(section: str, values: Mapping[str, Any], is_ours: bool, problems: Problems) -> None:
-    """Adds a line for each size that would fill the memory before what it is the size of could be counted."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            _refuse_huge(f"{section}.{key}", value, is_ours and "_target_" not in value, problems)
-        elif is_ours and key in SIZES and isinstance(value, (int, float)):
-            read_values({key: SIZES[key]}, values, f"{section}.", problems)
-        elif type(value) is int and DEPTH.fullmatch(str(key)):
-            read_values({key: Annotated[int, Field(le=DEEPEST)]}, values, f"{section}.", problems)
-
-
-DEPTH = re.compile(r"L|depth|(\w+_)?layers?")  # keys that count layers, in what a user brings, too
-SIZES: dict[str, Any] = {  # of our models, data and tasks
-    **dict.fromkeys(("D", "H", "A", "d_model", "in_channels", "sequence_length", "max_length"), Size),
-    **dict.fromkeys(("source_vocabulary", "target_vocabulary", "vocabulary"), Vocabulary),
-    **dict.fromkeys(("beam", "beam_during_run"), Annotated[int, Field(ge=1, le=1024)]),
-    **dict.fromkeys(("batch_size", "group", "classes", "largest", "smallest"), Examples),
-    "batch_tokens": Tokens,
-}
 TOP_LEVEL: dict[str, Any] = {"name": str | None, "seed": Seed}
 OPTIMIZER: dict[str, Any] = {  # of torch's optimizers and ours, which are made after the model is built
     **dict.fromkeys(("lr", "weight_decay", "momentum", "alpha", "dampening", "eps"), NotNegative),
