@@ -67,21 +67,21 @@ class PipelineConfig:
     Attributes:
         K: number of cells.
         M: micro-batches in a mini-batch, per replica.
-        remat: which forwards are recomputed before their backward.
+        remat: the forwards that are recomputed before their backward.
         keep: the most graphs that each cell keeps at once, in place of `remat`: one number for all, or one for each.
         schedule: the order of a worker's instructions: a kind, or a file of instruction lists.
         partition: the objective of the cut, or the layers of each cell; auto: the shortest simulated step.
         cost: how the cost of a layer is determined.
-        devices: of each worker of a replica, where they are not alike.
+        devices: speed and memory of each worker of a replica; null: they are alike.
         memory: most bytes that a worker may hold, as 16GB; null: all of its device.
         workers: processes of one replica; the command replaces "auto" by a number before workers start.
         replicas: copies of the pipeline.
-        threads: of each worker; another number may change the last bits of results.
+        threads: number for each worker; another number may change the last bits of results.
         backend: how workers exchange tensors.
-        device: where workers compute.
-        sync_batchnorm: whether replicas share BatchNorm's training statistics (paper, section 2.2).
-        compile: whether torch.compile compiles each layer.
-        shard_optimizer: whether each replica keeps and updates only its share of the optimizer's state.
+        device: the kind of device that workers compute on.
+        sync_batchnorm: replicas share BatchNorm's training statistics (paper, section 2.2).
+        compile: torch.compile compiles each layer.
+        shard_optimizer: each replica keeps and updates only its share of the optimizer's state.
         offload: cells' weights, gradients, optimizer state and averages lie in a file while they do not run (CPUs).
         offload_dir: where that file lies; null: where the command is typed.
         auto: keys that the planner chooses before the run begins; until then they have the values of `BEFORE_CHOICE`.
@@ -204,8 +204,8 @@ class PrecisionConfig:
         boundaries: the type of the tensors between two layers; null: that in which a layer returns them.
         loss_scale: factor of the loss in backward, for a start: it is halved when gradients overflow, and doubled after
             2000 steps without; null: none.
-        tf32: whether a GPU may round the factors of float32 products to TF32, which has 10 bits for 23.
-        deterministic: whether a GPU takes only kernels that give the same bits in every run.
+        tf32: a GPU may round the factors of float32 products to TF32, which has 10 bits for 23.
+        deterministic: a GPU takes only kernels that give the same bits in every run.
     """
 
     autocast: Literal["bfloat16", "float16"] | None
@@ -286,8 +286,8 @@ class VerifyConfig:
     Attributes:
         steps: number of mini-batches that are compared from the first on.
         later: number of one more, after a step that is skipped, a checkpoint and a resume.
-        dtype: of weights and activations: as configured, or float64.
-        format: of the report on the console.
+        dtype: type of weights and activations: as configured, or float64.
+        format: form of the report on the console.
     """
 
     steps: Count
@@ -303,9 +303,9 @@ class SamplingSettings:
     Attributes:
         length: tokens after which a continuation ends anyway.
         temperature: divides the logits; 0: the most probable token, without a draw.
-        top_k: of so many most probable tokens one is drawn; None: of all.
-        top_p: of the most probable tokens one is drawn that together have this probability; 1: of all.
-        seed: of the draws.
+        top_k: number of most probable tokens to draw from; None: all.
+        top_p: probability of the most probable tokens, together, to draw from; 1: all.
+        seed: seed of the draws.
         samples: continuations of each prompt.
     """
 

@@ -80,7 +80,7 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 
     Args:
         hints: the type of each key; one that is not in ``values`` is passed over.
-        prefix: of the keys in messages, with its dot.
+        prefix: what stands before the keys in messages, with its dot.
     """
     taken = {}
     for name in filter(values.__contains__, hints):

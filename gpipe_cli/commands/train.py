@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None, program: EntryPoint | None = No
     Args:
         arguments: the words of the command line; None: those of this process.
         program: the entry point of the workers; None: the trainer.
-        page: of --help.
+        page: text of --help.
 
     Returns:
         The exit code: 0; 1 when a run failed; 2 when its configuration was refused; 130 after Ctrl-C.

@@ -136,7 +136,7 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
     Args:
         config_name: the YAML file of conf/ that holds it.
         words: overrides as typed.
-        folder: of the user's own YAML files.
+        folder: the folder of the user's own YAML files; None: there is none.
 
     Raises:
         ConfigurationError: a word or a file is wrong.

@@ -67,7 +67,7 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
 
     Args:
         inline: one worker inside the command's process.
-        world_size: of the torchrun job that started this process; None if the command starts its own workers.
+        world_size: number of processes of the torchrun job; None if the command starts its own workers.
 
     Raises:
         ConfigurationError: `world_size` or the lists of a file do not fit the configuration.

@@ -79,7 +79,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     Args:
         checkpoint: a run directory, or one checkpoint in it.
         words: overrides: ``pipeline.K=4``, ``task.generation.beam=1``, ``precision=bf16``.
-        step: of a run directory: a number, "best" or "last".
+        step: the checkpoint of a run directory: a number, "best" or "last".
         trusted: the value of `trust=`: what the checkpoint may call beside gpipe-cli's own code.
 
     Raises:

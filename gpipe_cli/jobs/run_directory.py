@@ -56,7 +56,7 @@ def require_writable(key: str, place: str | Path, is_file: bool = False) -> list
     """Makes a folder in which files can be written; returns the folders above that were made for it, innermost first.
 
     Args:
-        key: that names the folder, or a file in it.
+        key: the key that names the folder, or a file in it.
 
     Raises:
         ConfigurationError: it has no name, it cannot be made, or nothing may be written there.
@@ -96,11 +96,11 @@ class RunRecord:
 
     Args:
         composed: the configuration without Hydra's own node.
-        keep: whether a new directory stays when its run is refused: a sweep's table reads it.
+        keep: True if a new directory stays when its run is refused: a sweep's table reads it.
         above: empty folders around it that go with it.
 
     Attributes:
-        is_open: whether the directory holds this run's record.
+        is_open: True once the directory holds this run's record.
     """
 
     def __init__(self, run_dir: Path, composed: DictConfig, keep: bool, above: Sequence[Path] = ()) -> None:

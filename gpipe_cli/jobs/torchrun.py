@@ -34,7 +34,7 @@ HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and ra
 
 
 def is_first() -> bool:
-    """Returns whether this process writes and prints: it is alone, or rank 0 of its job."""
+    """Returns True if this process writes and prints: it is alone, or rank 0 of its job."""
     return not joined() or os.environ["RANK"] == "0"
 
 

@@ -39,8 +39,8 @@ class LocalGroup(dist.ProcessGroup):
     Sums are added up in the order of the ranks, so all workers get the same bits.
 
     Args:
-        rank: of this worker, in the group.
-        ranks: of all workers of the group, in the job.
+        rank: number of this worker in the group.
+        ranks: numbers in the job of the group's workers, in their order.
         channel: a number that no other group has.
         seconds: the longest wait for another worker.
     """

@@ -59,7 +59,7 @@ class Messenger:
     """Sends and receives the messages of this worker; one thread uses it at a time.
 
     Args:
-        rank: of this worker.
+        rank: number of this worker.
         receiving: descriptor, the end of its own mailbox that receives.
         sending: descriptors by rank, the ends of all mailboxes that send.
     """
@@ -258,8 +258,8 @@ class _Incoming:
     """Holds the connection from one worker, and the message that is arriving over it.
 
     Attributes:
-        address: of that message; None between two messages.
-        parcel: that awaits it; None if none did when it began to arrive: then ``early`` holds it.
+        address: address of the arriving message; None between two messages.
+        parcel: the parcel that awaits it; None if none did when it began to arrive: then ``early`` holds it.
         rest: the part of the content that is still to be filled.
     """
 

@@ -59,7 +59,7 @@ class WorkerFailed(RuntimeError):
     Its only argument is the message, so that it can be pickled (joblib and submitit sweeps do).
 
     Attributes:
-        failure: of the worker; None where nothing more than the message is known.
+        failure: how the worker failed; None where nothing more than the message is known.
     """
 
     failure: Failure | None = None
@@ -71,12 +71,12 @@ class Failure:
 
     Attributes:
         rank: STARTER for the process that starts the workers.
-        suspicion: that this is only an echo of another worker's end: 0 none, 1 possible, 2 certain.
+        suspicion: likelihood of an echo of another worker's end: 0 none, 1 possible, 2 certain.
         time: seconds since the epoch.
         text: for the console.
         is_configuration: the worker refused the configuration.
         cause: one line: the worker's name, and the signal, exit code or exception.
-        place: of the worker, in words; empty where it is not known.
+        place: what the worker was doing, in words; empty if unknown.
         is_plain: the text explains everything: what ran found the failure itself.
         from_outside: the worker was killed, or lost the connection to another one.
     """

@@ -45,12 +45,12 @@ def run_command(
     """Runs a command and returns its exit code, or the code of the error that ended it.
 
     Args:
-        name: of the command, printed before the reason of a refusal.
+        name: the command, printed before the reason of a refusal.
         arguments: the words of the command line; None: those of this process.
-        page: of --help; None: python -OO has left it out.
+        page: text of --help; None: python -OO has left it out.
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
-        say: of a command that trains: prints the reason of a refusal or a failure; None: on standard error.
+        say: prints the reason of a refusal or a failure; None: on standard error. Given by commands that train.
         needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
     open_closed_streams()
@@ -222,9 +222,9 @@ def read_words(
 
     Args:
         own: the type of each of the command's own keys.
-        options: that the command has.
-        runs: whether it takes paths of runs.
-        overrides: whether it takes keys of gpipe-train.
+        options: the command's options.
+        runs: True if it takes paths of runs.
+        overrides: True if it takes keys of gpipe-train.
 
     Raises:
         ConfigurationError: a word is none of these, or an own key has a wrong value.

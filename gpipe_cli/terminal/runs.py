@@ -59,9 +59,9 @@ class FinishedRun:
         settings: the whole configuration, flat: "pipeline.K" to value.
         words: the overrides, as they were typed.
         config_dir: the folder of `--config-dir`; None without.
-        error: of a failed run, in one line.
+        error: why the run failed, in one line; None if it did not.
         outcome: the status with the error and what cannot be read.
-        summary: of summary.json, or of an unfinished run what is known: K, M, loss, examples_per_second.
+        summary: content of summary.json, or what is known of an unfinished run: K, M, loss, examples_per_second.
     """
 
     folder: Path
@@ -194,7 +194,7 @@ class RunTable:
     """Holds figures of runs.
 
     Attributes:
-        facts: of each run: its directory, settings that differ, and figures in full precision.
+        facts: for each run its directory, settings that differ, and figures in full precision.
         differing: keys of the configuration whose values differ.
     """
 
@@ -205,7 +205,7 @@ class RunTable:
         """Returns the table, with links to the runs' own pages, the plot and the meaning of its columns.
 
         Args:
-            folder: in which the page will lie.
+            folder: the folder of the page.
         """
         others = [key for key in self.differing if key not in GRID]
         settings, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
