@@ -48,6 +48,8 @@ def test_a_start_compares_a_module_with_itself_once(settings: Settings, monkeypa
     assert started(settings) == f"{first}, as compared 0.0 hours ago"
     other = dataclasses.replace(settings, optimizer={**settings.optimizer, "lr": 0.5})
     assert "not compared: TypeError" in refusal_of(started, other)
+    traced = dataclasses.replace(settings, model={**settings.model, "example": [["float32", [4]]], "autocast": None})
+    assert key_of(traced) == key_of(settings)  # gpipe-verify's is that of a run
     monkeypatch.setattr(at_start, "KEPT", 0.0)  # files that the module reads may have changed
     assert "not compared: TypeError" in refusal_of(started, settings)
 
