@@ -257,7 +257,7 @@ class Cell:
             self._gathers = first_time
             for batchnorm in self.batchnorms:
                 batchnorm.gathering = first_time
-        argument = as_argument(inputs)
+        values = inputs
         auxiliary: dict[int, Tensor] = {}
         looks, silent = self._silent is None, self._silent or set()
         unchanged = self._unchanged.setdefault(signature, set())
@@ -269,18 +269,15 @@ class Cell:
                 self.noise.seed(seed)
             before = self.noise.moment() if looks and call.is_fixed else None
             try:
-                outputs = call.forward(argument)
+                outputs = call.forward(as_argument(values))
                 if call.auxiliary_loss is not None:
                     auxiliary[index] = call.auxiliary_loss(outputs, targets)
                 if before is not None and before == self.noise.moment():
                     silent.add(index)
+                made = as_tensors(outputs)
                 if has_graph and index not in silent:
-                    made = (*as_tensors(outputs), auxiliary.get(index))
-                    self.noise.seed_backward(seed, made, as_tensors(argument))
-                if index in unchanged:
-                    argument = outputs
-                else:
-                    argument = self._settled(call, outputs, argument, signature, micro_batch)
+                    self.noise.seed_backward(seed, (*made, auxiliary.get(index)), values)
+                values = made if index in unchanged else self._settled(call, made, values, signature, micro_batch)
             except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
@@ -291,7 +288,7 @@ class Cell:
             raise BufferChanged(
                 f"cell {self.number}, micro-batch {micro_batch}: a layer changes {', '.join(INPUT_CHANGED)}"
             )
-        return as_tensors(argument), auxiliary
+        return values, auxiliary
 
     def run_inference(
         self, inputs: Tensors, number: Sequence[int], micro_batch: int, caches: list[dict[str, Any]] | None
@@ -367,15 +364,15 @@ class Cell:
                     "before the first step or, in a loop of your own, between two steps; not in a layer's forward"
                 )
 
-    def _settled(self, call: Call, outputs: Any, argument: Any, signature: Hashable, micro_batch: int) -> Any:
-        """Returns the argument of the next layer: the outputs in the type and layout of boundaries.
+    def _settled(self, call: Call, outputs: Tensors, inputs: Tensors, signature: Hashable, micro_batch: int) -> Tensors:
+        """Returns what a layer passes on: its outputs in the type and layout of boundaries.
 
         Raises:
             LayerFailed: inputs of the same shapes and types gave others before. This is refused wherever the layer
                 stands, since a message could not follow it and a cut may lie behind any layer.
         """
-        layer, inputs = call.layer, as_tensors(argument)
-        made = passed_on(as_tensors(outputs), inputs, layer.boundary_type)
+        layer = call.layer
+        made = passed_on(outputs, inputs, layer.boundary_type)
         if not (call.is_fixed or layer.may_vary):
             before = self._forms.get((layer.index, signature))
             if before is None:
@@ -383,12 +380,11 @@ class Cell:
             if not before.fits(made):
                 raise self._other_form(layer, micro_batch, made, before)
         settled = self._layouts.settle(made, inputs, layer.index, signature)
-        following = as_argument(settled)
         if call.is_fixed and not layer.may_vary and torch.is_grad_enabled():
-            is_same = following is outputs or (type(outputs) is tuple and _are_same(following, outputs))
+            is_same = all(map(operator.is_, settled, outputs))
             if is_same and self._layouts.is_known(made, inputs, layer.index, signature):
                 self._unchanged[signature].add(layer.index)
-        return following
+        return settled
 
     def _other_form(self, layer: BuiltLayer, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
         return LayerFailed(
@@ -402,11 +398,6 @@ class Cell:
 def _varies(module: nn.Module) -> bool:
     """Returns whether a layer may behave in unlike ways in two micro-batches of one kind."""
     return bool(getattr(module, "graph_varies", True))
-
-
-def _are_same(some: Any, others: tuple[Any, ...]) -> bool:
-    """Returns whether these are tuples of the same tensors."""
-    return type(some) is tuple and len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:
