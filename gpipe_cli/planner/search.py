@@ -33,15 +33,9 @@ Say = Callable[[str], None]
 Stopped = Callable[[], bool]
 
 
-def _silent(line: str) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False
-
-
-def find_plan(settings: Settings, options: Options, say: Say = _silent, stopped: Stopped = _never) -> Plan:
+def find_plan(
+    settings: Settings, options: Options, say: Say = lambda line: None, stopped: Stopped = lambda: False
+) -> Plan:
     """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
 
     Args:
@@ -135,7 +129,9 @@ class Search:
         say: receives lines of progress.
     """
 
-    def __init__(self, planner: Planner, free: Collection[str], say: Say = _silent, stopped: Stopped = _never) -> None:
+    def __init__(
+        self, planner: Planner, free: Collection[str], say: Say = lambda line: None, stopped: Stopped = lambda: False
+    ) -> None:
         self.planner, self.free, self._say, self._stopped = planner, free, say, stopped
         self._tried = 0
         self._nearest: Plan | None = None
@@ -278,7 +274,7 @@ class Search:
         return {f"pipeline.{key}": value for key, value in values.items()}
 
 
-def smallest(planner: Planner, say: Say = _silent, stopped: Stopped = _never) -> Plan:
+def smallest(planner: Planner, say: Say = lambda line: None, stopped: Stopped = lambda: False) -> Plan:
     """Returns the fastest plan on the fewest devices on which anything fits, one replica.
 
     Raises:
@@ -299,7 +295,9 @@ def smallest(planner: Planner, say: Say = _silent, stopped: Stopped = _never) ->
     return search.fastest(devices)
 
 
-def largest(settings: Settings, options: Options, say: Say = _silent, stopped: Stopped = _never) -> Plan:
+def largest(
+    settings: Settings, options: Options, say: Say = lambda line: None, stopped: Stopped = lambda: False
+) -> Plan:
     """Returns the plan of the largest model that fits, by one of its sizes (`plan.grow`).
 
     Raises:

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from gpipe_cli.disk import read_bytes
 from gpipe_cli.json_files import DamagedJson, Numbers, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
-from gpipe_cli.terminal.document import Document, Grid, Lines, Link, Picture
+from gpipe_cli.terminal.document import Block, Document, Grid, Lines, Link, Picture
 from gpipe_cli.terminal.text import number, percent
 from gpipe_cli.typed_section import Count, flat
 
@@ -224,7 +224,7 @@ class RunTable:
         plots = [] if drawing is None else [Picture(str(drawing))]
         differ = [f"The runs also differ in {', '.join(hidden)}."] if hidden else []
         notes = Lines([*NOTES, *differ], "* ")
-        blocks = [Grid([*columns, "status"], rows), *self.matrix(), *plots, notes]
+        blocks: list[Block] = [Grid([*columns, "status"], rows), *self.matrix(), *plots, notes]
         return Document(f"{len(rows)} runs of gpipe-train", blocks)
 
     def matrix(self) -> list[Grid]:
