@@ -22,11 +22,11 @@ Side: TypeAlias = "Tensor | Sequence[Tensor] | Mapping[str, Tensor]"  # inputs o
 
 @dataclass(frozen=True)
 class Inputs:
-    """Says how a micro-batch's inputs are given.
+    """Describes how the inputs of a micro-batch are given.
 
     Attributes:
-        names: of a module's arguments, in the order in which they travel; empty: by position.
-        shared: names of those that are not divided, but the same for all micro-batches.
+        names: names of a module's arguments, in the order in which tensors travel; empty if they are given by position.
+        shared: names of inputs that all micro-batches get whole.
     """
 
     names: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Inputs:
         """Returns how the example's inputs are given, and the example as a micro-batch.
 
         Raises:
-            ConfigurationError: it is none; inputs have names for a list of layers; or ``shared`` names another.
+            ConfigurationError: the example is no pair; a list of layers has named inputs; ``shared`` names others.
         """
         if not isinstance(example, Sequence) or len(example) != 2:
             raise ConfigurationError("Pipeline.of(layers, loss, example): example is (inputs, targets)")
@@ -58,7 +58,7 @@ class Inputs:
         """Returns inputs in order; a shared one once for each example, without memory of its own.
 
         Raises:
-            ConfigurationError: they are no tensors, or have other names.
+            ConfigurationError: the inputs are no tensors, or have other names.
         """
         if not self.names:
             return tensors_of(inputs, name)
@@ -74,7 +74,7 @@ def tensors_of(value: object, name: str) -> Tensors:
     """Returns inputs or targets as a tuple.
 
     Raises:
-        ConfigurationError: they are neither a tensor nor some tensors.
+        ConfigurationError: the value is neither a tensor nor a tuple or list of tensors.
     """
     if isinstance(value, Tensor):
         return (value,)
@@ -99,7 +99,7 @@ def task_of(loss: object, weight: Callable[[Any], Any] | None, answer: Callable[
     """Returns the task of a loss function, which gets the ``answer`` of the outputs; or a task as it is.
 
     Raises:
-        ConfigurationError: it is neither, or a task has a weight beside its own.
+        ConfigurationError: ``loss`` is neither a function nor a task, or is a task given with a weight.
     """
     if isinstance(loss, Task) and weight is None:
         return loss
@@ -114,7 +114,7 @@ def checked(values: Mapping[str, Any], autocast: object) -> dict[str, Any]:
     """Returns arguments of `Pipeline.of` that have passed the checks of the keys of ``pipeline``.
 
     Raises:
-        ConfigurationError: it has a line for each other one.
+        ConfigurationError: some values are wrong; the message has a line for each.
     """
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ConfigurationError(f"autocast={autocast!r}: only None, torch.bfloat16 or torch.float16")
@@ -127,10 +127,10 @@ def checked(values: Mapping[str, Any], autocast: object) -> dict[str, Any]:
 
 
 def listed(layers: object) -> Sequence[LayerBuilder]:
-    """Returns the layers.
+    """Returns the value as a list of layers.
 
     Raises:
-        ConfigurationError: they are no list of layers, or two have one name.
+        ConfigurationError: the value is no list of layers, or two layers have one name.
     """
     if not isinstance(layers, Sequence) or not layers or not all(isinstance(one, LayerBuilder) for one in layers):
         raise ConfigurationError(

@@ -36,11 +36,11 @@ class Adafactor(SteppedByGroup):
         lr: learning rate; a schedule sets it.
         beta1: decay of the momentum; 0: none.
         beta2: decay of the squares; None: 1 − t^−decay_exponent, which rises to 1.
-        decay_exponent: see beta2.
-        eps: added to the squares.
+        decay_exponent: exponent by which beta2 rises.
+        eps: number added to the squares.
         clip: the largest root mean square of an update, before the learning rate; None: no limit.
-        parameter_scale: multiply updates by the root mean square of the weights, before the step.
-        weight_decay: applied to the weights directly, not through the gradient.
+        parameter_scale: True to multiply updates by the root mean square of the weights before the step.
+        weight_decay: share of the weights, times lr, that is subtracted directly, not through the gradient.
     """
 
     def __init__(

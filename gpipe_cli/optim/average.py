@@ -19,7 +19,7 @@ class WeightAverage:
     counters) are not.
 
     Args:
-        cells: of the worker.
+        cells: cells of the worker.
         decay: upper limit of d; below 1.
     """
 

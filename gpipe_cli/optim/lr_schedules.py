@@ -26,7 +26,7 @@ def cosine(optimizer: Optimizer, steps: Count, warmup_steps: CountOrZero = 0, fi
     """Rises linearly to `optimizer.lr`, then falls along half a cosine to `final` of it after `steps` updates.
 
     Args:
-        warmup_steps: of the rise; at most half of `steps`, so that a short run has both.
+        warmup_steps: number of updates of the rise; at most half of `steps`, so that a short run has both.
     """
     warmup_steps = min(warmup_steps, steps // 2)
 
@@ -51,7 +51,7 @@ def exponential(
     update, also during the warm-up, as in TensorFlow's AmoebaNet.
 
     Args:
-        decay_every: updates; need not be whole, such as 2.4 epochs.
+        decay_every: number of updates; need not be whole, such as 2.4 epochs.
     """
     return LambdaLR(optimizer, _with_warmup(warmup_steps, lambda t: max(floor, rate ** int(t // decay_every))))
 

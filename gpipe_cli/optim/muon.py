@@ -27,12 +27,12 @@ class Muon(SteppedByGroup):
 
     Args:
         params: groups of parameters.
-        rest: makes the optimizer of the other parameters.
+        rest: function that makes the optimizer of the other parameters.
         lr: learning rate of the other parameters; a schedule sets it.
-        matrix_lr_factor: the learning rate of the matrices is so many times the other's.
-        momentum: of the matrices' gradients, by Nesterov's rule.
-        weight_decay: of the matrices, applied directly, times their learning rate.
-        iterations: of Newton and Schulz, towards singular values of 1.
+        matrix_lr_factor: learning rate of the matrices as a multiple of lr.
+        momentum: decay of the average of the matrices' gradients, which is used by Nesterov's rule.
+        weight_decay: share of the matrices, times their learning rate, that is subtracted directly.
+        iterations: number of Newton-Schulz iterations, towards singular values of 1.
     """
 
     # Entries before those of optimizer.groups: {match: ..., muon: false} gives matrices to the rest.

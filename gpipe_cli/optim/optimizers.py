@@ -48,9 +48,9 @@ class TFRMSprop(SteppedByGroup):
     Args:
         params: parameters or groups of them.
         lr: learning rate; a schedule sets it.
-        decay: of the mean square; torch calls it alpha.
-        momentum: of the updates.
-        eps: under the root.
+        decay: decay of the mean square; torch calls it alpha.
+        momentum: decay of the past updates.
+        eps: number added under the root.
         weight_decay: L2; its half times w² is added to the loss.
     """
 

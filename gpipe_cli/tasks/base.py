@@ -30,8 +30,8 @@ class Task(ABC):
         statistics: names of the sums that `loss` also returns, in pairs (part, whole) such as ("accuracy", "examples").
             The quotient of a pair is logged under the name of the part.
         metrics: names of the sums that `evaluate` returns.
-        unit: what `weight` counts: "examples" or "tokens".
-        generation: how much an evaluation generates; None: nothing.
+        unit: name of the things that `weight` counts: "examples" or "tokens".
+        generation: settings of the texts that an evaluation generates; None: it generates none.
         predicts: True if `predictions` gives the class of each example.
     """
 
@@ -58,7 +58,7 @@ class Task(ABC):
 
         Args:
             sums: `metrics` summed over the evaluation set.
-            weight: of the evaluation set; positive.
+            weight: total weight of the evaluation set; positive.
         """
         return {name: sums[name] / weight for name in self.metrics}
 
@@ -94,9 +94,9 @@ class GenerationSettings:
         beam_during_run: the same, in evaluations during the run.
         length_exponent: a translation y has the score log p(y) / ((|y| + 5) / 5)^length_exponent.
         length_ratio, length_extra: a translation has at most length_ratio · source tokens + length_extra tokens.
-        language: of the translations; None: unknown.
-        bleu_tokenizer: of sacreBLEU; None: by the language.
-        fewest_sentences: a language with fewer counts in no average, unless all are to have fewer.
+        language: language of the translations; None: unknown.
+        bleu_tokenizer: name of sacreBLEU's tokenizer; None: chosen by the language.
+        fewest_sentences: least number of sentences with which a language counts in averages, unless all have fewer.
     """
 
     per_language: Count | None
@@ -116,7 +116,7 @@ class GenerationSettings:
         """Refuses wrong values.
 
         Raises:
-            ConfigurationError: it has one line for each wrong value.
+            ConfigurationError: some values are wrong; the message has a line for each.
         """
         problems = Problems()
         hints = get_type_hints(GenerationSettings, include_extras=True)
