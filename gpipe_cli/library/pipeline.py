@@ -57,9 +57,7 @@ class Pipeline(WorkerPipeline):
     _steps = 0  # that the program will take, for `begin_step`
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        if keywords or len(arguments) != 8:
-            raise ConfigurationError("make a pipeline by Pipeline.of(layers, loss, (inputs, targets), K=…, M=…)")
-        super().__init__(*arguments)
+        super().__init__(*arguments, **keywords)
         self._signals = Signals()
         self._built = self._held()
         self._trained = self._trained_names()
@@ -97,34 +95,33 @@ class Pipeline(WorkerPipeline):
         """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
 
         Args:
-            layers: or a module, which is traced and shares its weights (docs/your-own-model.md).
-            loss: (outputs, targets) to the mean over a micro-batch's examples; or a task (docs/your-own-model.md).
+            layers: list of layer builders, or a module, which is traced and shares its weights.
+            loss: function (outputs, targets) that returns the mean over a micro-batch's examples; or a task.
             example: inputs and targets of a micro-batch; values matter only where a module is compared with itself.
             cells, micro_batches: other names of K and M.
-            weight: returns of targets how many things the mean of ``loss`` is over, as tokens; None: examples.
+            weight: function (targets) that returns the number over which ``loss`` is a mean, as tokens; None: examples.
             shared: names of inputs, given as {name: tensor}, that are the same for all micro-batches.
             K, M, schedule, remat, keep, partition, cost, device, backend, replicas: as keys of `pipeline` (README).
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
-            steps: that the program will take, for layers with `begin_step`.
+            steps: number of steps that the program will take, for layers with `begin_step`.
             group: the processes that run it; None: all.
             trust: True if a module may train though it is too large to be compared with its layers.
 
         Raises:
             ConfigurationError: the layers cannot be cut or run so.
         """
-        values: dict[str, Any] = {"K": one_of("K", K, "cells", cells)}
-        values["M"] = one_of("M", M, "micro_batches", micro_batches)
-        values |= {"schedule": schedule, "remat": remat, "keep": keep, "partition": partition, "cost": cost}
-        values |= {"device": device, "backend": backend, "replicas": replicas, "seed": seed, "steps": steps}
-        values = checked(values, autocast)
-        seed, steps = values.pop("seed"), values.pop("steps")
+        K, M = one_of("K", K, "cells", cells), one_of("M", M, "micro_batches", micro_batches)
+        values = {"K": K, "M": M, "schedule": schedule, "remat": remat, "keep": keep, "partition": partition}
+        values |= {"cost": cost, "device": device, "backend": backend, "replicas": replicas}
+        keys = checked(values | {"seed": seed, "steps": steps}, autocast)
+        seed, steps = keys.pop("seed"), keys.pop("steps")
         given, micro_batch = Inputs.of(example, shared, isinstance(layers, nn.Module))
         traced_as = (given, micro_batch[0], seed, autocast, trust)
         builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else listed(layers)
         answer = maker_of(builders[-1]).answer if isinstance(layers, nn.Module) else alone
         task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
-        config = PipelineConfig(**values, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
+        config = PipelineConfig(**keys, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
             raise ConfigurationError(agreed)
@@ -190,13 +187,13 @@ class Pipeline(WorkerPipeline):
         """Writes a checkpoint of the step, one file a layer, which `load` reads at any K.
 
         Args:
-            folder: on a file system that all workers share.
-            optimizer: whose state is saved too.
-            keep: how many checkpoints stay in the folder.
-            extra: what else `load` is to return, such as the state of a scheduler: JSON values, those of rank 0.
+            folder: directory on a file system that all workers share.
+            optimizer: optimizer whose state is saved too; None: no state is saved.
+            keep: number of checkpoints that stay in the folder.
+            extra: JSON values of rank 0 that `load` will return, such as the state of a scheduler.
 
         Raises:
-            DiskError: it cannot be written.
+            DiskError: the checkpoint cannot be written.
         """
         model = names_of_parameters(self.layers, self.world.gather_from_workers)
         writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
@@ -218,7 +215,7 @@ class Pipeline(WorkerPipeline):
             ``extra`` of `save`.
 
         Raises:
-            CheckpointError: there is none, or it is of another model.
+            CheckpointError: the folder has no checkpoint, or one of another model.
         """
         with self._together(), self._meeting():
             info, _ = choose(Path(folder))
@@ -241,7 +238,7 @@ class Pipeline(WorkerPipeline):
         Args:
             inputs, targets: tensors whose first dimension counts examples; only those of rank 0 are used, with replicas
                 those of each one's first worker: its own part of the mini-batch.
-            outputs: return what `forward` does, too.
+            outputs: True to return the pairs of `forward` too.
 
         Returns:
             the mean loss of the mini-batch, the same bits on every worker and for every K.
@@ -301,7 +298,7 @@ class Pipeline(WorkerPipeline):
         """Returns weights and buffers of this worker's layers, by their names in the whole model.
 
         Args:
-            whole: of all layers, on the CPU of every worker.
+            whole: True to return those of all layers, on the CPU of every worker.
         """
         with self._signals.held_back():
             self.ties.spread()
@@ -426,7 +423,7 @@ class Pipeline(WorkerPipeline):
         """Returns the plan of a mini-batch, on every worker, whose tied parameters agree then.
 
         Args:
-            divided: returns the micro-batches, where data are read.
+            divided: function that returns the micro-batches; called on the worker that reads data.
         """
         self.ties.spread()  # the owners' values after the optimizer's step
         micro_batches, trained = None, self._trained_names()

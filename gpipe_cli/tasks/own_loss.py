@@ -15,11 +15,11 @@ from ..typed_section import Names
 from .base import Task
 from .cross_entropy import widened
 
-COMPARISONS = 4  # of a loss with that of its parts, at the start
-HALF, ROUNDING, HALF_ROUNDING = (torch.bfloat16, torch.float16), 1e-3, 0.03
+COMPARISONS = 4  # micro-batches at the start whose loss is compared with that of its parts
+ROUNDING, HALF_ROUNDING = 1e-3, 0.03  # relative differences, the second of 16-bit outputs
 DEPENDS_ON_M = (
-    "the loss of {} examples is {:.6g}, but the mean of its parts is {:.6g}: no mean over examples, so losses and "
-    "gradients depend on M. If it is a mean over other things, as tokens that are not padding, say how many: "
+    "the loss of {} examples is {:.6g}, but the mean of its parts is {:.6g}: losses and gradients depend on M. If it "
+    "is a mean over other things, as tokens, say how many: "
     "Pipeline.of(weight=lambda targets: (targets != -100).sum()), or for gpipe-train a task that returns sums "
     "(docs/your-own-model.md)"
 )
@@ -31,7 +31,7 @@ class OwnLossTask(Task):
     The data source's targets are the last inputs of the model (`targets_become`), so that it can compute the loss.
 
     Args:
-        targets_become: arguments of the module that the targets become; read by model=module.
+        targets_become: names of the module's arguments that the targets become; read by model=module.
         ignored: the target that the model's mean leaves out, beside -100.
     """
 
@@ -69,10 +69,10 @@ class LossFunctionTask(Task):
     """Takes a function's result for the mean loss of a micro-batch's examples, and weights it by their number.
 
     Args:
-        function: gets the model's outputs and the targets, each a tensor, or a tuple where there are several.
-        weight: returns of the targets how many things the function's mean is over; None: examples.
-        answer: makes of the outputs what the function gets; None: a tensor, or a tuple.
-        warn: gets one line if the loss depends on how a mini-batch is divided.
+        function: function (outputs, targets), each a tensor, or a tuple of several; returns a mean loss.
+        weight: function (targets) that returns the number over which the loss is a mean; None: examples.
+        answer: function that makes the first argument of ``function`` from the outputs; None: a tensor, or a tuple.
+        warn: function that is called with one line if the loss depends on how a mini-batch is divided.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LossFunctionTask(Task):
         """Returns (the function's mean loss times the weight; nothing).
 
         Raises:
-            ConfigurationError: the function returns something else than one number.
+            ConfigurationError: the function does not return one number.
         """
         mean = self._function(self._answer(outputs), alone(targets))
         if not isinstance(mean, Tensor) or mean.numel() != 1:
@@ -111,34 +111,37 @@ class LossFunctionTask(Task):
     def _warn_of_other_means(self, micro_batch: MicroBatch) -> None:
         """Warns if the loss of some examples is not the weighted mean of its parts, and so depends on M."""
         earlier, self._earlier = self._earlier, micro_batch
-        if len({tensor.shape[:1] for side in micro_batch for tensor in side}) > 1:  # not of all outputs
+        if len({tensor.shape[:1] for side in micro_batch for tensor in side}) > 1:  # not of examples alone
             return
-        if is_divided := len(micro_batch[1][0]) > 1:
-            parts = _halves(micro_batch)
-        elif earlier is not None:
-            parts = earlier, micro_batch
-        else:
-            return
-        if all(map(torch.equal, parts[0][1], parts[1][1])):  # which tells nothing
+        parts = _halves(micro_batch) if len(micro_batch[1][0]) > 1 else earlier and (earlier, micro_batch)
+        if parts is None or all(map(torch.equal, parts[0][1], parts[1][1])):  # equal targets tell nothing
             return
         self._comparisons -= 1
-        whole, found, wanted = micro_batch, 0.0, 0.0
-        with torch.no_grad(), suppress(Exception):  # it takes no parts, or such parts cannot be joined
-            whole = micro_batch if is_divided else _joined(*parts)
-            found, again, *means = [self._mean(one) for one in (whole, whole, *parts)]
-            counts = [self.weight(targets) for _, targets in parts]
-            wanted = sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)
-            wanted = wanted if found == again else found  # it draws random numbers
-        tolerance = HALF_ROUNDING if micro_batch[0][0].dtype in HALF else ROUNDING
+        found = wanted = 0.0
+        with suppress(Exception):  # the loss takes no parts, or such parts cannot be joined
+            found, wanted = self._together_and_apart(parts)
+        tolerance = ROUNDING if micro_batch[0][0].dtype.itemsize > 2 else HALF_ROUNDING
         if abs(found - wanted) > tolerance * abs(found):
             self._comparisons = 0
-            self._warn(DEPENDS_ON_M.format(len(whole[1][0]), found, wanted))
-        self._earlier = self._earlier if self._comparisons else None
+            self._warn(DEPENDS_ON_M.format(sum(len(targets[0]) for _, targets in parts), found, wanted))
+        if not self._comparisons:
+            self._earlier = None
 
-    def _mean(self, micro_batch: MicroBatch) -> float:
-        """Returns the loss by a copy of the function, which may keep what it has seen."""
-        outputs, targets = micro_batch
-        return float(deepcopy(self._function)(self._answer(outputs), alone(targets)))
+    @torch.no_grad()
+    def _together_and_apart(self, parts: tuple[MicroBatch, MicroBatch]) -> tuple[float, float]:
+        """Returns the loss of two parts joined, and the weighted mean of their losses; the first twice if it is random.
+
+        A copy of the function computes them, as it may keep what it has seen.
+        """
+        whole = _joined(*parts)
+        computed = [
+            float(deepcopy(self._function)(self._answer(outputs), alone(targets)))
+            for outputs, targets in (whole, whole, *parts)
+        ]
+        joined, again, *means = computed
+        counts = [self.weight(targets) for _, targets in parts]
+        apart = sum(mean * count for mean, count in zip(means, counts, strict=True) if count) / sum(counts)
+        return joined, apart if joined == again else joined
 
 
 def alone(tensors: Tensors) -> Any:

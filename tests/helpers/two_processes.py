@@ -39,8 +39,8 @@ def made(**others: Any) -> Pipeline:
         LayerBuilder("middle", partial(nn.Linear, 4, 4)),
         LayerBuilder("head", Head, tied={"weight": "table.weight"}),
     ]
-    example = (TOKENS[:2], TOKENS[:2])
-    return Pipeline.of(layers, nn.functional.cross_entropy, example, K=2, M=4, partition=[2, 1], **others)
+    keys = {"K": 2, "M": 4, "partition": [2, 1]} | others
+    return Pipeline.of(layers, nn.functional.cross_entropy, (TOKENS[:2], TOKENS[:2]), **keys)
 
 
 def list_of_layers() -> None:
