@@ -11,7 +11,6 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,16 +106,12 @@ def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[A
         np.savez(draft, **_index(tars, report))
 
     with writing_cache(kept.parent):
-        return made(kept, make, partial(_read_index, len(tars)), report)
+        return made(kept, make, _read_index, report)
 
 
-def _read_index(tars: int, kept: Path) -> dict[str, npt.NDArray[Any]]:
+def _read_index(kept: Path) -> dict[str, npt.NDArray[Any]]:
     with os.fdopen(open_regular(kept), "rb") as file, np.load(file) as arrays:
-        names, places, labels = index = [arrays[key] for key in KEYS]
-    fits = names.dtype.kind == "S" and places.dtype == labels.dtype == np.int64 and len(labels) == len(names)
-    if not (fits and places.shape == (len(names), 3) and (places >= 0).all() and (places[:, 0] < tars).all()):
-        raise ValueError(f"{kept} is no index of tars")
-    return dict(zip(KEYS, index, strict=True))
+        return {key: arrays[key] for key in KEYS}
 
 
 def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from unittest.mock import create_autospec
 import golden_losses
 import parallel_folder
 import pytest
-import tiny_images
 from inline_run import train_inline
 from refusals import refusal_of
 from text_sources import prepared
@@ -142,12 +141,3 @@ def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_p
     assert text(there, tmp_path / "elsewhere") == first
     edit(there / "train.de")
     assert text(there, tmp_path / "elsewhere") != first
-
-
-def test_images_have_another_fingerprint_when_one_is_added(tmp_path: Path) -> None:
-    here, there = tmp_path / "here", tmp_path / "there"
-    for root in (here, there):
-        tiny_images.image_folder(root)
-    assert tiny_images.opened(there).fingerprint() == tiny_images.opened(here).fingerprint()
-    tiny_images.save_image(there / "train" / "n00000001" / "new.png", 1)
-    assert tiny_images.opened(there).fingerprint() != tiny_images.opened(here).fingerprint()
