@@ -461,6 +461,11 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
         no = [key for key in ("compile", "shard_optimizer") if getattr(pipeline, key)]
         no += [f"schedule={pipeline.schedule}"] * (pipeline.schedule not in get_args(Kind)) + pipeline.auto
         yield from (f"pipeline.offload=true does not go with pipeline.{key} yet" for key in no)
+        if pipeline.schedule not in ("gpipe", "breadth_first") and workers != "auto" and workers < K:
+            yield (
+                f"pipeline.offload=true: pipeline.schedule={pipeline.schedule} would bring cells for each micro-batch: "
+                f"use gpipe or breadth_first, or pipeline.K={workers}"
+            )
     for key, given in (("partition", sizes), ("keep", pipeline.keep)):
         if isinstance(given, list) and len(given) != K:
             yield (

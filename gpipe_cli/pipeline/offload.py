@@ -74,7 +74,7 @@ class CellState:
 
     def __init__(self, file: StateFile, parameters: Sequence[nn.Parameter]) -> None:
         self._file, self._parameters = file, parameters
-        self._memory: list[mmap.mmap] = []
+        self._memory: list[mmap.mmap] = []  # weights first
         self._held: set[int] = set()  # addresses of tensors in the file
         self._gradients: dict[nn.Parameter, Tensor] = {}
         for parameter, moved in zip(parameters, self.moved(parameters), strict=True):
@@ -108,9 +108,8 @@ class CellState:
                 values[key] = moved
 
     def bring(self) -> None:
-        """Lets the system read ahead what lies in the file; returns at once."""
-        for memory in self._memory:
-            memory.madvise(mmap.MADV_WILLNEED)
+        """Lets the system read the weights ahead; returns at once. What only the update needs comes when it is used."""
+        self._memory[0].madvise(mmap.MADV_WILLNEED)
 
     def take_away(self) -> None:
         """Moves gradients to the file, and gives the process's memory back; the system writes when it needs to."""
