@@ -35,7 +35,9 @@ def check_languages(codes: Sequence[str] | None) -> list[str]:
         return list(LANGUAGES)
     for code in codes:
         if code not in RANK:
-            raise ConfigurationError(f"data.languages: no language '{code}' in the corpus; docs/data.md lists all 102")
+            raise ConfigurationError(
+                f"data.languages: no language '{code}' in the corpus, which has {' '.join(LANGUAGES)}"
+            )
     return sorted(set(codes), key=RANK.__getitem__)
 
 
