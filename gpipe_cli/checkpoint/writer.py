@@ -131,18 +131,12 @@ class CheckpointWriter:
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
-            try:
-                written = []
-                for name, state in layers.items():
-                    written.append(write_layer(directory, step, name, state))
-                    after_each()
-                sync_directory(directory / "layers")
-                write_json(part_path(directory, self.worker), [asdict(file) for file in written])
-            except OSError:
-                for name in layers:  # room for others: the rest is useless
-                    with suppress(OSError):
-                        files.layer_path(directory, name).unlink(missing_ok=True)
-                raise
+            written = []
+            for name, state in layers.items():
+                written.append(write_layer(directory, step, name, state))
+                after_each()
+            sync_directory(directory / "layers")
+            write_json(part_path(directory, self.worker), [asdict(file) for file in written])
         self._finished_step = step
 
     def _raise_failure(self) -> None:
