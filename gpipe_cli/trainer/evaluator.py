@@ -1,7 +1,7 @@
 """Evaluates through the pipeline, forward only, with the cells, messages and instruction lists of training."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,9 @@ from ..metrics.class_report import class_report
 from ..metrics.records import Evaluation, Sample
 from ..micro_batch import Tensors
 from .batches import BatchReader, evaluation_batches
+
+Predicted = dict[tuple[int, int], Tensor]
+"""Rows [label, class, probability] of the examples of a mini-batch's micro-batch, by the numbers of both."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,6 @@ class Evaluator:
     source: Source | None
     stop_requested: Callable[[], bool]
     generator: Generator | None
-    _predicted: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by mini-batch and micro-batch
 
     def effort(self, final: bool) -> dict[str, int | None]:
         """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
@@ -51,7 +53,7 @@ class Evaluator:
             return self._evaluate(final)
 
     def _evaluate(self, final: bool) -> Evaluation:
-        numbers = self._score()
+        numbers, predicted = self._score()
         loss = next(iter(numbers.values()), None)
         samples, translations, copying, signature = list[Sample](), list[Sample](), dict[str, float](), None
         if self.generator is not None:
@@ -59,24 +61,24 @@ class Evaluator:
             samples = self.generator.shown(translations)
             numbers |= scores
             signature = self.pipeline.task.signature() if scores else None
-        classes = self._classes() if self.pipeline.task.predicts else {}
+        classes = self._classes(predicted) if self.pipeline.task.predicts else {}
         sizes = dict(self.source.sizes) if self.source is not None and signature is not None else {}
         return Evaluation(numbers, loss, samples, sizes, signature, self.effort(final), translations, classes, copying)
 
-    def _score(self) -> dict[str, float]:
-        """Returns the task's numbers over the evaluation set, nothing where it is empty."""
+    def _score(self) -> tuple[dict[str, float], Predicted]:
+        """Returns the task's numbers over the evaluation set, nothing if it is empty, and this worker's predictions."""
         pipeline, world, message, task = self.pipeline, self.pipeline.world, self.pipeline.message, self.pipeline.task
         reader = None
         if self.source is not None:
             reader = BatchReader(evaluation_batches(self.source, pipeline.M, world.replica, world.replicas), pipeline)
-        self._predicted.clear()
+        predicted: Predicted = {}
         sums = torch.zeros(len(task.metrics), dtype=torch.float64, device=world.device)
         weight, batches = 0.0, world.replica  # number of the mini-batch among those of all replicas
 
         def add(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
             sums.add_(task.evaluate(outputs, targets).to(sums.device))  # nothing waits for a GPU
             if task.predicts:
-                self._predicted[batches, micro_batch] = task.predictions(outputs, targets)
+                predicted[batches, micro_batch] = task.predictions(outputs, targets)
 
         while True:
             if reader is not None:
@@ -89,15 +91,17 @@ class Evaluator:
             if plan.signatures:
                 pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
             batches += world.replicas
-        message.write_metrics(sums.cpu())
+        found = [sums, *(rows.flatten() for rows in predicted.values())]
+        own, *copied = torch.cat([part.to(sums.device) for part in found]).cpu().split([len(part) for part in found])
+        message.write_metrics(own)  # what was waited for, in one copy
         message.run()
         totals = dict(zip(task.metrics, message.read_metrics(), strict=True))
-        return task.summarize(totals, weight) if weight else {}
+        rows = dict(zip(predicted, (of.view(-1, 3) for of in copied), strict=True))
+        return task.summarize(totals, weight) if weight else {}, rows
 
-    def _classes(self) -> dict[str, Any]:
+    def _classes(self, predicted: Predicted) -> dict[str, Any]:
         """Returns the report on the classes of all examples, on rank 0; every worker calls it at the same time."""
-        own = [[*place, found.tolist()] for place, found in self._predicted.items()]
-        self._predicted.clear()
+        own = [[*place, found.tolist()] for place, found in predicted.items()]
         parts = sorted(chain.from_iterable(self.pipeline.world.gather(own)))  # by mini-batch, then micro-batch
         rows = list(chain.from_iterable(found for _, _, found in parts))
         return class_report(rows, self.source) if rows else {}
