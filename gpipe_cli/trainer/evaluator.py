@@ -92,7 +92,8 @@ class Evaluator:
                 pipeline.run_forward(plan.signatures, None if reader is None else reader.micro_batches, add)
             batches += world.replicas
         found = [sums, *(rows.flatten() for rows in predicted.values())]
-        own, *copied = torch.cat([part.to(sums.device) for part in found]).cpu().split([len(part) for part in found])
+        together = torch.cat([part.to(sums.device) for part in found]).cpu()
+        own, *copied = torch.split(together, [len(part) for part in found])
         message.write_metrics(own)  # what was waited for, in one copy
         message.run()
         totals = dict(zip(task.metrics, message.read_metrics(), strict=True))
