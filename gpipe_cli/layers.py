@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,11 +38,6 @@ def announce(builders: Iterable[LayerBuilder]) -> None:
     """Tells builders that this process will build their layers, so that they need not make the weights of others."""
     for builder in builders:
         getattr(builder.build, "announce", lambda: None)()
-
-
-def name_used_twice(builders: Iterable[LayerBuilder]) -> str | None:
-    """Returns a name that two layers have; None where there is none."""
-    return next((name for name, number in Counter(one.name for one in builders).items() if number > 1), None)
 
 
 @dataclass(frozen=True)
@@ -85,3 +80,29 @@ class LayerBuilder:
         for name in self.frozen:
             module.get_parameter(name).requires_grad_(False)
         return module
+
+
+def checked_layers(value: object, said: str) -> Sequence[LayerBuilder]:
+    """Returns a value that is a list of layers with distinct names.
+
+    Args:
+        said: beginning of the message of an error, which names the value.
+
+    Raises:
+        ConfigurationError: the value is none.
+    """
+    if not isinstance(value, Sequence) or not value or not all(isinstance(one, LayerBuilder) for one in value):
+        raise ConfigurationError(
+            f"{said} a list of LayerBuilder(name, build), where build() makes a module, but is a {type(value).__name__}"
+        )
+    for layer in value:
+        if hasattr(layer.build, "named_parameters") or not callable(layer.build):
+            kind = type(layer.build).__name__
+            raise ConfigurationError(
+                f"LayerBuilder({layer.name!r}, build): build makes the module when it is called, as "
+                f"functools.partial({kind}, …), but is a {kind}"
+            )
+    name, times = Counter(layer.name for layer in value).most_common(1)[0]
+    if times > 1:
+        raise ConfigurationError(f"there are two layers named {name!r}: rename one")
+    return value

@@ -20,7 +20,7 @@ from ..config import FREE_FORM, GROUP, PrecisionConfig, Settings
 from ..data.source import Source
 from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..gpus import GPU
-from ..layers import LayerBuilder, name_used_twice
+from ..layers import LayerBuilder, checked_layers
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -39,13 +39,7 @@ def build_model(section: Mapping[str, Any], seed: int = 0) -> list[LayerBuilder]
         ConfigurationError: it failed, or did not return a list of `LayerBuilder`s with distinct names.
     """
     model = _instantiate("model", _with_seed(section, seed), seed)
-    if not isinstance(model, Sequence) or not model or not all(isinstance(layer, LayerBuilder) for layer in model):
-        raise ConfigurationError(
-            f"model._target_={section['_target_']} must return a non-empty list of gpipe_cli.layers.LayerBuilder"
-        )
-    if (twice := name_used_twice(model)) is not None:
-        raise ConfigurationError(f"model._target_={section['_target_']} has two layers named {twice!r}: rename one")
-    return list(model)
+    return list(checked_layers(model, f"model._target_={section['_target_']} must return"))
 
 
 def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] | None = None) -> Source:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_type_hints
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import PipelineConfig
 from ..errors import ConfigurationError, Problems
-from ..layers import LayerBuilder, name_used_twice
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -124,26 +123,3 @@ def checked(values: Mapping[str, Any], autocast: object) -> dict[str, Any]:
     found = read_values(hints, lists, "", problems)
     problems.refuse()
     return found
-
-
-def listed(layers: object) -> Sequence[LayerBuilder]:
-    """Returns the value as a list of layers.
-
-    Raises:
-        ConfigurationError: the value is no list of layers, or two layers have one name.
-    """
-    if not isinstance(layers, Sequence) or not layers or not all(isinstance(one, LayerBuilder) for one in layers):
-        raise ConfigurationError(
-            "layers are a module, which is traced, or a list of LayerBuilder(name, build), where build() makes a "
-            f"module, but are a {type(layers).__name__}"
-        )
-    for layer in layers:
-        if isinstance(layer.build, nn.Module) or not callable(layer.build):
-            kind = type(layer.build).__name__
-            raise ConfigurationError(
-                f"LayerBuilder({layer.name!r}, build): build makes the module when it is called, as "
-                f"functools.partial({kind}, …), but is a {kind}"
-            )
-    if (twice := name_used_twice(layers)) is not None:
-        raise ConfigurationError(f"there are two layers named {twice!r}: rename one")
-    return layers

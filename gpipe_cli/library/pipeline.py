@@ -24,7 +24,7 @@ from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError
-from ..layers import AGAIN, LayerBuilder, own_name
+from ..layers import AGAIN, LayerBuilder, checked_layers, own_name
 from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
 from ..models.traced.layers import traced_layers
 from ..models.traced.module import ALL, Call, TracedFrom, copied
@@ -36,7 +36,7 @@ from ..pipeline.gradients import clip_factor, copy_from_replica, reduce_over_rep
 from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
 from ..tasks.own_loss import alone
-from .arguments import Inputs, Side, checked, listed, one_of, task_of, tensors_of
+from .arguments import Inputs, Side, checked, one_of, task_of, tensors_of
 from .failures import Signals, describe, failed_there
 
 _NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": [], "offload": False, "offload_dir": None}
@@ -116,9 +116,12 @@ class Pipeline(WorkerPipeline):
         keys = checked(values | {"seed": seed, "steps": steps}, autocast)
         seed, steps = keys.pop("seed"), keys.pop("steps")
         given, micro_batch = Inputs.of(example, shared, isinstance(layers, nn.Module))
-        traced_as = (given, micro_batch[0], seed, autocast, trust)
-        builders = traced(layers, *traced_as) if isinstance(layers, nn.Module) else listed(layers)
-        answer = maker_of(builders[-1]).answer if isinstance(layers, nn.Module) else alone
+        builders: nn.Module | Sequence[LayerBuilder] = layers
+        answer: Callable[[Tensors], Any] = alone
+        if isinstance(layers, nn.Module):
+            builders = traced(layers, given, micro_batch[0], seed, autocast, trust)
+            answer = maker_of(builders[-1]).answer
+        builders = checked_layers(builders, "layers are a module, or")
         task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
         config = PipelineConfig(**keys, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())

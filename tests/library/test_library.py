@@ -313,7 +313,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"device": "gpu"}, "device=gpu: should be 'auto', 'cpu' or 'cuda'"),
     ({"autocast": "bf16"}, "autocast='bf16': only None, torch.bfloat16 or torch.float16"),
     ({"group": 5}, r"group=5\): torch.distributed.new_group\(ranks\) makes a group"),
-    ({"layers": [nn.Linear(2, 2)]}, r"layers are a module, which is traced, or a list of LayerBuilder\(name, build\)"),
+    ({"layers": [nn.Linear(2, 2)]}, r"layers are a module, or a list of LayerBuilder\(name, build\)"),
     ({"layers": [LayerBuilder("a", nn.Linear(2, 2))]}, "build makes the module when it is called"),
     ({"layers": [LayerBuilder("a", lambda: nn.Linear)]}, r"layer 'a': build\(\) makes a type, not a module"),
     ({"loss": None}, "loss is a function, with weight= or not, or a task"),
