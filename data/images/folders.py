@@ -12,7 +12,7 @@ from ...errors import ConfigurationError
 from ..source import Report
 from ..tree import by_ending, files_below, refuse_dead_links, visible_entries
 from .files import ImageFiles
-from .layout import SUFFIXES, has_suffix, some_of
+from .layout import SUFFIXES, folders_in, has_suffix, some_of
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,18 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
         names += images
         others += strangers
     report(f"listing the images of {split}", len(classes), len(classes))
+    if known is None and len(classes) == 1:
+        _warn_of_one_class(split / classes[0])
     if others:
         counts = by_ending(others)
         log.warning("%s: %d files are left out, no images (%s): %s", split, len(others), counts, some_of(others))
     return ImageFiles(split, names, *numbered(names, known or classes, split))
+
+
+def _warn_of_one_class(folder: Path) -> None:
+    below = [path.name for path in folders_in(folder)]
+    meant = f"; its folders {some_of(below)} may be the classes: choose by data.root, data.folders" if below else ""
+    log.warning("%s: all images are of one class, '%s'%s", folder.parent, folder.name, meant)
 
 
 def numbered(names: Sequence[str], classes: Sequence[str], place: Path) -> tuple[list[int], list[str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..typed_section import flat, shown, typed
+from ..typed_section import flat, shown, typed, unknown_key
 from .files import CheckpointError, CheckpointInfo, Json, is_named, sha256_of, shorten
 
 if TYPE_CHECKING:
@@ -112,6 +112,18 @@ def require_compatible(
         + f"\nTo go on as it was made, type: {shlex.join(back)}\n"
         + _insist([*allow_changes, *differing])
     )
+
+
+def refuse_unknown(changes: Sequence[str], new: Mapping[str, Json], info: CheckpointInfo | None) -> None:
+    """Refuses entries of `checkpoint.allow_changes` that name no key of the run or of the checkpoint it resumes.
+
+    Raises:
+        CheckpointError: it names the nearest known keys.
+    """
+    known = [*new, *flat(new), *({} if info is None else flat(info.state.configuration))]
+    for pattern in changes:
+        if not any(is_named(key, [pattern]) for key in known):
+            raise CheckpointError(f"checkpoint.allow_changes=[{pattern}]: {unknown_key(pattern, known)}")
 
 
 def vocabulary_sizes(info: CheckpointInfo, new: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:

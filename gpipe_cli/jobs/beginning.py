@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from gpipe_cli.checkpoint import files as checkpoints
-from gpipe_cli.checkpoint.compatibility import require_compatible, vocabulary_sizes, with_vocabulary
+from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatible, vocabulary_sizes, with_vocabulary
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.jobs import torchrun
@@ -40,6 +40,7 @@ def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict
     resumed = checkpoints.latest(run_dir)[0] if restart_count() else None
     resumed = resumed or _resumed(prepared, run_dir, console)
     refuse_another_run(run_dir, resumed)
+    refuse_unknown(section.allow_changes, config, resumed)
     paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
         config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())

@@ -131,6 +131,14 @@ def test_class_folders_without_splits_are_told_with_what_to_type(unsplit: Path) 
     assert "holds out 0 of 81" in refusal(unsplit, **{**HELD_OUT, "held_out": 1e-9})
 
 
+def test_a_single_class_is_warned_of_with_the_folders_in_it(unsplit: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = unsplit.parent
+    for split in ("train", "val"):
+        shutil.copytree(unsplit, root / split / "pets")
+    opened(root, **{**HELD_OUT, "held_out": None, "classes": 1})
+    assert "of one class, 'pets'; its folders cat, dog may be the classes" in caplog.text
+
+
 @pytest.mark.parametrize("tar", ["train-0001", "validation-0000"])
 def test_a_broken_image_in_a_tar_is_named(tar: str, root: Path) -> None:
     path = root / f"birds-{tar}.tar"
