@@ -89,14 +89,15 @@ def checked_layers(value: object, said: str) -> Sequence[LayerBuilder]:
         said: beginning of the message of an error, which names the value.
 
     Raises:
-        ConfigurationError: the value is none.
+        ConfigurationError: the value is no list of layers, or two layers have one name.
     """
     if not isinstance(value, Sequence) or not value or not all(isinstance(one, LayerBuilder) for one in value):
         raise ConfigurationError(
             f"{said} a list of LayerBuilder(name, build), where build() makes a module, but is a {type(value).__name__}"
         )
     for layer in value:
-        if hasattr(layer.build, "named_parameters") or not callable(layer.build):
+        is_module = hasattr(layer.build, "named_parameters") and not isinstance(layer.build, type)
+        if is_module or not callable(layer.build):
             kind = type(layer.build).__name__
             raise ConfigurationError(
                 f"LayerBuilder({layer.name!r}, build): build makes the module when it is called, as "
