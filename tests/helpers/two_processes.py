@@ -11,6 +11,11 @@ from gpipe_cli import LayerBuilder, Pipeline
 TOKENS = torch.arange(8)
 
 
+def say(*words: object) -> None:
+    """Prints a line at once, so that two processes do not mix theirs."""
+    print(" ".join(map(str, words)) + "\n", end="", flush=True)
+
+
 class Head(nn.Module):
     """Shares the table's weights, and has none of its own."""
 
@@ -53,20 +58,20 @@ def list_of_layers() -> None:
             weights["table.weight"].requires_grad_(trains)
         optimizer.zero_grad()
         loss, found = pipeline.step(TOKENS, TOKENS, outputs=True)
-        print(f"loss {loss} norm {pipeline.clip_grad_norm_(1.0)} outputs {sum(len(o) for (o,), _ in found)}")
+        say(f"loss {loss} norm {pipeline.clip_grad_norm_(1.0)} outputs {sum(len(o) for (o,), _ in found)}")
         optimizer.step()
     whole = pipeline.state_dict(whole=True)
     del whole["head.weight"]
     pipeline.load_state_dict({name: torch.ones_like(value) for name, value in whole.items()})
     outputs = pipeline.predict(TOKENS)
-    print("whole", *whole, "predicts", [*outputs.shape], outputs.sum().item())
+    say("whole", *whole, "predicts", [*outputs.shape], outputs.sum().item())
     if pipeline.world.rank == pipeline.world.size - 1:  # others have all
         whole = {}
     try:
         pipeline.load_state_dict(whole)
     except KeyError:
-        print("sum", pipeline.all_sum(torch.full((2,), 2.0 / pipeline.world.size)).tolist())
-    print("unchanged", torch.equal(pipeline.predict(TOKENS), outputs))
+        say("sum", pipeline.all_sum(torch.full((2,), 2.0 / pipeline.world.size)).tolist())
+    say("unchanged", torch.equal(pipeline.predict(TOKENS), outputs))
 
 
 def module() -> None:
@@ -92,7 +97,7 @@ def module() -> None:
         torch.allclose(ours, theirs, atol=1e-6)
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True)
     ]
-    print("home", same, model.head.weight is model.table.weight)
+    say("home", same, model.head.weight is model.table.weight)
 
 
 if __name__ == "__main__":
