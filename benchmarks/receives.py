@@ -6,6 +6,10 @@ message takes c forwards of a cell, a backward two; `interleaved_1f1b` has two s
     python -m benchmarks.receives
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.common import Row, parser, report
 from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.orders import KINDS
@@ -14,21 +18,31 @@ from gpipe_cli.schedule.schedule import kept_graphs, schedule
 from gpipe_cli.schedule.simulate import cost_durations, simulate
 
 WORKERS, M, TRANSFERS = 8, 32, (0.1, 0.25, 0.45)
+POSTS: dict[str, Callable[[Any], Any]] = {
+    "free at any time": lambda lists: None,
+    "posted when sent": post_when_sent,
+    "posted early": post_early,
+}
+
+
+def measured(kind: str) -> Row:
+    """Returns the steps of one kind of schedule for each way of posting, a number for each transfer."""
+    placement = tuple(range(WORKERS)) * (2 if kind in ROUND_ROBIN else 1)
+    lists = schedule(kind, placement, M, kept_graphs("never", len(placement), M))
+    durations = cost_durations([1.0] * len(placement))
+    best, row = simulate(lists, placement, durations).span, {"schedule": kind}
+    for name, post in POSTS.items():
+        posts = post(lists)
+        steps = (simulate(lists, placement, durations, c, posts=posts).span for c in TRANSFERS)
+        row[name] = " ".join(f"{step / best:.3f}" for step in steps)
+    return row
 
 
 def main() -> None:
-    """Prints one line for each kind of schedule."""
-    print(f"c = {', '.join(map(str, TRANSFERS))}:    free at any time | posted when sent | posted early")
-    for kind in KINDS:
-        placement = tuple(range(WORKERS)) * (2 if kind in ROUND_ROBIN else 1)
-        lists = schedule(kind, placement, M, kept_graphs("never", len(placement), M))
-        durations = cost_durations([1.0] * len(placement))
-        best = simulate(lists, placement, durations).span
-        columns = []
-        for posts in (None, post_when_sent(lists), post_early(lists)):
-            steps = (simulate(lists, placement, durations, c, posts=posts).span for c in TRANSFERS)
-            columns.append(" ".join(f"{step / best:.3f}" for step in steps))
-        print(f"{kind:<18}", " | ".join(columns))
+    arguments = parser(__doc__).parse_args()
+    notes = [f"for c = {', '.join(map(str, TRANSFERS))}"]
+    kinds = KINDS if not arguments.quick else list(KINDS)[:1]
+    report(dict.fromkeys(("schedule", *POSTS), ""), map(measured, kinds), arguments.output, lambda rows: notes)
 
 
 if __name__ == "__main__":
