@@ -480,8 +480,6 @@ def _of_run(settings: Settings) -> Iterator[str]:
         yield "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"
     if trainer.patience is not None and trainer.evaluate_every is None:
         yield "trainer.patience counts evaluations: set trainer.evaluate_every too, as trainer.evaluate_every=100"
-    if settings.checkpoint.init_except and settings.checkpoint.init_from is None:
-        yield "checkpoint.init_except says what of checkpoint.init_from begins anew: set checkpoint.init_from, too"
     if scale is not None and frexp(scale)[0] != 0.5:
         yield f"precision.loss_scale={scale:g} is no power of two, and would round: use {2.0 ** round(log2(scale)):g}"
 

@@ -49,6 +49,8 @@ def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict
     elif section.init_from is not None:
         begun = _begun_with(Path(section.init_from).expanduser(), prepared, console)
         paths = {"resume": None, "init_from": str(begun.absolute())}
+    elif section.init_except:
+        console.warn("checkpoint.init_except has no effect: checkpoint.init_from is null, so all layers begin anew")
     return {**config, "checkpoint": {**config["checkpoint"], **paths}}
 
 
@@ -96,9 +98,10 @@ def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
 
 def _resumed(prepared: Prepared, run_dir: Path, console: Console) -> CheckpointInfo | None:
     """Returns the checkpoint that `checkpoint.resume` stands for, if any."""
-    config, checkpoint, place = prepared.config, prepared.settings.checkpoint, HydraConfig.get()
+    config, checkpoint = prepared.config, prepared.settings.checkpoint
     if checkpoint.resume is None:
         return None
+    place = HydraConfig.get()
     typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
     own_place = typed_place or place.mode == RunMode.MULTIRUN
     with naming("checkpoint.resume"):

@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from checkpoint_tools import saved
+from composed import checked
 from inline_run import train_inline
 from own_model import DIGITS
 from refusals import refusal_of
@@ -20,6 +22,7 @@ from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_dire
 from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 from gpipe_cli.commands.train import main
+from gpipe_cli.jobs.beginning import with_checkpoint
 from gpipe_cli.models.transformer_lm import transformer_lm
 
 LM = ["debug=tiny", "model=transformer_lm", "model.L=1", "data.largest=60", "data.smallest=20", "data.languages=[de]"]
@@ -234,3 +237,9 @@ def test_a_run_that_began_with_other_weights_is_resumed_by_the_same_words_and_do
         assert main([*words, f"trainer.steps={steps}", "checkpoint.resume=auto"]) == 0
         assert ("weights from" in capsys.readouterr().out) == (steps == 1)
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_layers_that_begin_anew_without_weights_are_told(tmp_path: Path) -> None:
+    console = Mock()
+    with_checkpoint(checked("checkpoint.init_except=[head]"), tmp_path, console)
+    assert "init_except has no effect: checkpoint.init_from is null" in console.warn.call_args[0][0]

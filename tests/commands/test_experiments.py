@@ -103,7 +103,7 @@ def test_a_tiny_step_on_opus_s_layout(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("GPIPE_CACHE", str(tmp_path / "cache"))
     root = opus(tmp_path / "opus")
     words = ["debug=tiny", "trainer.steps=1", "trainer.patience=null", f"data.root={root}", "pipeline.workers=1"]
-    words += [f"data.{side}vocabulary=6000" for side in ("", "source_", "target_")] if name == "nmt/bilingual" else []
+    words += [f"data.{side}vocabulary=6000" for side in ("source_", "target_")] if name == "nmt/bilingual" else []
     summary, events = train_inline(tmp_path / "run", f"experiment={name}", *words)
     check(summary)
     smaller = [event["text"] for event in events if "the text supports" in event.get("text", "")]

@@ -75,7 +75,6 @@ CASES = {  # command line to what the answer must contain
     "train experiment=nmt": "did you mean experiment=nmt/bilingual or",
     "train checkpoint.init_from=nowhere": "checkpoint.init_from: nowhere holds no complete checkpoint",
     "train checkpoint.allow_changes=[pipline]": "[pipline]: there is no key pipline; did you mean pipeline?",
-    "train checkpoint.init_except=[head]": "set checkpoint.init_from, too",
     "train model=null": "model=null: model needs one of amoebanet, custom, module, ",
     "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
