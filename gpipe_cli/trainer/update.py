@@ -3,13 +3,14 @@
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
@@ -21,6 +22,18 @@ from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import Cell
 from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
 from ..pipeline.step import StepResult
+
+
+class NoDraws(TorchDispatchMode):
+    """Refuses random numbers while it lasts, in this thread alone: other threads may read data meanwhile."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise ConfigurationError(
+                f"optimizer._target_: it draws random numbers in its step ({func}), so weights would depend on "
+                "pipeline.K: draw them in a layer or in the loss, or choose another optimizer"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class Updater:
@@ -51,7 +64,7 @@ class Updater:
         self._lr_schedule, self._average, self._clip = lr_schedule, average, clip
         cells, self._ties, self._replica_group = pipeline.cells, pipeline.ties, pipeline.world.replica_group
         self._layers, self._unused = pipeline.layers, pipeline.unused
-        self._noise, self._cells = pipeline.engine.noise, cells
+        self._cells, self._has_stepped = cells, False
         self._parameters = pipeline.parameters()
         self.is_offloaded = any(cell.state for cell in cells)
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
@@ -114,24 +127,21 @@ class Updater:
         """Takes a step of the optimizer, with gradients times a factor; with offload cell by cell.
 
         Raises:
-            ConfigurationError: it draws random numbers, which would be others for another cut.
+            ConfigurationError: it draws random numbers in its first step, which would be others for another cut.
         """
-        before, groups = self._noise.states(), self.optimizer.param_groups
-        given = [dict(group) for group in groups]
+        groups = self.optimizer.param_groups
+        given, watched = [dict(group) for group in groups], nullcontext() if self._has_stepped else NoDraws()
         for parameters in self._portions():
             scale_gradients(parameters, factor)
             if self.is_offloaded:
                 own = set(parameters)
                 for group, values in zip(groups, given, strict=True):
                     group.update(values, params=[p for p in values["params"] if p in own])  # each cell counts anew
-            self.optimizer.step()
+            with watched:
+                self.optimizer.step()
+        self._has_stepped = True
         for group, values in zip(groups, given, strict=True):
             group["params"] = values["params"]
-        if not all(map(torch.equal, before, self._noise.states())):
-            raise ConfigurationError(
-                f"optimizer._target_: {type(self.optimizer).__name__} draws random numbers in its step, so weights "
-                "would depend on pipeline.K: draw them in a layer or in the loss, or choose another optimizer"
-            )
 
     def forget_step(self) -> None:
         """Clears the gradients, and the BatchNorm statistics of a step that is not applied."""
