@@ -24,8 +24,8 @@ KINDS: dict[str, Callable[[Path], Any]] = {  # the name of a file: what reads it
     "text/de-en/train.tsv": lambda file: prepared(ParallelTextSource, file.parents[1], {}),
     "tokenizer.json": read_vocabulary,
     "source.model": read_vocabulary,
-    "model.safetensors": open_foreign,
-    "model.pt": open_foreign,
+    "model.safetensors": lambda file: open_foreign(file, print),
+    "model.pt": lambda file: open_foreign(file, print),
     "cat/1.jpg": lambda file: ImageFiles(file.parents[1], ["cat/1.jpg"], [0], ["cat"]).read(0),
     "0000.tar": lambda file: tars.read_tars([file], no_report),
 }
