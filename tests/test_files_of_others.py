@@ -260,7 +260,8 @@ def test_a_refused_configuration_is_told_with_its_manifest(
     key: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = with_configuration(run, tmp_path, {key: REFUSED_VALUES[key]})
-    resume = [*RUN, "pipeline.M=auto", f"checkpoint.resume={changed}", f"hydra.run.dir={tmp_path / 'new'}"]
+    resume = [*RUN, "pipeline.M=auto", "checkpoint.allow_changes=[model]", f"checkpoint.resume={changed}"]
+    resume += [f"hydra.run.dir={tmp_path / 'new'}"]
     assert (train.main(resume) if key == "pipeline.M" else evaluate.main([str(changed), *INLINE])) == 2
     assert f"step_00000001/manifest.json: {key}={REFUSED_VALUES[key]}: should be" in capsys.readouterr().err
     assert evaluate.main([str(changed), *INLINE, "pipeline.schedule=sometimes"]) == 2

@@ -14,6 +14,7 @@ from gpipe_cli.checkpoint import files as checkpoints
 from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatible, vocabulary_sizes, with_vocabulary
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
+from gpipe_cli.config import Settings
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared
 from gpipe_cli.launch.join import restart_count
@@ -44,6 +45,8 @@ def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict
     paths: dict[str, Any] = {"resume": None, "init_from": None, "init_except": []}
     if resumed is not None:
         config, paths["resume"] = _as_begun(config, resumed), str(resumed.path.absolute())
+        with resumed.named():
+            Settings.from_config(config)  # what it says in place of `auto` may be no value
         if resumed.state.vocabularies and checkpoints.is_named("data", section.allow_changes):
             config = {**config, "data": with_vocabulary(config["data"], resumed)}
     elif section.init_from is not None:

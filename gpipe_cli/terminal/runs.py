@@ -133,7 +133,7 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
     words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken) or []
     hydra = flat(_read_yaml(folder / ".hydra" / "hydra.yaml", dict, []) or {})
     sources = [of for of in hydra.get("hydra.runtime.config_sources") or () if isinstance(of, Mapping)]
-    config_dir = next((str(of.get("path")) for of in sources if of.get("provider") == "command-line"), None)
+    config_dir = next((str(of.get("path")) for of in sources if str(of.get("provider")).endswith("command-line")), None)
     summary: dict[str, Any] | None = {} if running else None
     try:
         summary = {**read_json(folder / "summary.json", Summary)} if summary is None else summary

@@ -43,7 +43,7 @@ def test_a_gpu_is_measured_by_probes_that_fit_and_are_gone_when_a_run_begins(mon
     monkeypatch.setattr(torch, "randn", lambda *size, **more: done.append(size[0]) or torch.zeros(8, 8))
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: done.append(name))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1e8, 1e8))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e8, 1e8))
     found = this_device.measure_rates(replace(PIPELINE, device="auto"))
     assert found.link not in (this_device._GPU_LINK["link"], 0.0)
     _, side, *after = done

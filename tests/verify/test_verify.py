@@ -3,7 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +15,7 @@ from processes import command, succeeded
 
 from benchmarks.subject import SUBJECT
 from gpipe_cli.commands import verify
-from gpipe_cli.config import PipelineConfig
+from gpipe_cli.config import Kind
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.verify import check
 from gpipe_cli.verify.plain import PlainModel
@@ -30,7 +30,7 @@ def row(report: dict[str, Any], step: int, name: str) -> dict[str, Any]:
 # -- the same ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", get_args(get_type_hints(PipelineConfig)["schedule"]))
+@pytest.mark.parametrize("schedule", get_args(Kind))
 def test_every_schedule_is_the_plain_loop(tmp_path: Path, schedule: str) -> None:
     report = verified(tmp_path, f"pipeline.schedule={schedule}", "pipeline.remat=always", "verify.dtype=float64")
     assert report["agrees"], report["findings"]
