@@ -10,10 +10,11 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
@@ -143,10 +144,15 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
     """
     if folder:
         require_utf8_files(folder)
-    search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"] if folder else []
+    begin, search = partial(initialize_config_module, "gpipe_cli.conf"), list[str]()
+    if folder and (Path(folder) / f"{config_name}.yaml").is_file():  # Hydra looks for it where it begins alone
+        begin = partial(initialize_config_dir, str(Path(folder).absolute()))
+        search = ["hydra.searchpath=[pkg://gpipe_cli.conf]"]
+    elif folder:
+        search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"]
     GlobalHydra.instance().clear()
     try:
-        with stop_noted(), initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        with stop_noted(), begin(version_base="1.3"):
             config = compose(config_name, [*for_hydra(words), *search], return_hydra_config=True)
     except Exception as error:
         raise ConfigurationError(in_one_line(error, words)) from error
