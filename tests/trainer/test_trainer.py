@@ -23,7 +23,7 @@ from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.trainer import loop
 
 CONF = Path(__file__).parents[2] / "conf"
-GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline", "checkpoint", "logging")
+GROUPS = ("optimizer", "lr_schedule", "precision", "pipeline")
 
 
 def options() -> list[tuple[str, ...]]:
@@ -32,7 +32,7 @@ def options() -> list[tuple[str, ...]]:
     Experiments stand in test_experiments.py and test_translation_experiments.py.
     """
     names = {group: sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in GROUPS}
-    groups = [[f"{group}={name}" for name in found if name != "own"] for group, found in names.items()]
+    groups = [[f"{group}={name}" for name in found if name != "custom"] for group, found in names.items()]
     together = [tuple(group[number % len(group)] for group in groups) for number in range(max(map(len, groups)))]
     return [*together, ("model=transformer_lm",), ("model=transformer_lm_small",)]
 
