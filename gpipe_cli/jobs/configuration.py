@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,7 +144,8 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
     """
     if folder:
         require_utf8_files(folder)
-    begin, search = partial(initialize_config_module, "gpipe_cli.conf"), list[str]()
+    begin: Callable[..., Any] = partial(initialize_config_module, "gpipe_cli.conf")
+    search = list[str]()
     if folder and (Path(folder) / f"{config_name}.yaml").is_file():  # Hydra looks for it where it begins alone
         begin = partial(initialize_config_dir, str(Path(folder).absolute()))
         search = ["hydra.searchpath=[pkg://gpipe_cli.conf]"]

@@ -24,7 +24,7 @@ from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradie
 from ..pipeline.step import StepResult
 
 
-class NoDraws(TorchDispatchMode):
+class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Refuses random numbers while it lasts, in this thread alone: other threads may read data meanwhile."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +130,8 @@ class Updater:
             ConfigurationError: it draws random numbers in its first step, which would be others for another cut.
         """
         groups = self.optimizer.param_groups
-        given, watched = [dict(group) for group in groups], nullcontext() if self._has_stepped else NoDraws()
+        given = [dict(group) for group in groups]
+        watched = nullcontext() if self._has_stepped else NoDraws()  # type: ignore[no-untyped-call]  # torch's own
         for parameters in self._portions():
             scale_gradients(parameters, factor)
             if self.is_offloaded:
