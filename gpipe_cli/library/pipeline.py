@@ -482,7 +482,7 @@ class Pipeline(WorkerPipeline):
         return list(zip(*pieces, strict=True))
 
     def _no_targets(self, inputs: Side | None) -> Tensors:
-        """Returns zeros in place of targets, of which nobody takes a loss."""
+        """Returns zeros in place of targets, one a row, for a forward whose loss is not used."""
         examples = len(self._inputs.tensors(inputs, "inputs")[0])
         return tuple(torch.zeros(examples, *[1] * (dimensions - 1)) for dimensions in self.shape.targets)
 

@@ -211,7 +211,7 @@ def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) ->
 
 
 def test_the_loss_is_weighted_by_what_its_mean_is_over() -> None:
-    """Of padded texts of unlike length: at every M as of the whole mini-batch."""
+    """Compares the loss and gradients of padded texts at every M with those of the whole mini-batch."""
     tokens, lengths = torch.arange(8 * 5).view(8, 5) % 7, torch.tensor([5, 1, 5, 1, 2, 1, 5, 3])
     targets = tokens.masked_fill(torch.arange(5) >= lengths[:, None], -100)
     torch.manual_seed(0)
