@@ -197,18 +197,22 @@ class ImagesToPredict(ImageSource):
 
     Args:
         files: paths of the images.
+        vocabularies: the run's folder, with the names of its classes; runs of earlier releases have none.
         image_size, evaluation_crop, bits, batch_size: as in `ImageSource`.
     """
 
     def __init__(
         self,
         files: Sequence[str],
+        vocabularies: str,
         image_size: Pixels,
         batch_size: Examples = 64,
         evaluation_crop: float = 1.0,
         bits: int | None = None,
     ) -> None:
         self._image_size, self._batch_size, self._seed, self._loaders = image_size, batch_size, 0, "auto"
+        if (kept := Path(vocabularies) / CLASSES).is_file():
+            self.class_names = json.loads(kept.read_text(encoding="utf-8"))
         images = ImageFiles(Path(), files, [0] * len(files), ())
         images.bits = bits
         self._evaluation_set = TransformedImages(images, evaluation_transform(image_size, evaluation_crop))
@@ -231,13 +235,11 @@ class ImagesToTest(ImagesToPredict):
 
     Args:
         test: a folder with a folder for each class.
-        vocabularies: the run's folder, with the names of its classes.
-        image_size, evaluation_crop, bits, batch_size: as in `ImageSource`.
+        vocabularies, image_size, evaluation_crop, bits, batch_size: as in `ImagesToPredict`.
     """
 
     def __init__(self, test: str, vocabularies: str, image_size: Pixels, **settings: Any) -> None:
-        super().__init__([], image_size, **settings)
-        self.class_names = json.loads((Path(vocabularies) / CLASSES).read_text(encoding="utf-8"))
+        super().__init__([], vocabularies, image_size, **settings)
         self._test, self._bits, self._crop = Path(test), settings.get("bits"), settings.get("evaluation_crop", 1.0)
 
     def prepare(self, report: Report) -> None:

@@ -111,6 +111,12 @@ def _pass_on(lines: BinaryIO, path: Path) -> None:
             pipe.write(text.replace("\r", " ").encode() + b"\n")
 
 
+def tell(event: dict[str, Any]) -> None:
+    """Prints what an event of the workers says in words, if it does, on standard error."""
+    if (event.get("kind") or event.get("event")) in ("message", "warning", "killed"):
+        say(str(event.get("text") or event.get("message")))
+
+
 class Writer:
     """Prints the workers' events: answers on the output, everything else on standard error.
 
@@ -126,8 +132,8 @@ class Writer:
         kind = event.get("kind") or event.get("event")
         if kind == "answers":
             self._write(event["texts"], event["log_probabilities"])
-        elif kind in ("message", "warning", "killed"):
-            say(str(event.get("text") or event.get("message")))
+        else:
+            tell(event)
 
     def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
         if self._one_line:

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.checkpoint.files import vocabulary_folder
+from gpipe_cli.commands.lines import tell
 from gpipe_cli.data.images.layout import SUFFIXES, has_suffix
 from gpipe_cli.data.tree import files_below
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.terminal.command import read_words, run_command, to_stderr
 
 OWN: dict[str, Any] = {"step": str, "trust": list[str]}
-TOLD = ("message", "warning", "killed")
 IMAGES = "gpipe_cli.data.images."
 
 
@@ -41,19 +42,12 @@ def _predict(words: Sequence[str]) -> int:
         raise ConfigurationError("type gpipe-predict RUN FILES…")
     files = [str(file) for place in places[1:] for file in images_at(Path(place))]
     run = open_run(places[0], line.overrides, line.own.get("step", "last"), line.own.get("trust", ()))
-    config: dict[str, Any] = {
-        "settings": {**run.prepared.config, "data": source_of(run.prepared.config["data"], files)}
-    }
-    config |= {"checkpoint": str(run.info.path.absolute()), "vocabulary": str(run.info.run_dir / "vocabulary")}
+    data = source_of(run.prepared.config["data"], files, vocabulary_folder(run.info.run_dir))
+    config = {"settings": {**run.prepared.config, "data": data}, "checkpoint": str(run.info.path.absolute())}
     for text in run.warnings:
         to_stderr(text)
     with tempfile.TemporaryDirectory(prefix="gpipe-predict-") as folder:
-        found = run.launch(
-            "gpipe_cli.inference.predict:main",
-            config,
-            Path(folder),
-            lambda event: to_stderr(str(event["text"])) if event.get("kind") in TOLD else None,
-        )
+        found = run.launch("gpipe_cli.inference.predict:main", config, Path(folder), tell)
     table = csv.writer(sys.stdout, lineterminator="\n")
     table.writerow(["file", "class", "probability"])
     table.writerows([file, name, f"{probability:.4f}"] for file, (name, probability) in zip(files, found, strict=True))
@@ -74,8 +68,12 @@ def images_at(place: Path) -> Iterator[Path]:
     yield from found or [place]
 
 
-def source_of(data: dict[str, Any], files: Sequence[str]) -> dict[str, Any]:
+def source_of(data: dict[str, Any], files: Sequence[str], vocabularies: Path) -> dict[str, Any]:
     """Returns the configuration of a source of these images, seen as the run's evaluations see theirs.
+
+    Args:
+        data: the section of the run's configuration.
+        vocabularies: the run's folder, with the names of its classes.
 
     Raises:
         ConfigurationError: the run was not trained on images of ours.
@@ -84,7 +82,8 @@ def source_of(data: dict[str, Any], files: Sequence[str]) -> dict[str, Any]:
         raise ConfigurationError(f"data._target_={data['_target_']}: gpipe-predict knows images of {IMAGES}* only")
     keys = ("image_size", "evaluation_crop", "bits", "batch_size")
     known = {key: data[key] for key in keys if data.get(key) is not None}
-    return {"_target_": f"{IMAGES}source.ImagesToPredict", "files": list(files), **known}
+    source = {"_target_": f"{IMAGES}source.ImagesToPredict", "files": list(files), "vocabularies": str(vocabularies)}
+    return {**source, **known}
 
 
 if __name__ == "__main__":

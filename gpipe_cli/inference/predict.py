@@ -1,7 +1,5 @@
 """Defines the entry point of gpipe-predict's workers: the class of each image, by the pipeline of evaluations."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -14,7 +12,7 @@ def main(context: Context, config: dict[str, Any]) -> list[tuple[str, float]] | 
 
     Args:
         context: this worker's place in the job.
-        config: as in `assemble_from_checkpoint`, and "vocabulary", the run's folder with the names of its classes.
+        config: as in `assemble_from_checkpoint`.
 
     Returns:
         On rank 0 the class and its probability for each file, in their order; None elsewhere.
@@ -25,9 +23,7 @@ def main(context: Context, config: dict[str, Any]) -> list[tuple[str, float]] | 
     assembly = assemble_from_checkpoint(context, config)
     if not assembly.pipeline.task.predicts:
         raise ConfigurationError(f"task._target_={assembly.settings.task['_target_']} of this run predicts no classes")
-    predicted = assemble_evaluator(assembly).evaluate(final=True).classes.get("predicted", ())
+    found = assemble_evaluator(assembly).evaluate(final=True).classes
     if assembly.world.rank != 0:
         return None
-    kept = Path(config["vocabulary"]) / "classes.json"
-    names = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else []
-    return [(names[label] if label < len(names) else str(label), probability) for label, probability in predicted]
+    return [(found["names"][label], probability) for label, probability in found["predicted"]]

@@ -33,7 +33,7 @@ def class_report(predictions: Sequence[tuple[float, float, float]], source: Sour
     wrong = [n for n, (label, predicted, _) in enumerate(predictions) if label != predicted]
     worst = sorted(wrong, key=lambda n: -predictions[n][2])[:WORST]
     return {
-        "names": names or [str(number) for number in range(1 + max(map(max, counts)))],
+        "names": [*names, *(str(number) for number in range(len(names), 1 + max(map(max, counts))))],
         "predicted": [[int(predicted), probability] for _, predicted, probability in predictions],
         "confusion": [[*pair, count] for pair, count in sorted(counts.items())],
         "worst": [_mistake(n, *predictions[n], source) for n in worst],
