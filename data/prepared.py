@@ -114,7 +114,7 @@ class PreparedSource(VocabularySource):
         Args:
             strict: see `Defects.refuse`.
             used: what was not left out, in words; {lines} becomes the number of lines.
-            vocabularies: by their key under `data`: the pieces asked for, and the vocabulary.
+            vocabularies: the pieces asked for, and the vocabulary, under each key of `data`.
 
         Raises:
             ConfigurationError: it was made with defects that are to be refused now.

@@ -71,7 +71,7 @@ class LanguageSummary:
 
     Attributes:
         shards: pairs of each part that was shuffled.
-        widths: for each padded target length: the number of pairs, and of their target tokens with end tokens.
+        widths: number of pairs, and of their target tokens with end tokens, for each padded target length.
     """
 
     shards: list[int]
@@ -97,7 +97,7 @@ class Store:
         languages: the summary of each language, in the order of store.json.
         source_vocabulary, target_vocabulary: the same object if the sides share one.
         block: pairs of a block.
-        drawn: by split, the number of pairs of training files that are held out.
+        drawn: number of pairs of training files that are held out for each split.
     """
 
     JSON = StoreDescription

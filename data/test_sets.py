@@ -34,7 +34,7 @@ class PairsToTest(PairSource):
         vocabularies: the folder of the run's vocabularies.
         target: the language of the translations.
         languages: source languages of the run; the only one is that of a file whose name says none.
-        columns: of source and target in records; None: the codes of the languages.
+        columns: names of source and target in records; None: the codes of the languages.
         max_length: longer pairs are left out, and counted.
     """
 

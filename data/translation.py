@@ -46,7 +46,7 @@ class PairSource(PreparedSource):
         max_length: tokens of the longest sequence, with its end token.
         evaluation_per_language: held-out sentences of each language in `evaluation`; None: all.
         seed: decides the order of the batches.
-        evaluation_split: which held-out sentences: "dev" or "test".
+        evaluation_split: the held-out sentences to use: "dev" or "test".
     """
 
     _store: Store

@@ -106,7 +106,7 @@ class Vocabulary:
 
     Args:
         model: its bytes.
-        name: of its file, for messages.
+        name: the file's name, for messages.
 
     Raises:
         ConfigurationError: it is no such model.
@@ -146,7 +146,7 @@ class TokenizerFile:
     """Turns texts into ids and back as a tokenizer.json says; no special tokens are added.
 
     Args:
-        path: of the file.
+        path: path of the file.
         end_token: the text of the token that ends a document; None: one of `ENDS` that the file has.
         of_pairs: the ids of `SPECIAL` come before those of the file, which needs no end token.
 

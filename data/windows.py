@@ -34,7 +34,7 @@ class WindowSource(Source):
         batch_size: windows of a mini-batch, over all micro-batches and replicas.
         seed: decides the order of the windows.
         pad_id: the target in place of padding.
-        evaluation_windows: in `evaluation`, evenly spread over the held-out tokens; None: all.
+        evaluation_windows: number of windows of an evaluation, evenly spread over the held-out tokens; None: all.
     """
 
     _training: Ids

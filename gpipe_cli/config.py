@@ -83,7 +83,7 @@ class PipelineConfig:
         compile: torch.compile compiles each layer.
         shard_optimizer: each replica keeps and updates only its share of the optimizer's state.
         offload: cells' weights, gradients, optimizer state and averages lie in a file while they do not run (CPUs).
-        offload_dir: where that file lies; null: where the command is typed.
+        offload_dir: folder of that file; null: where the command is typed.
         auto: keys that the planner chooses before the run begins; until then they have the values of `BEFORE_CHOICE`.
     """
 

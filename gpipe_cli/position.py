@@ -40,7 +40,7 @@ class Position:
 
     Attributes:
         step: number of the training step, counted from 1; None outside of steps.
-        cell, micro_batch: of the instruction that runs; None outside of instructions.
+        cell, micro_batch: those of the instruction that runs; None outside of instructions.
         layer: name of the layer whose forward runs; None in a backward.
         instruction: the kind of instruction that runs, or other work such as "reading the next mini-batch".
     """

@@ -79,9 +79,9 @@ def contender(name: str, kind: str, cut: Sequence[int], policy: Any, *, work: Wo
 
     Args:
         name: begins with "torch " for torch.distributed.pipelining.
-        kind: of schedule.
+        kind: the kind of schedule.
         cut: number of layers of each cell.
-        policy: of re-materialization, as `kept_graphs` takes it.
+        policy: what is computed again, as `kept_graphs` takes it.
     """
     parts = cell_layers(cut)
     if name.startswith(TORCH):

@@ -202,7 +202,7 @@ class Workload:
     """Holds a model of layers that sleep, on which every contender runs on this worker.
 
     Args:
-        seconds: of each layer's forward of one micro-batch.
+        seconds: time of one micro-batch's forward in each layer.
         link: None: messages as fast as this machine has them.
     """
 

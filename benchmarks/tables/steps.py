@@ -77,7 +77,7 @@ def engine_step(
         placement: worker of every cell.
         remat: a policy, as `kept_graphs` takes it.
         micro_batches: every worker passes the same shapes; only the first worker's values count.
-        weight: of the mini-batch, by which every loss is divided.
+        weight: the mini-batch's, which divides every loss.
     """
     engine = Engine(cells, placement, transport, loss, len(micro_batches[0][1]), device, autocast)
     M = len(micro_batches)

@@ -18,7 +18,7 @@ class Table:
     """Holds the rows that one command measured.
 
     Attributes:
-        name: of the files, as "table2".
+        name: stem of the files' names, as "table2".
         columns: title of each column to the format of its values, e.g. ``{"ours": ".2f", "remat": ""}``.
         rows: values by title; further keys are for the JSON file only.
         notes: the protocol and what is remarkable, a sentence or two each.

@@ -65,7 +65,7 @@ class GridTable(NamedTuple):
     """Describes how tables 2 and 3 differ.
 
     Attributes:
-        sizes: of each family's model.
+        sizes: arguments of each family's model.
         paper: the paper's figures by family.
         linked: messages take time.
     """

@@ -46,7 +46,7 @@ class Finding:
 
     Attributes:
         layers: how many it became; 0 where it is refused.
-        seconds: of the processor, that tracing took.
+        seconds: processor time that tracing took.
         difference: largest relative difference from the module itself; infinite: more than rounding.
         same_cuts: whether all `CASES` have the same bits.
         where: the largest differences; why it is refused.

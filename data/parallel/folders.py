@@ -69,8 +69,8 @@ class PairFiles:
     """Holds the files of a corpus: two, line by line, or one table (`target` is None).
 
     Attributes:
-        columns: of a table of records: the names of source and target in each.
-        language_column: of a table of several languages: the name of the language, by which its records are chosen.
+        columns: names of source and target in each record of a table.
+        language_column: name of the language in a table of several, which chooses its records.
         unfit: what else a record may say there, or None, to be counted among this corpus' defects.
         turned: a table of two columns has the target first, as its name has.
     """
@@ -107,9 +107,9 @@ def find_pairs(
     Args:
         languages: the source languages wanted; None: all that are found.
         target: the language of the translations.
-        named: by split, files that take the place of those that are found; their paths begin at `root`.
-        columns: of source and target in records; None: the languages.
-        language_column: of the language in records; None: their file or folder names it.
+        named: files of each split that take the place of those that are found; their paths begin at `root`.
+        columns: names of source and target in records; None: the languages.
+        language_column: name of the language in records; None: their file or folder names it.
 
     Raises:
         ConfigurationError: the folder, a file or a language is missing, or there is no text.
@@ -161,7 +161,7 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: tuple[str,
     Args:
         target: the language of the translations.
         only: the source language of files whose names say none.
-        columns: of source and target in records; None: the languages.
+        columns: names of source and target in records; None: the languages.
 
     Raises:
         ConfigurationError: there is no such file, or nothing that can be read as pairs.

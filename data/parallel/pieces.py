@@ -58,10 +58,10 @@ class ParallelText:
         root: the folder; None: all files are named.
         languages: None: all that are found. target: the language of the translations.
         max_length: tokens of a side with its end token; longer pairs are dropped.
-        seed: of the shuffling.
-        language_column: of the language in records of several.
+        seed: decides the shuffling.
+        language_column: name of the language in records of several.
         held_out: share of a language's pairs that are held out where files of its own are lacking; half for each split.
-        lacking: by language, the splits that have no files.
+        lacking: the splits of each language that have no files.
         piece: lines that one process takes at a time.
     """
 
@@ -128,7 +128,7 @@ class Piece(NamedTuple):
     """Holds consecutive lines of a pair of files, as bytes.
 
     Attributes:
-        number: of the piece within its language.
+        number: place of the piece within its language.
         places: the number of each line in its file, from 1.
         rows: the columns of each line; two, unless a line of a TSV file is malformed; a record is one column.
     """
@@ -151,7 +151,7 @@ def read_pieces(files: PairFiles, size: int, numbers: Iterator[int] | None = Non
     """Yields the lines in pieces of ``size``, up to the end of the shorter file. Only "\\n" ends a line.
 
     Args:
-        numbers: of the pieces; None: from 0.
+        numbers: numbers of the pieces; None: from 0.
     """
     numbers = count() if numbers is None else numbers
     rows: Iterator[Sequence[bytes]] = zip(*map(_lines, files.files), strict=False)

@@ -51,7 +51,7 @@ class Preparation:
 
     Attributes:
         draft: names the files.
-        pairs: of files to read.
+        pairs: the files to read.
         strict: whether defects are refused.
         workers: number of processes.
     """

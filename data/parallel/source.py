@@ -28,8 +28,8 @@ class ParallelTextSource(PairSource):
         root: the folder.
         held_out: share of the pairs of a language without dev files that is held out, half for dev and half for test.
         train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
-        columns: of source and target in JSON lines and Parquet; None: the codes of the languages.
-        language_column: of the language in records of several languages; None: file or folder names it.
+        columns: names of source and target in JSON lines and Parquet; None: the codes of the languages.
+        language_column: name of the language in records of several; None: file or folder names it.
         languages: source languages; None: all that are found.
         pair: one of them instead of `languages`, for a bilingual run.
         target: the language of the translations.
@@ -38,8 +38,8 @@ class ParallelTextSource(PairSource):
         tokenizer: a run, a tokenizer.json or a SentencePiece .model for both sides, or two of these for [source,
             target]; None: SentencePiece is trained on the text.
         character_coverage: share of the text's characters that get pieces of their own.
-        normalization: of texts before they become pieces, see `Normalization`.
-        smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
+        normalization: what is done to texts before they become pieces, see `Normalization`.
+        smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
         strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.

@@ -58,7 +58,7 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[s
 
     Args:
         key: the key that holds `root`; for messages.
-        pattern: of the files' paths from `root`; None: those with the endings of text.
+        pattern: pattern of the files' paths from `root`; None: those with the endings of text.
 
     Raises:
         ConfigurationError: there is no text in it, or one twice.
@@ -139,7 +139,7 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
 
     Args:
         ends: what ends a document of plain text, see `Ends`. A record is a document.
-        key: of the text in a record.
+        key: name of the text in a record.
         defects: gets what cannot be used.
     """
     if has_records(piece.file):

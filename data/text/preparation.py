@@ -57,7 +57,7 @@ class TextForm:
     Attributes:
         document, json_key: see `documents`.
         held_out: share of the documents that are held out; 0: none.
-        seed: of their draw.
+        seed: decides their draw.
         tokenizer: path of a tokenizer.json or SentencePiece .model; None: SentencePiece is trained.
         end_token: see `TokenizerFile`.
         vocabulary: pieces of the SentencePiece model.
@@ -101,7 +101,7 @@ class EncodedText(NamedTuple):
 
     Attributes:
         documents: their number.
-        digest: of the ids that are trained on; None without any.
+        digest: digest of the ids that are trained on; None without any.
     """
 
     documents: int

@@ -28,7 +28,7 @@ class TextStore:
     """Opens a prepared text; reads neither the tokens nor, with SentencePiece, anything large.
 
     Attributes:
-        source_vocabulary, target_vocabulary: of the ids; one object.
+        source_vocabulary, target_vocabulary: the vocabulary of the ids; one object.
         train, dev: the tokens.
     """
 
@@ -52,19 +52,19 @@ class TextFilesSource(WindowSource, PreparedSource):
         root: a file or a folder, see `files.find_texts`; files named dev are evaluated on, those named test not read.
         files: a pattern of the paths in these folders, as "**/*.py"; None: files with the endings of text.
         document: what ends a document of plain text: "blank_line", "line" or "file". A record is a document.
-        json_key: of the text in a line of JSON or a row of Parquet.
+        json_key: name of the text in a line of JSON or a row of Parquet.
         held_out: share of the documents that are held out, drawn by a hash of each, where no file is named dev.
         evaluation_root: a file or folder that is held out, in place of files of `root` or a share of it.
         tokenizer: a run, a tokenizer.json or a SentencePiece .model; None: SentencePiece is trained on the text.
         end_token: the text of the tokenizer's token that ends a document; None: found by its usual names.
         vocabulary: pieces of the SentencePiece vocabulary, or the most ids that a tokenizer may have.
-        smaller_vocabulary: where the text supports fewer pieces, the vocabulary has fewer; else it is refused.
+        smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
-        normalization: of the text before it becomes pieces, see `Normalization`.
+        normalization: what is done to the text before it becomes pieces, see `Normalization`.
         strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
-        corpus_seed: of the draw of held-out documents.
+        corpus_seed: decides the draw of held-out documents.
         cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:

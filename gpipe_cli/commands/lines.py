@@ -30,7 +30,7 @@ def answer_lines(
 
     Args:
         line: with values of `OWN`.
-        entry: of the workers.
+        entry: entry point of the workers.
         configure: makes their configuration, without the input.
 
     Raises:
@@ -76,7 +76,7 @@ def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
     A run that saved none, such as one with a user's own data source, opens its data.
 
     Args:
-        keys: of the source that reads them, beside the folder.
+        keys: arguments of the source that reads them, beside the folder.
 
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.

@@ -121,7 +121,7 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
 
     Args:
         overrides: as typed.
-        folder: of `--config-dir`.
+        folder: the value of `--config-dir`.
 
     Raises:
         ConfigurationError: it has one line for each mistake.

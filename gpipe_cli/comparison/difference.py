@@ -101,7 +101,7 @@ class Quantity:
     """Holds the differences of one kind, such as all gradients.
 
     Attributes:
-        name: for the report.
+        name: name in the report.
         compared: their number.
         worst: the largest relative difference; None where there are none.
         beyond: the differences beyond the tolerance, in the order in which they were found.

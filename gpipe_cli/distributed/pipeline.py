@@ -38,24 +38,24 @@ class WorkerPipeline:
     """Runs a model's layers on the workers of each replica, in training, evaluation and generation.
 
     Args:
-        layers: of the whole model, the same on every worker, which builds those of its own cells.
-        cut: of the layers into cells.
+        layers: builders of the whole model, the same on every worker, which builds those of its own cells.
+        cut: the layers of each cell, and the worker that runs it.
         config: K, M, schedule, remat or keep.
         task: gives loss and weight of a micro-batch.
-        shape: of every micro-batch.
+        shape: dimensions of every micro-batch's tensors.
         world: the workers.
-        seed: of initial weights and of dropout.
+        seed: decides initial weights and dropout.
         autocast: makes the context in which forward runs.
-        boundary_type: of floating-point tensors between two layers; None: as a layer returns them.
+        boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
         where: kept up to date with what runs, for error reports.
 
     Attributes:
-        cells: of this worker, in order.
+        cells: this worker's cells, in order.
         where: what this worker is doing.
         ties: the tied parameters of the model.
-        schedule: of a training step.
-        message: by which all workers meet.
-        shape, M: of every micro-batch; the most micro-batches in flight.
+        schedule: schedule of a training step.
+        message: the vector in which all workers meet once a step.
+        shape, M: dimensions of every micro-batch's tensors; the most micro-batches in flight.
         unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
         forwards: run since the last step, or since an evaluation began; noise in evaluation depends on it.
@@ -161,7 +161,7 @@ def build_cells(
     """Builds this worker's cells on its device, and no others.
 
     Args:
-        boundary_type: of floating-point tensors between two layers; None: as a layer returns them.
+        boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
         where: shown with an error.
     """
     held: set[int] = set()

@@ -50,7 +50,7 @@ class PlanMessage(Exchange):
 
     Args:
         world: the workers.
-        shape: of every micro-batch of the run.
+        shape: dimensions of every micro-batch's tensors.
         M: the most micro-batches that a mini-batch has in one replica.
         of_replica: shapes of further fields that each replica fills, by name.
         more: sizes of other fields.
@@ -142,7 +142,7 @@ class StepMessage(PlanMessage):
         world, shape, M: as of `PlanMessage`.
         K: cells.
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
-        places: of all parameters of the model, by full name.
+        places: number of each parameter of the model, by full name.
         own: the names of this worker's parameters.
         task: has statistics and metrics.
     """
@@ -175,7 +175,7 @@ class StepMessage(PlanMessage):
 
         Args:
             record: each (layer, micro-batch) is on one worker of the replica.
-            squares: of the norms of this worker's gradients, in their order; none where nobody asks for the norm.
+            squares: squared norms of this worker's gradients, in their order; none where nobody asks for the norm.
             used: names of the parameters that this worker has used.
         """
         losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]

@@ -34,7 +34,7 @@ class World:
 
     Attributes:
         workers, replicas: W and D; together W·D ranks.
-        device: of this worker.
+        device: this worker's device.
         wire: the device whose tensors are sent between workers: `device` with NCCL, else the CPU.
         all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
         message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
@@ -132,7 +132,7 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     """Joins the processes that torchrun has started, as workers of replicas; without torchrun there is one.
 
     Args:
-        group: of the processes, where the program has made one.
+        group: group of the processes, where the program has made one.
 
     Raises:
         ConfigurationError: the processes are not as many in each replica; else as `join_world`.
@@ -271,7 +271,7 @@ def choose_backend(context: Context, identity: str, backend: str) -> str:
     """Returns gloo or nccl: the same on every rank, because rank 0 counts the devices of all ranks.
 
     Args:
-        identity: of this rank's device, see `device_identity`.
+        identity: identity of this rank's device, see `device_identity`.
 
     Raises:
         ConfigurationError: `pipeline.backend=nccl` without a GPU for each worker.

@@ -100,7 +100,7 @@ def run_job(
 
     Args:
         composed: without Hydra's own node.
-        started_at: by `time.monotonic`; each job of a sweep has its own start.
+        started_at: time of the start by `time.monotonic`; each job of a sweep has its own.
         prepared: the same, checked; None: a job of a sweep, which is checked here, so that the table has its refusal.
         above: folders around the directory that were made for it.
         jobs: number of the sweep's jobs, where it is known.

@@ -73,7 +73,7 @@ class Failure:
         rank: STARTER for the process that starts the workers.
         suspicion: likelihood of an echo of another worker's end: 0 none, 1 possible, 2 certain.
         time: seconds since the epoch.
-        text: for the console.
+        text: the report for the console.
         is_configuration: the worker refused the configuration.
         cause: one line: the worker's name, and the signal, exit code or exception.
         place: what the worker was doing, in words; empty if unknown.

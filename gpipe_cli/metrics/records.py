@@ -14,9 +14,9 @@ class Progress:
         step: number of updates, including skipped ones.
         skipped, skipped_in_a_row: updates left out because a loss or gradient was not finite.
         best, best_step: the lowest evaluation loss so far, and its step, whose checkpoint is kept; None: none is.
-        evaluations_since_best: for early stopping.
+        evaluations_since_best: evaluations without a new best, for early stopping.
         evaluation_due: the evaluation after this step has not been completed; a resumed run begins with it.
-        loss: of the last finite step.
+        loss: loss of the last finite step.
         stopped_by: why the loop ended.
         loss_scale: factor of the loss in backward; None: 1, as always without `precision.loss_scale`.
         steps_since_overflow: finite steps with this factor.
@@ -50,11 +50,11 @@ class Evaluation:
     """Holds the results of one evaluation.
 
     Attributes:
-        numbers: by name, the task's metrics and the scores of generated outputs.
+        numbers: the task's metrics and the scores of generated outputs, by name.
         loss: the task's first metric; the lowest selects the best checkpoint. None without data.
         samples: some generated outputs.
         sizes: training pairs of each language, on rank 0, if texts of several languages were scored.
-        signature: of sacreBLEU: how texts were scored.
+        signature: sacreBLEU's signature: how texts were scored.
         effort: amount of generation (`GenerationSettings.effort`); empty without generation.
         translations: all of them, language after language, on rank 0.
         copying: BLEU of each language's untranslated sources, on rank 0, after the last step.

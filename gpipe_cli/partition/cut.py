@@ -31,8 +31,8 @@ class Cut:
         placement: worker of each cell.
         table: one row a cell: cell, worker, layers (first, last, count), parameters, share of what all cells do in a
             step.
-        parameters: of the whole model.
-        ties: for every layer, its parameters that an earlier layer owns: `Survey.owners`.
+        parameters: number of parameters of the whole model.
+        ties: each layer's parameters that an earlier layer owns: `Survey.owners`.
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
     """
 

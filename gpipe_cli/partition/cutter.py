@@ -44,7 +44,7 @@ class Cutter:
     """Cuts one model for one pipeline.
 
     Args:
-        times: of each layer, in any unit.
+        times: time of each layer, in any unit.
         inseparable: names of the layers behind which no cut may lie, by their numbers.
 
     Raises:
@@ -186,7 +186,7 @@ def step_seconds(
     """Returns the seconds of one step with each of some cuts by simulation, messages free, in the unit of ``times``.
 
     Args:
-        cuts: of each cut 0 and the ends of the cells.
+        cuts: 0 and the ends of the cells of each cut.
     """
     phase, faster = phases(lists), np.array([speeds[worker] if speeds else 1.0 for worker in placement])
     cells = {name: (np.diff(running[cuts]) / faster).T for name, running in _running(times).items()}

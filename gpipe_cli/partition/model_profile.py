@@ -74,12 +74,12 @@ def profile_layers(
 
     Args:
         builders: the model.
-        example_inputs: of the first layer, for one micro-batch: real tensors.
-        device: where the layers run.
+        example_inputs: inputs of the first layer for one micro-batch: real tensors.
+        device: device on which the layers run.
         autocast: returns the context in which forward runs.
-        loss: of the last layer's outputs; None: it is not timed.
-        targets: of the micro-batch, for layers with an ``auxiliary_loss``.
-        boundary_type: of the floating-point tensors between two layers; None: as a layer returns them.
+        loss: loss of the last layer's outputs; None: it is not timed.
+        targets: the micro-batch's targets, for layers with an ``auxiliary_loss``.
+        boundary_type: type of floating-point tensors between two layers; None: as a layer returns them.
         enough: seconds after which no layer is timed again.
 
     Raises:
@@ -139,8 +139,8 @@ class LayerTrial:
 
     Args:
         run: returns outputs and losses for inputs; its second argument is False when it recomputes.
-        inputs: for one micro-batch; a gradient is computed for those that need one.
-        device: where it runs.
+        inputs: tensors of one micro-batch; a gradient is computed for those that need one.
+        device: device on which it runs.
         autocast: returns the context in which forward runs.
     """
 
@@ -212,11 +212,11 @@ class Trials:
     A group is as small as that allows, because the weights of all its layers exist at the same time.
 
     Args:
-        device: where they run.
+        device: device on which they run.
         enough: seconds after which no layer is timed again.
 
     Attributes:
-        times: of each layer timed so far.
+        times: time of each layer timed so far.
     """
 
     def __init__(self, device: torch.device, enough: float = math.inf) -> None:

@@ -42,7 +42,7 @@ class BufferGuard:
     as a table of positions, does not change again, and is allowed.
 
     Args:
-        name: of the layer, for the message.
+        name: the layer's name, for the message.
         module: the layer.
         forward: how it is called without the guard.
     """

@@ -59,8 +59,8 @@ class BuiltLayer:
     """Holds a layer of this worker.
 
     Attributes:
-        index: in the model's list.
-        boundary_type: of the floating-point tensors that it passes to the next layer; None: as it returns them.
+        index: place in the model's list.
+        boundary_type: type of the floating-point tensors that it passes on; None: as it returns them.
         tied: parameters that an earlier layer owns, by all their names there (`tied_parameters.py`).
         may_vary: no cut can lie behind it, so what it passes on may have shapes that depend on values.
     """
@@ -125,8 +125,8 @@ class Cell:
     that promises to behave alike in all micro-batches is spared what the first of them have shown to be needless.
 
     Args:
-        number: which of the K cells.
-        layers: in order.
+        number: number of the cell among the K.
+        layers: its layers, in order.
         noise: seeds each layer's dropout, and restores the generators.
         sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
         compiled: compiles the layers.
@@ -240,9 +240,9 @@ class Cell:
 
         Args:
             inputs: the boundary in front of the cell.
-            targets: for layers with an ``auxiliary_loss``.
+            targets: the micro-batch's targets, for layers with an ``auxiliary_loss``.
             step, micro_batch: seed the noise.
-            signature: of the shapes that entered the pipeline.
+            signature: signature of the shapes that entered the pipeline.
             first_time: False for a recompute: BatchNorm then gathers nothing.
 
         Returns:

@@ -66,7 +66,7 @@ class StepBuffers:
         weight_halves: second halves of backwards.
         input_gradients: one for each input of the cell; None where nothing flowed back.
         output_gradients: one for each output of the cell, received; likewise.
-        targets: by micro-batch, until the step ends.
+        targets: the targets of each micro-batch, until the step ends.
     """
 
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Engine:
             signatures: as in `StepPlan`; distinct from those of training.
             micro_batches: on the worker of cell 0.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
-            caches: of generation, by (cell, micro-batch); they live as long as the caller keeps them.
+            caches: what layers keep in generation, by (cell, micro-batch); they live as long as the caller keeps them.
             posts: as in `train_step`.
             number: steps, and forwards since then; the noise of layers that draw it in evaluation depends on it.
         """
@@ -228,7 +228,7 @@ class _Step:
     Args:
         engine: this worker's.
         instructions: this worker's list.
-        signatures: of the micro-batches.
+        signatures: shapes of each micro-batch.
         micro_batches: on the worker of cell 0.
         posts: when receives are posted; None: `post_ahead`.
     """

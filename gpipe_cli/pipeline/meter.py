@@ -52,7 +52,7 @@ class Meter:
 
     Attributes:
         began: begin of the step by the machine's monotonic clock, which all its processes share.
-        spans: of the last step that was read, in seconds of that clock.
+        spans: spans of the last step that was read, in seconds of that clock.
     """
 
     def __init__(self, device: torch.device, where: Position) -> None:

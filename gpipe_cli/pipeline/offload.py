@@ -32,7 +32,7 @@ class StateFile:
     """Holds the state of all cells of a worker, on disk.
 
     Args:
-        folder: where the file lies, on a file system with room for it.
+        folder: folder of the file, on a file system with room for it.
 
     Raises:
         DiskError: no file can be made there.

@@ -37,7 +37,7 @@ class NoiseSource:
     """Seeds the generators that a layer may draw from, before it runs.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         replica: 0 … D−1.
         device: where the layers run. They use its default generator, or the CPU's, as a layer does that calls
             ``torch.rand(())``.

@@ -76,7 +76,7 @@ class StepResult:
             and this one, because they end after the workers have met.
         lr: learning rate of the update.
         seconds: seconds of the whole step on this worker, its update included; known when it has ended.
-        not_finite: where the step first had a value that is not finite, in words; None where all are finite.
+        not_finite: the first place with a value that is not finite, in words; None where all are finite.
     """
 
     plan: StepPlan

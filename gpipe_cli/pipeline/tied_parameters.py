@@ -34,8 +34,8 @@ class ReplicaLink:
 
     Attributes:
         worker: this one.
-        ranks: of all workers.
-        group: for messages; None where there is one worker.
+        ranks: ranks of all workers.
+        group: process group for messages; None where there is one worker.
     """
 
     worker: int
@@ -67,7 +67,7 @@ class TiedParameters:
 
     Args:
         ties: the uses of every tied parameter of the model, in layer order.
-        cells: of this worker.
+        cells: this worker's cells.
         link: to the other workers.
     """
 

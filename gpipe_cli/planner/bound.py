@@ -108,7 +108,7 @@ def bound_of_any_cut(
     Args:
         layers: seconds of one micro-batch in each layer, on the fastest worker.
         graphs: bytes that any cell with the layer keeps.
-        speeds: of the workers, in any unit; each gets at least one layer.
+        speeds: the workers' speeds, in any unit; each gets at least one layer.
         M: micro-batches.
         memory: most bytes that a worker has for graphs; infinity: no limit.
         together: bytes that all workers have for them.

@@ -103,7 +103,7 @@ def most_alive(
     gradients on their way, memory shared with the receivers of messages, and what a running operation needs.
 
     Args:
-        instructions: of the worker.
+        instructions: the worker's list.
         sizes: sizes of every cell of the model.
         placement: ``placement[cell]`` is the cell's worker.
     """

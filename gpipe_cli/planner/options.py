@@ -30,7 +30,7 @@ class Options(_Typed):
     Attributes:
         device: None: the present machine, to be measured.
         memory, fit: bytes.
-        most_workers: of a replica, for which the present machine has devices; None: one for each cell.
+        most_workers: most workers of a replica, as this machine has devices; None: one for each cell.
     """
 
     device: Device | None = None

@@ -91,8 +91,8 @@ def candidates(
     """Yields sections `pipeline` with other values of the keys in ``free``, those that recompute nothing.
 
     Args:
-        devices: of all replicas together.
-        layers: of the model.
+        devices: number of devices of all replicas together.
+        layers: number of the model's layers.
         counts: micro-batches of all replicas together that a search may try.
     """
     replicas = [n for n in range(1, devices + 1) if devices % n == 0] if "replicas" in free else [pipeline.replicas]
@@ -124,7 +124,7 @@ class Search:
     """Looks for the pipeline with the shortest step that fits.
 
     Args:
-        planner: of the model.
+        planner: plans pipelines of the model.
         free: keys of `pipeline` that it may choose; all others are as configured.
         say: receives lines of progress.
     """

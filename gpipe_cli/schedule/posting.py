@@ -81,7 +81,7 @@ class _Worker:
     """Follows one worker's list on the ideal machine.
 
     Attributes:
-        position: of the next instruction.
+        position: place of the next instruction.
         in_gap: no computation runs.
         posts: found so far.
         received: messages whose receive is posted.
@@ -120,7 +120,7 @@ class Receives(Generic[Pending]):
     """Holds the receives of one step that are posted and not yet waited for.
 
     Args:
-        posts: which receives are due before which instruction.
+        posts: receives that are due before each instruction.
         post: posts a receive and returns it; None while its shapes are not known: it is tried again before each
             instruction, and the next receives of its kind wait for it, because they must be posted in order.
     """

@@ -66,11 +66,11 @@ def simulate(
     Args:
         lists: one list per worker.
         placement: ``placement[cell]`` is the cell's worker.
-        duration: of an instruction; called only for kinds in ``COMPUTE``.
+        duration: returns the time of an instruction; called only for kinds in ``COMPUTE``.
         latency: from a send to the moment the other worker can go on: one number, or a function of the send. Messages
             travel while workers compute and while other messages travel.
         host: time that each send and each receive takes from its own worker; a receive takes it while it waits.
-        posts: for each worker when it posts its receives, where a message travels only from then on (NCCL).
+        posts: when each worker posts its receives, if a message travels only from then on (NCCL).
 
     Raises:
         ScheduleError: the workers wait for each other in a circle.

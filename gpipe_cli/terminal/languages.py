@@ -13,7 +13,7 @@ def draw_languages(bleu: Mapping[str, float], copying: Mapping[str, float], sent
     """Draws a bar for each language, with its name, in two columns, and a mark at BLEU of the untranslated source.
 
     Args:
-        bleu, copying: by language, in the order in which they are drawn; the second may be empty.
+        bleu, copying: score of each language, in the order in which they are drawn; the second may be empty.
         sentences: number of sentences of each language; may be empty.
     """
     half = -(-len(bleu) // 2)

@@ -194,7 +194,7 @@ class RunTable:
     """Holds figures of runs.
 
     Attributes:
-        facts: for each run its directory, settings that differ, and figures in full precision.
+        facts: each run's directory, settings that differ, and figures in full precision.
         differing: keys of the configuration whose values differ.
     """
 

@@ -52,10 +52,10 @@ class Assembly:
     """Holds one worker's side of a run.
 
     Attributes:
-        source: of the data; on the first worker of each replica, None elsewhere.
+        source: data source, on the first worker of each replica; None elsewhere.
         tokens: the source's special tokens; zeros where it has none.
         layers: as `names_of_parameters` returns them.
-        builders: of all layers.
+        builders: builders of all layers.
     """
 
     settings: Settings

@@ -155,7 +155,7 @@ class Uploader:
     """Copies mini-batches to a GPU while it computes; on a CPU they stay where they are.
 
     Args:
-        device: of the first worker.
+        device: the first worker's device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -187,9 +187,9 @@ class BatchReader:
     """Reads one stream of mini-batches and writes the plan of each into the pipeline's message.
 
     Attributes:
-        micro_batches: of the current mini-batch; none when the data has ended.
-        position: of the current mini-batch; None before the first.
-        seconds_waited: for the current mini-batch.
+        micro_batches: those of the current mini-batch; none when the data has ended.
+        position: position of the current mini-batch; None before the first.
+        seconds_waited: seconds that the current mini-batch was waited for.
 
     Args:
         uploader: copies each mini-batch to the device before it is taken; None: it stays in the host's memory.
@@ -229,9 +229,9 @@ class TrainingBatches:
 
     Attributes:
         source: on the first worker of each replica, None elsewhere.
-        position: of the last mini-batch trained on; None at the beginning.
+        position: position of the last mini-batch trained on; None at the beginning.
         stop_requested: whether this worker was asked to stop.
-        seconds_waited: for the mini-batch trained on.
+        seconds_waited: seconds that the mini-batch trained on was waited for.
         failure: that the source has raised in place of the next mini-batch, which looks like the end of the data.
     """
 

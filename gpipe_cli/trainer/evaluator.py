@@ -27,7 +27,7 @@ class Evaluator:
     Attributes:
         source: on the first worker of each replica, None elsewhere.
         stop_requested: whether this worker was asked to stop.
-        generator: for tasks that generate; None otherwise.
+        generator: generates outputs, for tasks that do; None otherwise.
     """
 
     pipeline: WorkerPipeline

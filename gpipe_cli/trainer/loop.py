@@ -28,7 +28,7 @@ class Trainer:
     """Trains; `assemble_training` makes its components.
 
     Attributes:
-        progress: where the run begins or continues, kept up to date.
+        progress: step and state at which the run begins or continues, kept up to date.
         around_update: called with the result of each step; returns a context in which the weights are updated.
         last_evaluation: the numbers of the last evaluation.
     """

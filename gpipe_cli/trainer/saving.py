@@ -18,8 +18,8 @@ class Saver:
 
     Attributes:
         run_dir: shared by all workers.
-        message: by which they meet.
-        writer: of this worker; None on replicas other than 0, which hold the same weights.
+        message: the vector in which workers meet.
+        writer: this worker's writer; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers and learning rate schedule.
         state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
         saved_step: whose layers are on disk, or being written; -1: none.

@@ -42,8 +42,8 @@ class Updater:
     Args:
         pipeline: with this worker's cells.
         optimizer: over their parameters.
-        lr_schedule: of the optimizer, before its first step.
-        average: of the weights; None: the run keeps none.
+        lr_schedule: the optimizer's schedule, before its first step.
+        average: moving average of the weights; None: the run keeps none.
         clip: the largest norm of the whole gradient; None: no limit.
         shards: divide the optimizer's state among the replicas; None: each has all of it.
 
@@ -83,7 +83,7 @@ class Updater:
         """Sums the gradients over uses and replicas; until the exchange those of unused parameters are zero.
 
         Args:
-            scale: by which all gradients are too large.
+            scale: factor by which all gradients are too large.
         """
         self._unused.fill(self._parameters)
         self._unused.owners = self._ties.add_gradients()

@@ -50,7 +50,7 @@ def layers(
     Args:
         module: makes it, without arguments.
         example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
-        seed: for which its weights are drawn, as after ``torch.manual_seed(seed)``.
+        seed: seed of its weights, as after ``torch.manual_seed(seed)``.
         inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: see `Call`.
         float_type: type that the parameters will have when the layers run; those in float32 are traced as such.
         autocast: type of the autocast that the layers will run under.

@@ -75,7 +75,7 @@ def profiled(
 
     Args:
         micro_batch: its values matter only where the times are measured.
-        device: where they are measured.
+        device: device on which they are measured.
         say: receives one line about where the times come from.
         may_measure: False: only a kept profile will do.
 

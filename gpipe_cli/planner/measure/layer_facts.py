@@ -39,7 +39,7 @@ class LayerPass:
     """Describes the forward, the backward or half a backward of one layer.
 
     Attributes:
-        operations: in order.
+        operations: its operations, in order.
         peak: the most bytes alive at any moment; of half a backward without those that were alive before it.
     """
 
@@ -97,7 +97,7 @@ class LayerFacts:
         gathered: bytes of BatchNorm's statistics, kept until the mini-batch has ended.
         casts: bytes of weights cast for autocast, kept as long, once for all micro-batches.
         outputs: what the next layer gets.
-        memory: where the memory of each output is.
+        memory: place of each output's memory.
         batchnorm: True if it normalises over the examples of a micro-batch.
     """
 
