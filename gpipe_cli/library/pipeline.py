@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..checkpoint.files import RunState, choose
 from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
@@ -64,6 +66,9 @@ class Pipeline(WorkerPipeline):
         self._inputs = Inputs()
         self._answer: Callable[[Tensors], Any] = alone
         self._nothing = nn.Parameter(torch.empty(0, device=self.world.device))
+        if self.world.workers > 1:
+            own = {id(parameter) for parameter in self.parameters()}
+            weakref.finalize(self, register_optimizer_step_pre_hook(partial(_refuse_joint, own)).remove)
 
     @classmethod
     def of(
@@ -505,6 +510,16 @@ def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
             "the module is in evaluation mode, and step() runs it so, without dropout: call model.train() before "
             "Pipeline.of to train it as usual",
             stacklevel=3,
+        )
+
+
+def _refuse_joint(own: set[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises ConfigurationError before a step of LBFGS on a pipeline's parameters, given by their ids."""
+    theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if isinstance(optimizer, torch.optim.LBFGS) and own & theirs:
+        raise ConfigurationError(
+            "LBFGS looks at all parameters together, and this process has only its own: run the loop in one process, "
+            "or take an optimizer that updates each parameter by itself"
         )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import LayerBuilder, Pipeline
+from gpipe_cli.errors import ConfigurationError
 
 TOKENS = torch.arange(8)
 
@@ -100,6 +101,16 @@ def module() -> None:
     say("home", same, model.head.weight is model.table.weight)
 
 
+def joint_optimizer() -> None:
+    """Steps with LBFGS, which differs where each process has its own parameters."""
+    optimizer = torch.optim.LBFGS(made().parameters())
+    try:
+        optimizer.step(lambda: 0.0)
+    except ConfigurationError as error:
+        say("refused", error)
+
+
 if __name__ == "__main__":
     list_of_layers()
+    joint_optimizer()
     module()

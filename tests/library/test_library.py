@@ -297,6 +297,7 @@ def test_two_processes_that_hold_unlike_parts_agree() -> None:
     both = succeeded(run(*TORCHRUN, script, OMP_NUM_THREADS="1"))
     for line in alone.splitlines():
         assert both.count(line) == (1 if line.endswith("outputs 8") else 2), both
+    assert both.count("refused LBFGS") == 2
 
 
 def test_evaluation_mode_and_autocast_are_torch_s() -> None:
