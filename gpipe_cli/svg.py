@@ -81,17 +81,6 @@ class Drawing:
         place = f'x="{x:.1f}" y="{y + 0.35 * size:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
         self.parts.append(f'<text class="f-{colour}" {place}{weight}>{escape(text, quote=False)}</text>')
 
-    def image(self, x: float, y: float, side: float, png: str, title: str) -> None:
-        """Adds a PNG, in base64, in a square; ``title`` is shown where the pointer rests."""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}"'
-        source = f'href="data:image/png;base64,{escape(png)}"'
-        self.parts.append(f"<image {place} {source}><title>{escape(title)}</title></image>")
-
-    def square(self, x: float, y: float, side: float, strength: float, title: str) -> None:
-        """Adds a blue square, the stronger the value from 0 to 1 is; ``title`` is shown where the pointer rests."""
-        place = f'x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}" fill-opacity="{strength:.3f}"'
-        self.parts.append(f'<rect class="f-blue" {place}><title>{escape(title)}</title></rect>')
-
     def legend(self, entries: Sequence[tuple[str, str]], y: float, lines: bool = False) -> float:
         """Adds names with their colours in rows from y on; returns where they end."""
         x = 8.0

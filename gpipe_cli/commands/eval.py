@@ -26,7 +26,6 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +38,6 @@ from gpipe_cli.json_files import Numbers, read_json
 from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import read_words, run_command, show
 from gpipe_cli.terminal.document import Document, Grid, Picture
-from gpipe_cli.terminal.text import text_table
 
 OWN = {
     **dict.fromkeys(("checkpoint", "step", "output"), str),
@@ -149,39 +147,19 @@ def with_test_set(
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
     """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
-    from gpipe_cli.data.cldr.languages import name_of
     from gpipe_cli.metrics.translation_scores import languages_of
+    from gpipe_cli.terminal.evaluated import by_language
 
-    numbers, sizes, sentences = report["numbers"], report["sizes"], report["sentences"]
+    numbers, sentences = report["numbers"], report["sentences"]
     lines = [figures_table([report]).text()]
     if report["signature"]:
         lines.append(f"sacreBLEU {report['signature']}")
-    scores = languages_of(numbers).items()
     few = sorted(sentences, key=sentences.__getitem__)[: int(numbers.get("languages_with_few_sentences") or 0)]
-    copying = report.get("copying", {})  # reports of earlier releases have none
-    languages = [
-        [
-            code + "*" * (code in few),
-            name_of(code),
-            sizes.get(code),
-            sentences[code],
-            f"{bleu:.1f}",
-            copied(copying, code),
-        ]
-        for code, bleu in scores
-    ]
-    if languages:
-        half = -(-len(languages) // 2)
-        rows = [[*one, *other] for one, other in zip_longest(languages[:half], languages[half:], fillvalue=[""] * 6)]
-        lines += ["", text_table(["language", "", "pairs", "sentences", "BLEU", "copying"] * 2, rows)]
+    if scores := languages_of(numbers):
+        lines += ["", by_language(scores, report, few).text()]
     if few:
         lines.append(f"* in no mean: below task.generation.fewest_sentences={report['fewest_sentences']}")
     return lines
-
-
-def copied(copying: Mapping[str, float], code: str) -> str:
-    """Returns BLEU of a language's untranslated sources as text."""
-    return f"{copying[code]:.1f}" if code in copying else ""
 
 
 def figures_table(reports: Sequence[Mapping[str, Any]]) -> Grid:

@@ -14,9 +14,8 @@ from gpipe_cli.disk import read_bytes
 from gpipe_cli.jobs.trust import OURS, PATHS, SECTIONS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
-from gpipe_cli.terminal.classes import classes_shown, draw_sheet
-from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Lines, Picture
-from gpipe_cli.terminal.languages import draw_languages
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Image, Images, Lines, Picture
+from gpipe_cli.terminal.evaluated import by_class, by_language
 from gpipe_cli.terminal.runs import FinishedRun, read_run
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, seconds_text, size_text
 from gpipe_cli.typed_section import typed
@@ -101,11 +100,11 @@ def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) ->
         yield Picture(str(_draw_loss(rows, evaluations)))
     bleu = {name.removeprefix("bleu/"): score for name, score in last.items() if name.startswith("bleu/")}
     if len(bleu) > 1:
-        yield Picture(str(draw_languages(bleu, last.get("copying") or {}, last.get("sentences") or {})))
+        yield by_language(bleu, last)
     for sample in last.get("samples", ()):
         yield Facts(list(sample.items()))
     if (folder / CLASSES).is_file():
-        yield from classes_shown(read_json(folder / CLASSES, dict[str, Any]))
+        yield from by_class(read_json(folder / CLASSES, dict[str, Any]))
 
 
 def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
@@ -129,9 +128,9 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
     summary, pictures = run.summary, run.folder / "pictures"
     for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
-        svg = read_bytes(drawn, WHOLE).decode(errors="replace")
-        label = re.search(r' aria-label="([^"]*)"', svg)
-        yield Picture(svg, unescape(label[1]) if label else drawn.stem, trusted=False)
+        svg = read_bytes(drawn, WHOLE)
+        label = re.search(r' aria-label="([^"]*)"', svg.decode(errors="replace"))
+        yield Images([Image(svg, unescape(label[1]) if label else drawn.stem)])
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
     if shares:
         yield Picture(str(draw_shares({"measured": shares}, "Where a step goes")))
@@ -213,7 +212,7 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
     folder = relative_paths(str(run.folder))
     yield Facts([*versions, ("every key", f"{folder}/.hydra/config.yaml")])
     if (sheet := run.folder / "pictures" / "augmented.png").is_file():
-        yield Picture(str(draw_sheet(read_bytes(sheet, WHOLE))))
+        yield Images([Image(read_bytes(sheet, WHOLE), "Images of the first step, as the network sees them")])
     yield Lines(["To go on for twice as long (at any pipeline.K), to evaluate, and to export the last checkpoint:"])
     named = {".".join(key.split(".")[:2]) for key, value in run.settings.items() if value is not None}
     trusted = [*_foreign(run), *(f"data.{key}" for key in PATHS if f"data.{key}" in named)]

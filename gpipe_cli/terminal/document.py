@@ -1,32 +1,52 @@
 """Holds the report of a run, a sweep, a plan or a table, and renders it as text and as a page.
 
-A page is one HTML file without scripts that loads nothing: pictures stand in it.
+A page is one HTML file without scripts that loads nothing: page.html is its template, and pictures stand in it.
 """
 
 import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
+from itertools import chain, zip_longest
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from jinja2 import Environment, FileSystemLoader, Template
+from markupsafe import Markup
+
 from gpipe_cli.disk import write_whole
-from gpipe_cli.svg import COLOURS, DARK
+from gpipe_cli.svg import COLOURS
 from gpipe_cli.terminal.text import is_number, number, text_table
 
-_POLICY = "default-src 'none';img-src data:;style-src 'unsafe-inline'"
 KEY_WIDTH = 12  # at least, of facts on a console
-_LIGHT, _DARK = ("".join(f"--{name}:{both[dark]};" for name, both in COLOURS.items()) for dark in (0, 1))
-_STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-_CSS = f":root{{{_LIGHT}}}{DARK}{{:root{{{_DARK}}}}}\n{_STYLE}"
 
 
 class Link(NamedTuple):
-    """Holds text that leads to another file on a page."""
+    """Holds a cell of a table that leads to another file on a page."""
 
     text: str
     address: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Bar(NamedTuple):
+    """Holds a cell of a table that is a bar on a page; ``bar`` is its width, as "30%"."""
+
+    bar: str
+
+    def __str__(self) -> str:
+        return ""
+
+
+class Shade(NamedTuple):
+    """Holds a cell of a table with a blue ground on a page; ``shade`` is its strength, as "30%"."""
+
+    text: str
+    shade: str
 
     def __str__(self) -> str:
         return self.text
@@ -46,13 +66,6 @@ class Lines:
     def text(self) -> str:
         return "\n".join(f"* {line}" if self.kind == "* " else line for line in self.lines)
 
-    def html(self) -> str:
-        if self.kind == "```":
-            return f"<pre>{escape(self.text())}</pre>"
-        tag = {"* ": "li", "## ": "h2"}.get(self.kind, "p")
-        items = "\n".join(f"<{tag}>{_inline(line)}</{tag}>" for line in self.lines)
-        return f"<ul>{items}</ul>" if tag == "li" else items
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -60,66 +73,85 @@ class Facts:
 
     rows: Sequence[tuple[str, object]]
 
-    def _shown(self) -> list[tuple[str, str]]:
+    @property
+    def shown(self) -> list[tuple[str, str]]:
         return [(name, number(value)) for name, value in self.rows if value is not None and value != ""]
 
     def text(self) -> str:
-        rows = self._shown()
-        width = max([KEY_WIDTH, *(len(name) + 2 for name, _ in rows)])
-        return "\n".join(f"{name:<{width}}{value}" for name, value in rows)
-
-    def html(self) -> str:
-        rows = "\n".join(f"<dt>{escape(name)}</dt><dd>{_inline(value)}</dd>" for name, value in self._shown())
-        return f"<dl>{rows}</dl>"
+        width = max([KEY_WIDTH, *(len(name) + 2 for name, _ in self.shown)])
+        return "\n".join(f"{name:<{width}}{value}" for name, value in self.shown)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Holds a table."""
+    """Holds a table.
+
+    Attributes:
+        title: of a table on a page that needs one.
+        beside: parts of a long table that stand beside each other.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
+    title: str = ""
+    beside: int = 1
+
+    @property
+    def classes(self) -> list[Markup]:
+        """Returns the attribute of each column on a page: numbers are aligned to the right."""
+        right = [all(is_number(row[place]) for row in self.rows) for place in range(len(self.columns))]
+        return [Markup(' class="n"' if flush else "") for flush in right]
+
+    @property
+    def parts(self) -> list[Sequence[Sequence[object]]]:
+        """Returns the rows of each part."""
+        size = ceil(len(self.rows) / self.beside) or 1
+        return [self.rows[first : first + size] for first in range(0, len(self.rows), size)]
 
     def text(self) -> str:
-        return text_table(self.columns, self.rows)
-
-    def html(self) -> str:
-        right = [all(is_number(row[i]) for row in self.rows) for i in range(len(self.columns))]
-        kinds = [' class="n"' if flush else "" for flush in right]
-        head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(self.columns, kinds, strict=True))
-        body = "\n".join(
-            "<tr>" + "".join(f"<td{kind}>{_inline(cell)}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-            for row in self.rows
-        )
-        return f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        beside = zip_longest(*self.parts, fillvalue=[""] * len(self.columns))
+        return text_table([*self.columns] * max(1, len(self.parts)), [[*chain(*rows)] for rows in beside])
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Holds a picture, for a page alone.
-
-    Attributes:
-        svg: the document.
-        alt: what it shows, in words, of an image.
-        trusted: False: the document comes from a file, so a page shows it as an image, in which nothing runs.
-    """
+    """Holds a drawing of ours, for a page alone."""
 
     svg: str
-    alt: str = ""
-    trusted: bool = True
+
+    @property
+    def inside(self) -> str:
+        """Returns the picture as HTML holds it, which needs no name of a namespace."""
+        return re.sub(r' xmlns="[^"]*"', "", self.svg)
 
     def text(self) -> str:
         return ""
 
-    def html(self) -> str:
-        if not self.trusted:
-            content = b64encode(self.svg.encode()).decode()
-            return f'<figure><img alt="{escape(self.alt)}" src="data:image/svg+xml;base64,{content}"></figure>'
-        inside = re.sub(r' xmlns="[^"]*"', "", self.svg[self.svg.find("<svg") :])  # HTML needs none
-        return f"<figure>{inside}</figure>"
+
+class Image(NamedTuple):
+    """Holds a file in which nothing runs on a page: SVG or PNG; ``alt`` says what it shows."""
+
+    content: bytes
+    alt: str
+
+    @property
+    def address(self) -> str:
+        kind = "png" if self.content.startswith(b"\x89PNG") else "svg+xml"
+        return f"data:image/{kind};base64,{b64encode(self.content).decode()}"
 
 
-Block = Lines | Facts | Grid | Picture
+@dataclass(frozen=True)
+class Images:
+    """Holds images, for a page alone: large ones, or, below a title, small ones that say what they show."""
+
+    images: Sequence[Image]
+    title: str = ""
+
+    def text(self) -> str:
+        return ""
+
+
+Block = Lines | Facts | Grid | Picture | Images
 
 
 @dataclass(frozen=True)
@@ -134,22 +166,16 @@ class Document:
         return "\n\n".join(filter(None, (block.text() for block in self.blocks)))
 
     def html(self) -> str:
-        title = escape(self.title)
-        meta = [
-            '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        ]
-        head = f"<head>{''.join(meta)}<title>{title}</title><style>{_CSS}</style></head>"
-        body = "\n".join(block.html() for block in self.blocks)
-        return f'<!doctype html>\n<html lang="en">{head}\n<body><main><h1>{title}</h1>\n{body}\n</main></body></html>\n'
+        blocks = [(type(block).__name__, block) for block in self.blocks]
+        return _template().render(title=self.title, blocks=blocks, colours=COLOURS)
 
     def save(self, path: Path) -> None:
         """Writes the page, as a whole."""
         write_whole(path, self.html())
 
 
-def _inline(value: object) -> str:
-    if isinstance(value, Link):
-        return f'<a href="{escape(value.address)}">{escape(value.text)}</a>'
-    return escape(number(value), quote=False)
+@cache
+def _template() -> Template:
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.filters["number"] = number
+    return environment.get_template("page.html")

@@ -75,8 +75,8 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value is a number; True also for numbers written as text, such as "21.3 %"."""
-    return value is None or isinstance(value, (int, float)) or value == "-" or bool(NUMBER.match(str(value)))
+    """Returns whether a value is a number; True also for none, and for one written as "21.3 %"."""
+    return value in (None, "", "-") or isinstance(value, (int, float)) or bool(NUMBER.match(str(value)))
 
 
 def relative_paths(text: str) -> str:

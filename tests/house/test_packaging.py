@@ -168,7 +168,7 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     data = {f"gpipe_cli/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     own = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "gpipe_cli").rglob("*.*") if path.suffix in (".css", ".yaml")
+        str(path.relative_to(ROOT)) for path in (ROOT / "gpipe_cli").rglob("*.*") if path.suffix in (".html", ".yaml")
     }
     names = (module.replace(".", "/") for module in MODULES if MODULES[module].name != "__init__.py")
     assert {*data, *own, *(f"gpipe_cli/{name}.py" for name in names)} <= held
