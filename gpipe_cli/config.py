@@ -285,13 +285,11 @@ class VerifyConfig:
 
     Attributes:
         steps: number of mini-batches that are compared from the first on.
-        later: number of one more, after a step that is skipped, a checkpoint and a resume.
         dtype: type of weights and activations: as configured, or float64.
         format: form of the report on the console.
     """
 
     steps: Count
-    later: Count
     dtype: Literal["configured", "float64"]
     format: Literal["text", "json"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -18,21 +18,10 @@ from torch import Tensor
 from benchmarks.common import Row, report
 from benchmarks.traced.modules import Subject, subject
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.comparison.difference import NO_LAYER, judge_tensors, measure
-from gpipe_cli.comparison.module_itself import (
-    ROUNDING,
-    Given,
-    Itself,
-    SameNoise,
-    by_kind,
-    compare,
-    example_of,
-    maker_of,
-)
+from gpipe_cli.comparison.module_itself import Given, SameNoise, by_kind, compare, example_of, maker_of
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.traced.layers import layers
-from gpipe_cli.models.traced.recording import quiet
 
 SEED, M, EXAMPLES, PROCESSES = 3, 2, 3, 3
 COLUMNS = {"module": "", "layers": "d", "verdict": "", "cuts": "", "seconds": ".1f", "where": ""}
@@ -97,7 +86,7 @@ class Member:
 
 
 def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Member | None = None) -> Finding:
-    """Traces a module, compares its layers with it as gpipe-verify does, and a step of the cells of each case.
+    """Traces a module, compares its layers with it as a start does, and the steps of the cells of all cases.
 
     Args:
         member: of the processes that call it, each with its own; the first returns what was found. None: there is one.
@@ -117,19 +106,11 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES, member: Mem
             runs.append(member.values(K, step) if member else step())
     if member and member.rank > 0:
         return Finding()
-    compared = compare(builders, given)
-    itself = Itself(maker_of(builders[0]).traced_from, given)
-    with quiet(), SameNoise(0):
-        itself.call(True, *given.micro_batches)
-        own = _values(itself.tensors(), itself.call(False, *given.micro_batches))
-    gaps = [((NO_LAYER, name), measure(run.get(name), value)) for run in runs for name, value in own.items()]
-    both = compared.all, judge_tensors("cells", gaps, ROUNDING, kind=lambda key: key[1].partition(" ")[0])
-    worst = max(both, key=lambda quantity: quantity.relative)
-    said = [str(difference) for quantity in both for difference in quantity.beyond[:3]]
-    where = "; ".join(said) or (f"at {worst.worst}" if worst.relative else "")
-    where += f"; in float64, for before {compared.narrow}" if compared.narrow else ""
+    compared = compare(builders, given).found
+    worst, beyond = compared.worst, compared.beyond
+    where = "; ".join(map(str, beyond[:3])) or (f"at {worst}" if compared.relative else "")
     same = all(torch.equal(run[name], value) for run in runs[1:] for name, value in runs[0].items())
-    return Finding(len(builders), seconds, math.inf if said else worst.relative, same, where)
+    return Finding(len(builders), seconds, math.inf if beyond else compared.relative, same, where)
 
 
 def _loss(outputs: Tensors, targets: object) -> Tensor:
@@ -153,12 +134,8 @@ def _of_cells(builders: Sequence[LayerBuilder], K: int, remat: str, given: Seque
     for layer in reversed(pipeline.layers):  # the first has the gradient of what is tied
         held = maker_of(builders[layer.index]).held
         named |= {held[path]: t for path, t in (*layer.module.named_parameters(), *layer.module.named_buffers())}
-    return {"loss": torch.tensor(loss), **_values(named, outputs)}
-
-
-def _values(named: Mapping[str, Tensor], outputs: Sequence[Tensor]) -> Values:
-    values = {f"{kind} of {name}": tensor for kind, of in by_kind(named).items() for name, tensor in of.items()}
-    return {name: value.detach() for name, value in values.items()} | {f"output {n}": o for n, o in enumerate(outputs)}
+    values = {f"{kind} of {name}": t.detach() for kind, of in by_kind(named).items() for name, t in of.items()}
+    return {"loss": torch.tensor(loss), **values} | {f"output {n}": output for n, output in enumerate(outputs)}
 
 
 def print_table(rank: int, folder: str, names: Sequence[str], output: Path | None) -> None:

@@ -1,6 +1,6 @@
 """gpipe-verify: runs a few steps of a configuration as gpipe-train would (its workers, K, M, schedule), the same steps
 in one process by a plain loop without the engine, and compares: loss, outputs of layers, every gradient by name,
-clipping, learning rate, optimizer state, weights, a step that is skipped, a resume, an evaluation.
+clipping, learning rate, optimizer state, weights.
 
     gpipe-verify model=transformer pipeline.K=4 pipeline.M=8
     gpipe-verify debug=tiny pipeline.schedule=1f1b          with a model and data made small: seconds
@@ -10,7 +10,6 @@ clipping, learning rate, optimizer state, weights, a step that is skipped, a res
 It takes every key of gpipe-train, and
 
     verify.steps=2          how many mini-batches, from the first on
-    verify.later=5          one more, after a skipped step, a checkpoint and a resume
     verify.dtype=float64    both sides in float64: separates rounding from errors
     verify.format=json      one JSON object on standard output; everything else goes to standard error
 

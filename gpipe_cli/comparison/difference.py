@@ -3,11 +3,11 @@
 Both gpipe-verify and the comparison of traced modules judge so: tensors are measured one at a time (`Gap`), and judged
 when all of their kind have been measured. A difference is divided by the norm of the right side's tensor, but at least
 by a small share of the norm of all tensors of the kind (a gradient that is nothing but rounding may differ by all of
-itself). Up to the tolerance it is rounding, above a ceiling it is none, and float64 decides what is in between.
+itself). Up to a tolerance it is rounding.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -162,13 +162,3 @@ def judge_tensors(
 def norm_of_all(norms: Iterable[float]) -> float:
     """Returns the norm of all tensors together, from the norm of each; norms that are not finite are left out."""
     return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))
-
-
-def may_be_rounding(found: Iterable[Quantity], ceilings: Mapping[str, float], ceiling: float) -> bool:
-    """Returns whether no difference beyond the tolerance is too large for rounding, so that float64 can decide.
-
-    Args:
-        ceilings: largest relative difference that may be rounding, of quantities by name.
-        ceiling: largest relative difference that may be rounding, of all other quantities.
-    """
-    return all(not quantity.beyond or quantity.relative <= ceilings.get(quantity.name, ceiling) for quantity in found)

@@ -16,10 +16,10 @@ import math
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..cpu import seeded
-from ..factory.wrappers import widened
 from ..layers import LayerBuilder, announce
 from ..micro_batch import MicroBatch, Tensors
-from ..models.traced.layers import LayerMaker, traced_layers
+from ..models.traced.layers import LayerMaker
 from ..models.traced.module import Called, TracedFrom, autocast_of
 from ..models.traced.recording import quiet
 from ..models.traced.trace import INSIDE, Example, SizeError
@@ -43,10 +42,10 @@ from ..pipeline.engine import Engine
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan
 from ..schedule.schedule import forward_only, schedule
-from .difference import MISSING, NO_LAYER, Gap, Key, Quantity, judge_tensors, measure
+from .difference import MISSING, NO_LAYER, SMALL_SHARE, Gap, Key, Quantity, judge_tensors, measure
 
-ROUNDING = 1e-4  # relative difference that still counts as rounding, of a tensor however small
-NOTHING = 1e-6  # share of all of its kind below which a gradient in float64 is zero but for rounding
+ROUNDING = 1e-3  # relative difference that counts as rounding
+OF_HALF, GRADIENT_OF_HALF, SMALL_OF_HALF = 0.03, 0.1, 0.05  # the same in 16 bits, and what counts as small there
 COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
 FEW, LARGEST, SMALLEST, ONE, SHORT = "two examples", "largest", "smallest", "one example", "length 1"
 CALLS = (  # (whether it trains, which micro-batch); None: an update of both sides
@@ -56,31 +55,8 @@ CALLS = (  # (whether it trains, which micro-batch); None: an update of both sid
 
 Loss = Callable[[Tensors, Tensors], Tensor]  # of outputs and targets
 MakeOptimizer = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]  # of named parameters; freezes some
-Gaps = dict[str, list[tuple[Key, Gap]]]  # by kind and call
 OUTPUT, GRADIENT, BUFFER, TRAINED = "output", "gradient", "buffer", "requires_grad"
 PARAMETER, DRAWN = "parameter", "numbers drawn from a generator"
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Holds the largest relative differences that float64 may find to be rounding.
-
-    Attributes:
-        output: largest difference of outputs, buffers and updated weights.
-        gradient: largest difference of gradients.
-        small: share of all of its kind by which a smaller tensor is measured.
-    """
-
-    output: float
-    gradient: float
-    small: float
-
-
-OF_FLOAT32, OF_HALF = Ceilings(1e-3, 0.05, 1e-3), Ceilings(0.03, 0.1, 0.05)
-
-
-class ModuleFailed(Exception):
-    """Raised when the module itself fails where its layers do not; has the module's own exception as its cause."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +88,16 @@ class Given:
         return tuple(some(t) if t.dim() else t for t in inputs), tuple(some(t) if t.dim() else t for t in targets)
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """Says how the two sides compare.
 
     Attributes:
-        all: everything that was compared.
-        narrow: what the run's precision had found, where float64 has decided.
+        found: everything that was compared.
         fewest: examples that a micro-batch must have; 2: with one, the layers do something else.
         shortest: tokens that a text must have; 2: with one, the layers do something else.
     """
 
-    all: Quantity
-    narrow: str = ""
+    found: Quantity
     fewest: int = 1
     shortest: int = 1
 
@@ -132,28 +105,12 @@ class Compared:
 def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
-    Where they differ by more than rounding usually does, and not by as much as an error would, float64 decides. Where
-    that fails, as the code of some modules holds types, a tensor counts that is not small beside all of its kind.
-
     Raises:
-        ModuleFailed: the module itself raises, its layers do not.
-        Exception: what the layers raise.
+        Exception: what one side raises.
     """
-    traced_from, layers = maker_of(builders[0]).traced_from, _Layers(builders, given)
-    ceilings = OF_HALF if layers.has_half else OF_FLOAT32
-    calls = _Calls(layers, Itself(traced_from, given), given)
-    gaps = calls.run()
-    found, narrow = _together(judge(gaps, ROUNDING)), ""
-    if found.beyond and not _together(beyond_rounding(gaps, ceilings)).beyond:
-        try:
-            wide = _together(judge(_in_float64(traced_from, given).run(), ROUNDING**2, NOTHING))
-            found, narrow = (found, "") if wide.beyond else (wide, str(found.worst))
-        except Exception:
-            as_it_runs = beyond_rounding(gaps, ceilings) if layers.has_half else judge(gaps, ROUNDING, ceilings.small)
-            found = _together(as_it_runs)
-    if found.beyond:
-        return Compared(found, narrow)
-    return Compared(found, narrow, *(2 if calls.differ(which, ceilings) else 1 for which in (ONE, SHORT)))
+    calls = _Calls(builders, given)
+    found = calls.run()
+    return Compared(found) if found.beyond else Compared(found, *(1 + calls.differ(which) for which in (ONE, SHORT)))
 
 
 def maker_of(builder: LayerBuilder) -> LayerMaker:
@@ -167,22 +124,15 @@ def example_of(inputs: Tensors) -> Example:
     return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
 
 
-def _in_float64(traced_from: TracedFrom, given: Given) -> _Calls:
-    traced_from = replace(traced_from, autocast=None)
-    given = replace(given, micro_batches=[*map(widened, given.micro_batches)])
-    builders = traced_layers(traced_from, example_of(given.micro_batches[0][0]), torch.float64)
-    return _Calls(_Layers(builders, given, torch.float64), Itself(traced_from, given, torch.float64), given)
-
-
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
 class _Layers:
     """Runs all layers by the engine, each in a cell of its own; a parameter of several layers is one."""
 
-    def __init__(self, builders: Sequence[LayerBuilder], given: Given, float_type: torch.dtype | None = None) -> None:
+    def __init__(self, builders: Sequence[LayerBuilder], given: Given) -> None:
         announce(builders)
-        modules = [builder.build().to(float_type) for builder in builders]
+        modules = [builder.build() for builder in builders]
         for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
             tensor.data = tensor.data.clone()  # as workers share no memory
         self._held = [maker_of(builder).held for builder in builders]
@@ -223,48 +173,35 @@ class _Layers:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module."""
-        found: dict[str, Tensor] = {}
-        for cell, held in zip(self._cells, self._held, strict=True):
-            for path, first in held.items():
-                tensor = attrgetter(path)(cell.layers[0].module)
-                same = found.get(first) is tensor or first not in found or torch.equal(found[first], tensor)
-                found[first] = tensor if same else torch.empty(0)  # layers have made different buffers of one
-        return found
+        sides = zip(self._cells, self._held, strict=True)
+        return {first: attrgetter(path)(cell.layers[0].module) for cell, held in sides for path, first in held.items()}
 
 
-class Itself:
+class _Itself:
     """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches."""
 
-    def __init__(self, traced_from: TracedFrom, given: Given, float_type: torch.dtype | None = None) -> None:
+    def __init__(self, traced_from: TracedFrom, given: Given) -> None:
         with quiet(), seeded(traced_from.seed):
             self._called = Called(traced_from.constructor(), traced_from.call)
         with torch.no_grad():
             self._called.train()
-        self._called.to(float_type)
-        module = self._called.module
-        names = {id(parameter): name for name, parameter in nn.Module.named_parameters(module)}
-        named = [(names.get(id(parameter), ""), parameter) for parameter in module.parameters()]
-        self._autocast, self._loss, self.optimizer = traced_from.autocast, given.loss, given.optimizer(named)
+        self._autocast, self._loss = traced_from.autocast, given.loss
+        self.optimizer = given.optimizer([*self._called.module.named_parameters()])
 
-    def call(self, trains: bool, *micro_batches: MicroBatch) -> list[Tensor]:
-        """Returns the outputs; in training, adds gradients of the mean loss to the parameters'."""
-        returned = []
+    def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
+        """Returns the output; in training, adds gradients to the parameters'."""
+        inputs, targets = micro_batch
         alone = patch.object(torch.distributed, "is_initialized", lambda: False)  # of SyncBatchNorm
         with alone, averaged_over_a_mini_batch(self._called), torch.set_grad_enabled(trains):
             if self._called.training is not trains:  # as loops do: what forward changes stays until then
                 self._called.train(trains)
-            for inputs, targets in micro_batches:
-                with self._context():
-                    made = self._called(*(tensor.clone() for tensor in inputs))
-                    outputs: Tensors = made if isinstance(made, tuple) else (made,)
-                    loss = self._loss(outputs, targets) / len(micro_batches) if trains else None
-                returned.append(joined(outputs))
-                if loss is not None and loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        return returned
-
-    def _context(self) -> AbstractContextManager[Any]:
-        return autocast_of(self._autocast)
+            with autocast_of(self._autocast):
+                made = self._called(*(tensor.clone() for tensor in inputs))
+                outputs: Tensors = made if isinstance(made, tuple) else (made,)
+                loss = self._loss(outputs, targets) if trains else None
+            if loss is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        return joined(outputs)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module."""
@@ -286,14 +223,15 @@ def joined(outputs: Tensors) -> Tensor:
 class _Calls:
     """Calls both sides alike, and measures after each call how far they are apart."""
 
-    def __init__(self, layers: _Layers, itself: Itself, given: Given) -> None:
-        self._layers, self._itself, self._given = layers, itself, given
-        self._gaps: Gaps = {}
+    def __init__(self, builders: Sequence[LayerBuilder], given: Given) -> None:
+        self._layers, self._given = _Layers(builders, given), given
+        self._itself = _Itself(maker_of(builders[0]).traced_from, given)
+        self._gaps: dict[str, list[tuple[Key, Gap]]] = {}  # by kind and call
         self._number = 0  # of the last call
         self._trained: set[str] = set()  # parameters that have had a gradient
 
-    def run(self) -> Gaps:
-        """Runs all calls and updates; returns how far the two sides are apart after each."""
+    def run(self) -> Quantity:
+        """Runs all calls and updates; returns what was compared."""
         with quiet(), seeded(0):
             for call in CALLS:
                 if call is None:
@@ -304,38 +242,28 @@ class _Calls:
                 except Exception as error:
                     if call[1] != FEW or not isinstance(error.__cause__, SizeError):  # no run has so few examples
                         raise
-        return self._gaps
+        return self._judged()
 
-    def differ(self, which: str, ceilings: Ceilings) -> bool:
-        """Returns whether both sides differ with one example, or with texts of one token; nothing is called after it.
-
-        False where the layers refuse such inputs anyway.
-        """
+    def differ(self, which: str) -> bool:
+        """Returns whether both sides differ, or one fails, with one example, or with texts of one token."""
         few, taken = ([tensor.shape for tensor in self._given.call(of, 0)[0]] for of in (FEW, which))
         if few == taken:  # there are no texts
             return False
+        self._gaps = {}
         with quiet(), seeded(0):
-            for trains in (True, False):
-                self._gaps = {}
-                try:
-                    self._call(trains, which)
-                except ModuleFailed:
-                    return True
-                except Exception:  # then a run stops, too
-                    continue
-                if _together(beyond_rounding(self._gaps, ceilings)).beyond:
-                    return True
-        return False
+            try:
+                self._call(True, which)
+                self._call(False, which)
+            except Exception:
+                return True
+        return bool(self._judged().beyond)
 
     def _call(self, trains: bool, which: str) -> None:
         self._number += 1
         micro_batch = self._given.call(which, self._number)
         with SameNoise(self._number):
             ours, before = self._layers.call(trains, micro_batch), _generators()
-            try:
-                (own,) = self._itself.call(trains, micro_batch)
-            except Exception as error:
-                raise ModuleFailed from error
+            own = self._itself.call(trains, micro_batch)
             drawn = [name for name, state in _generators().items() if state != before[name]]
         place = f"call {self._number}, {'training' if trains else 'evaluation'}: "
         self._measure(place + OUTPUT, {"": ours}, {"": own})
@@ -365,11 +293,26 @@ class _Calls:
                 ours[name].copy_(own[name])  # so that rounding does not add up
 
     def _measure(self, kind: str, ours: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Measures tensors by name; constants of a layer and tables made at first use are on one side alone."""
+        in_one_may_lie = kind.endswith((TRAINED, BUFFER))
         for name in dict.fromkeys([*own, *ours]):
-            gap = _gap(kind.rpartition(": ")[2], ours.get(name), own.get(name))
-            if gap is not None:
-                where = f"{kind} of {name}" if name else kind
-                self._gaps.setdefault(kind, []).append(((NO_LAYER, where), gap))
+            if in_one_may_lie and not (name in own and name in ours):
+                continue
+            one, other = ours.get(name), own.get(name)
+            same_type = one is not None and other is not None and one.dtype == other.dtype
+            gap = measure(one, other) if same_type else MISSING
+            self._gaps.setdefault(kind, []).append(((NO_LAYER, f"{kind} of {name}" if name else kind), gap))
+
+    def _judged(self) -> Quantity:
+        """Judges all that was measured, each tensor beside those of its kind and call."""
+        is_half, found = self._layers.has_half, list[Quantity]()
+        for kind, gaps in self._gaps.items():
+            of_half = GRADIENT_OF_HALF if kind.endswith(GRADIENT) else OF_HALF
+            tolerance, small = (of_half, SMALL_OF_HALF) if is_half else (ROUNDING, SMALL_SHARE)
+            found.append(judge_tensors(kind, gaps, tolerance, small, kind=lambda _: None))
+        worst = max((one.worst for one in found if one.worst), key=lambda difference: difference.relative, default=None)
+        beyond = [difference for quantity in found for difference in quantity.beyond]
+        return Quantity("all", sum(quantity.compared for quantity in found), worst, beyond)
 
 
 def _generators() -> dict[str, str]:
@@ -446,34 +389,3 @@ def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
             values, total, squares = torch.stack(parts).sum(0)
             mean.lerp_((total / values).to(mean), momentum)
             variance.lerp_((squares / values - (total / values).square()).to(variance), momentum)
-
-
-# -- judging -----------------------------------------------------------------------------------------------------------
-# -- judging -----------------------------------------------------------------------------------------------------------
-
-
-def judge(gaps: Gaps, tolerance: float, small: float = 0.0) -> list[Quantity]:
-    """Judges measured tensors, kind by kind; see `judge_tensors`."""
-    return [judge_tensors(kind, found, tolerance, small, kind=lambda _: None) for kind, found in gaps.items()]
-
-
-def beyond_rounding(gaps: Gaps, ceilings: Ceilings) -> list[Quantity]:
-    """Judges measured tensors, kind by kind, by the largest differences that may be rounding."""
-    limits = {kind: ceilings.gradient if GRADIENT in kind else ceilings.output for kind in gaps}
-    return [judge({kind: found}, limits[kind], ceilings.small)[0] for kind, found in gaps.items()]
-
-
-def _together(found: Sequence[Quantity]) -> Quantity:
-    worst = max((quantity.worst for quantity in found if quantity.worst), key=lambda d: d.relative, default=None)
-    beyond = [difference for quantity in found for difference in quantity.beyond]
-    return Quantity("all", sum(quantity.compared for quantity in found), worst, beyond)
-
-
-def _gap(kind: str, ours: Tensor | None, own: Tensor | None) -> Gap | None:
-    """Returns how far two values are apart; None where they are not compared."""
-    if ours is None or own is None:
-        return None if kind in (TRAINED, BUFFER) else MISSING  # constants of a layer, tables made at first use
-    if ours.dtype == own.dtype and torch.equal(ours, own):  # often, and faster than `measure`
-        size = float(torch.linalg.vector_norm(own.detach().float()))
-        return Gap(0.0, 0.0, size, size, 0.0)
-    return measure(ours, own) if ours.dtype == own.dtype and (kind != TRAINED or bool(ours == own)) else MISSING

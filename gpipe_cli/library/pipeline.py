@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..checkpoint.files import RunState, choose
 from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
 from ..checkpoint.writer import CheckpointWriter
-from ..comparison.at_start import compare_at_start, is_traced, key_of_module, mean_loss, refuse_fewer
+from ..comparison.at_start import compare_at_start, is_traced, mean_loss, refuse_fewer
 from ..comparison.module_itself import Given, example_of, maker_of
 from ..config import PipelineConfig
 from ..distributed.pipeline import WorkerPipeline
@@ -499,7 +499,7 @@ def traced(
     dtype = None if autocast is None else str(autocast).removeprefix("torch.")
     call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
     of = TracedFrom(partial(copied, module), call, seed, dtype, trust)
-    return traced_layers(of, example_of(inputs), torch.float32)
+    return traced_layers(of, example_of(inputs))
 
 
 def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
@@ -534,7 +534,7 @@ def _agreed_or_refusal(
         cut, fewest = asdict(cut_model(builders, config, workers, micro_batch)), [1, 1]
         if is_traced(builders):
             given = Given([micro_batch], mean_loss(task), lambda named: torch.optim.SGD([p for _, p in named], 0.01))
-            fewest = compare_at_start(builders, given, key_of_module(builders), lambda _: None)
+            fewest = compare_at_start(builders, given, lambda _: None)
         return cut, fewest
     except ConfigurationError as error:
         return str(error)

@@ -15,7 +15,7 @@ import torch._dynamo  # every optimizer imports it when it is made; imported her
 
 from ..checkpoint.compatibility import require_same_data
 from ..checkpoint.files import open_checkpoint, read_manifest, vocabulary_folder
-from ..comparison.at_start import compare_at_start, given_by, is_traced, key_of, refuse_fewer
+from ..comparison.at_start import compare_at_start, given_by, is_traced, refuse_fewer
 from ..comparison.module_itself import maker_of
 from ..config import BEFORE_CHOICE, PipelineConfig, Settings
 from ..data.source import Source
@@ -95,7 +95,7 @@ def compare_module(assembly: Assembly, journal: Notices) -> None:
     def compared() -> list[int]:
         batch = first_batch(cast(Source, assembly.source), settings.pipeline.M, world.replicas)
         given = given_by(settings, assembly.pipeline.task, batch.micro_batches)
-        return compare_at_start(builders, given, key_of(settings), journal.message)
+        return compare_at_start(builders, given, journal.message)
 
     refuse_fewer(assembly.pipeline.layers, *world.broadcast(compared))
 

@@ -2,49 +2,27 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ..comparison.at_start import ModuleReport
-from ..comparison.difference import (
-    MISSING,
-    NO_LAYER,
-    Difference,
-    Gap,
-    Key,
-    Quantity,
-    judge,
-    judge_tensors,
-    may_be_rounding,
-)
+from ..comparison.difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge, judge_tensors
 from ..config import Settings
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown
 from .record import Fingerprint, Point, number_gap
-from .settings import ceiling_of
 
 SUMMED = 1e-14  # relative; float64 sums of the same numbers in another order differ by no more
 
-BEGIN, RESUMED, SKIPPED = "weights at the beginning", "all that a resume restores", "unchanged by a skipped step"
 LOSS, LOSSES = "loss", "losses of micro-batches"
 OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
 GRADIENTS, NORM = "gradients", "gradient norm"
 BUFFERS, STATE, UPDATED = "BatchNorm and other buffers", "optimizer state", "weights after"
-EVALUATED, METRICS, KEPT = "outputs in evaluation", "numbers of an evaluation", "unchanged by an evaluation"
-AVERAGES, REPLICAS = "averages of weights", "replicas after"
 
-ORDER = (
-    *(BEGIN, RESUMED, SKIPPED, OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS),
-    *(STATE, UPDATED, AVERAGES, REPLICAS, EVALUATED, METRICS, KEPT),
-)  # a difference in one makes differences in those behind it
-HINTS = {
-    BEGIN: "the builder of a layer must draw weights from torch's generator, which is seeded for every layer",
-    LOSSES: "the outputs of all layers agree: the loss, of the task or of a layer, depends on more than outputs and "
-    "targets, or was given other targets",
-    AVERAGES: "the weights are right, their averages (trainer.average) are not",
-}
-EXACT = (BEGIN, RESUMED, SKIPPED, AGAIN, REPLICAS)
-CEILINGS = {**dict.fromkeys(EXACT, 0.0), METRICS: math.inf}  # rounding decides between answers, which are counted
+ORDER = (OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS, STATE, UPDATED)  # each makes differences in the next
+OF_LOSSES = (
+    "the outputs of all layers agree: the loss, of the task or of a layer, depends on more than outputs and targets, "
+    "or was given other targets"
+)
 OF_BATCHNORM = (".running_mean", ".running_var", ".num_batches_tracked")
 
 Found = Mapping[str, Quantity]  # of one step, by name
@@ -107,7 +85,7 @@ def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Coll
         f"first{' from the loss back' if from_loss else ''}{place and f' in {place}'} "
         f"({first.where}, relative difference {first.relative:.1e})"
     )
-    hint = HINTS.get(name, "")
+    hint = OF_LOSSES if name == LOSSES else ""
     if name in (OUTPUTS, AGAIN):
         repeated = now[AGAIN].beyond if AGAIN in now else []
         again = any(difference.layer == first.layer for difference in repeated)
@@ -150,7 +128,6 @@ class VerifyReport:
         notes: what is no error, as sentences.
         loss: loss of the last step.
         memory: peak bytes of rank 0.
-        itself: how the layers of a traced module compare with the module itself; None for other models.
     """
 
     settings: Settings
@@ -160,28 +137,10 @@ class VerifyReport:
     notes: list[str]
     loss: float
     memory: int
-    itself: ModuleReport | None = None
 
     @property
     def agrees(self) -> bool:
-        pipelined = bool(self.steps) and all(map(agrees, self.steps.values()))
-        return pipelined and (self.itself is None or self.itself.agrees is not False)
-
-    @property
-    def may_be_rounding(self) -> bool:
-        """Returns whether only quantities differ that rounding can change, and that far, so that float64 can decide."""
-        if self.agrees or self.settings.checkpoint.init_from is not None:
-            return False
-        return may_be_rounding(self._quantities(), CEILINGS, ceiling_of(self.settings))
-
-    def decided_by(self, wide: "VerifyReport") -> "VerifyReport":
-        """Returns the report of the same run in float64; where it agrees a note says what differed here."""
-        if not wide.agrees:
-            return wide
-        worst = max((q for q in self._quantities() if q.beyond), key=lambda q: q.relative)
-        narrow = self.settings.precision.autocast or self.settings.precision.boundaries or "float32"
-        note = f"in {narrow} {worst.name} differ, {worst.worst}; in float64 they agree, so it is rounding"
-        return replace(wide, notes=[*wide.notes, note])
+        return bool(self.steps) and all(map(agrees, self.steps.values()))
 
     @property
     def verdict(self) -> str:
@@ -189,10 +148,11 @@ class VerifyReport:
         run = self._run()
         if not self.steps:
             return f"nothing was compared: the data ended before the first step ({run})"
-        if not self.agrees and all(map(agrees, self.steps.values())):
-            return f"DIFFERENT: the traced layers do not compute what the module itself does ({run})"
         if not self.agrees:
-            return f"DIFFERENT: the pipelined run is not the plain one ({run})"
+            wider = (
+                "" if self.settings.verify.dtype == "float64" else "; verify.dtype=float64 tells errors from rounding"
+            )
+            return f"DIFFERENT: the pipelined run is not the plain one ({run}){wider}"
         worst = max((q for q in self._quantities() if q.worst and not q.beyond), key=lambda q: q.relative, default=None)
         if worst is None or worst.worst is None or worst.verdict == "bit for bit":
             return f"OK, bit for bit: the pipelined run is the plain one ({run})"
@@ -221,8 +181,7 @@ class VerifyReport:
             "agrees": self.agrees,
             "verdict": self.verdict,
             "findings": self.findings,
-            "notes": [*([f"the module itself: {self.itself.line}"] if self.itself else []), *self.notes],
-            "itself": None if self.itself is None else asdict(self.itself),
+            "notes": self.notes,
             "steps": [
                 {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
                 for number, step in self.steps.items()

@@ -1,18 +1,17 @@
 """Computes the gradients of a step without the engine: layer after layer, as `nn.Sequential` would run them.
 
-It shares with the pipeline what defines the run (the layers, the task, the data), and nothing of how the pipeline runs
-it: no schedule, no cells, no messages, no recompute, torch's own BatchNorm, seeds of its own. Optimizers and
-learning-rate schedules are asked themselves, one parameter at a time and from their beginning: no code that divides,
-sums, saves or resumes takes part.
+It shares with the pipeline what defines the run (the layers, the task, the data, seeds of noise, the layout of what
+passes between layers), and nothing of how the pipeline runs it: no schedule, no cells, no messages, no recompute,
+torch's own BatchNorm. Optimizers and learning-rate schedules are asked themselves, one parameter at a time and from
+their beginning: no code that divides or sums takes part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
@@ -20,15 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..comparison.difference import Key, norm_of_all
+from ..comparison.difference import Key
 from ..comparison.module_itself import averaged_over_a_mini_batch
 from ..config import Settings
-from ..cpu import seeded
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..factory.groups import GroupKey, Groups
 from ..layers import announce
 from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.cell import build_layer
+from ..pipeline.engine import TASK
+from ..pipeline.messages.boundary import canonical, canonical_gradient, is_channels_last, passed_on
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
+from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
 
@@ -74,8 +76,8 @@ class PlainStep:
 
     @property
     def gradient_norm(self) -> float:
-        norms = (torch.linalg.vector_norm(self.gradients[key], dtype=torch.float64) for key in sorted(self.gradients))
-        return norm_of_all(map(float, norms))
+        norms = [torch.linalg.vector_norm(self.gradients[key], dtype=torch.float64) for key in sorted(self.gradients)]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 class PlainModel:
@@ -107,19 +109,17 @@ class PlainModel:
         self._give_ties()
 
     def _built(self) -> list[Layer]:
-        """Builds the layers, each under its own seed."""
         seed = self.settings.seed
         builders = Groups(self.settings.optimizer).frozen_in(build_model(self.settings.model, seed))
         announce(builders)
         layers: list[Layer] = []
         used: set[int] = set()
         for index, builder in enumerate(builders):
-            with seeded(int.from_bytes(_digest((1, seed, index), 8), "little") // 2):
-                module = builder.made()
+            module = build_layer(builder, index, seed, self.device)
             if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
                 module = deepcopy(module)  # layers that share a module: each collects its own gradients
             used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builder.name, module.to(self.device)))
+            layers.append((index, builder.name, module))
         return layers
 
     @torch.no_grad()
@@ -152,7 +152,7 @@ class PlainModel:
         with averaged_over_a_mini_batch(self._modules):
             for _, places in groupby(mini_batch.micro_batches, key=lambda place: place[0]):  # each replica adds its own
                 for place in places:
-                    _, losses = self._forward(mini_batch, place, step)
+                    losses = self._forward(mini_batch, place, step)
                     step.losses[place] = sum(loss.item() for loss in losses)
                     roots = [loss for loss in losses if loss.requires_grad]
                     torch.autograd.backward(roots, [torch.full_like(loss, scale) for loss in roots])
@@ -167,26 +167,6 @@ class PlainModel:
         step.gradients = {key: gradient / mini_batch.loss_scale for key, gradient in step.gradients.items()}
         return step
 
-    @torch.no_grad()
-    def evaluate(self, mini_batch: MiniBatch, load: Load) -> tuple[dict[str, float], PlainStep]:
-        """Evaluates micro-batches with the weights and buffers that ``load`` returns.
-
-        Args:
-            mini_batch: its step is the one before the evaluation; what `begin_step` has set lasts.
-
-        Returns:
-            The numbers, as the task summarizes them, and the layers' outputs.
-        """
-        mini_batch, step = self._on_device(mini_batch)
-        self.load(load, mini_batch.step)
-        self._modules.eval()
-        sums = []
-        for place, (_, targets) in mini_batch.micro_batches.items():
-            outputs, _ = self._forward(mini_batch, place, step)
-            sums.append(self.task.evaluate(outputs, targets).cpu())
-        totals = dict(zip(self.task.metrics, torch.stack(sums).sum(0).tolist(), strict=True)) if sums else {}
-        return self.task.summarize(totals, step.weight) if step.weight else {}, step
-
     def _on_device(self, mini_batch: MiniBatch) -> tuple[MiniBatch, PlainStep]:
         def moved(tensors: Tensors) -> Tensors:
             return tuple(tensor.to(self.device) for tensor in tensors)
@@ -195,85 +175,40 @@ class PlainModel:
         step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
         return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale), step
 
-    def _forward(self, mini_batch: MiniBatch, place: Place, step: PlainStep) -> tuple[Tensors, list[Tensor]]:
-        """Returns outputs and, in training, unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
+    def _forward(self, mini_batch: MiniBatch, place: Place, step: PlainStep) -> list[Tensor]:
+        """Returns the unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
         (values, targets), losses = mini_batch.micro_batches[place], list[Tensor]()
-        training, seed_of_run = self._modules.training, self.settings.seed
-        # In an evaluation: its first mini-batch.
-        purpose = [2, seed_of_run, mini_batch.step] if training else [4, seed_of_run, 0, 0]
+        replica, micro_batch = place
+        noise = NoiseSource(self.settings.seed, replica, self.device)
+        *seeds, of_loss = noise.seeds(mini_batch.step, micro_batch, [*range(len(self._layers)), TASK])
         with self._autocast():
-            for index, _, module in self._layers:
-                torch.manual_seed(seed := noise_seed(*purpose, *place, index))
+            for (index, _, module), seed in zip(self._layers, seeds, strict=True):
+                noise.seed(seed)
                 returned = module(as_argument(values))
-                marks = enumerate(map(fingerprint, as_tensors(returned)))
-                step.outputs |= {Point(*place, index, number): mark for number, mark in marks}
+                outputs = as_tensors(returned)
+                step.outputs |= {Point(*place, index, n): fingerprint(tensor) for n, tensor in enumerate(outputs)}
                 auxiliary = getattr(module, "auxiliary_loss", None)
-                own = [auxiliary(returned, targets)] if auxiliary is not None and training else []
-                made = [tensor for tensor in as_tensors(returned) if not any(tensor is one for one in values)]
-                _seed_backward(seed, [*made, *own])
+                own = [auxiliary(returned, targets)] if auxiliary is not None else []
+                noise.seed_backward(seed, [*outputs, *own], values)
                 losses += own
-                is_last = index == len(self._layers) - 1
-                values = _as_passed_on(as_tensors(returned), values, None if is_last else self._boundary_type)
-            if training:
-                loss = self.task.loss(values, targets)[0]
-                losses.append(loss if self.task.weight(targets) else torch.zeros_like(loss))
-                _seed_backward(noise_seed(*purpose, *place, -1), losses[-1:])
-        return values, losses
+                dtype = None if index == len(self._layers) - 1 else self._boundary_type
+                values = grouped_like(map(_laid_out, passed_on(outputs, values, dtype)), outputs)
+            loss = self.task.loss(values, targets)[0]
+            losses.append(loss if self.task.weight(targets) else torch.zeros_like(loss))
+            noise.seed_backward(of_loss, losses[-1:])
+        return losses
 
 
-def _seed_backward(seed: int, made: Sequence[Tensor]) -> None:
-    """Seeds the random numbers of a layer's backward, which begins with the first gradient of what it has made."""
-    left = [seed ^ 0x5DEECE66D]
-
-    def begin(_: Tensor) -> None:
-        if left:
-            torch.manual_seed(left.pop())
-
-    for tensor in made:
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(begin)  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _as_passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Returns a layer's outputs as the next gets them; ``dtype``: of those that it has made, None: their own."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        changes = dtype is not None and tensor.is_floating_point() and not any(tensor is one for one in inputs)
-        return tensor.to(dtype) if changes else tensor
-
-    return grouped_like((_plainly_laid_out(cast(tensor)) for tensor in outputs), outputs)
-
-
-def _plainly_laid_out(tensor: Tensor) -> Tensor:
-    """Returns the values in an order of memory that every tensor may have, as a file or a message would keep them.
-
-    Kernels choose their order of summation by it, so a difference would be one of rounding. Its gradient gets the same.
-    """
-    by_channel = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    made = tensor if by_channel or tensor.is_contiguous() else tensor.contiguous()
-    order = torch.contiguous_format if made.is_contiguous() else torch.channels_last
+def _laid_out(tensor: Tensor) -> Tensor:
+    """Returns a tensor in the layout that all boundaries have; its gradient gets the same."""
+    made = canonical(tensor)
     if made.requires_grad:
-        lay_out = partial(Tensor.contiguous, memory_format=order)
+        lay_out = partial(canonical_gradient, of_channels_last=is_channels_last(made))
         made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
     return made
 
 
-# -- seeds, learning rate, update, average -----------------------------------------------------------------------------
-
-
-def _digest(numbers: tuple[int, ...], size: int) -> bytes:
-    return blake2b(b"".join(number.to_bytes(8, "little", signed=True) for number in numbers), digest_size=size).digest()
-
-
-def noise_seed(*place: int) -> int:
-    """Returns the seed of a layer's noise: 63 bits that depend on all numbers of ``place`` (docs/design.md).
-
-    Args:
-        place: purpose, seed, step, replica, micro-batch, and the layer's number.
-    """
-    block, number = divmod(place[-1], 8)
-    eight = _digest((*place[:-1], block), 64)
-    return int.from_bytes(eight[8 * number : 8 * number + 8], "little") // 2
+# -- learning rate, update ---------------------------------------------------------------------------------------------
 
 
 def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKey = ()) -> float | None:
@@ -320,14 +255,3 @@ def _alone(section: Section, key: GroupKey, parameter: nn.Parameter) -> tuple[to
     """Returns an optimizer over one parameter, and the group that it is in."""
     made = build_optimizer(section, {key: [parameter]})
     return made, next(group for group in made.param_groups if group["params"])
-
-
-def average(decay: float, updates: int, before: Tensor, weight: Tensor) -> Tensor:
-    """Returns the moving average after an update, of the average before it and the weight after it.
-
-    Args:
-        decay: `trainer.average`.
-        updates: before this one.
-    """
-    share = max(1 - decay, 9 / (10 + updates))
-    return torch.lerp(before, weight.to(before), share)

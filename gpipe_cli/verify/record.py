@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint.layer_state import LayerState, copied, named_tensors
+from ..checkpoint.layer_state import LayerState, copied
 from ..comparison.difference import Gap
 from ..pipeline.messages.grouping import as_tensors
 from ..pipeline.step import StepResult
@@ -33,10 +33,8 @@ from ..trainer.loop import Trainer
 Place = tuple[int, int]  # (replica, micro-batch)
 Layer = tuple[int, str, nn.Module]  # index, name, module
 
-# What is seen of a step. By point: a layer's output, in its forward and in recompute.
+# What is seen of a step: layers' outputs, in the forward and in recompute.
 OUTPUT, AGAIN = "output", "output in recompute"
-HELD = "held"  # by replica and key: all that is held after the step
-Seen = dict[str, dict[Any, Any]]
 WIDTH = 4096  # of a row, when a tensor is projected row by row
 
 
@@ -69,6 +67,9 @@ class Point(NamedTuple):
     number: int
 
 
+Seen = dict[str, dict[Point, Fingerprint]]
+
+
 @dataclass
 class RecordedStep:
     """Holds the record of one training step, of one worker or of the whole model.
@@ -78,7 +79,7 @@ class RecordedStep:
         losses: unscaled sums by (replica, micro-batch).
         gradient_norm: global, before clipping.
         loss_scale: factor of what passes back between layers.
-        seen: fingerprints of the layers' outputs, and of what is held.
+        seen: fingerprints of the layers' outputs.
     """
 
     loss: float = math.nan
@@ -91,15 +92,14 @@ class RecordedStep:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
-    def rows(self) -> list[tuple[str, tuple[Any, ...], Any]]:
+    def rows(self) -> list[tuple[str, Point, Fingerprint]]:
         """Returns the records as plain values: kind, place, value."""
         return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
 
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
         """Adds the rows of another worker, of which JSON has made lists."""
         for kind, at, value in rows:
-            point = Point(*at) if len(at) == len(Point._fields) else tuple(at)
-            self.seen.setdefault(kind, {})[point] = Fingerprint(*value) if isinstance(value, list) else value
+            self.seen.setdefault(kind, {})[Point(*at)] = Fingerprint(*value)
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -185,88 +185,62 @@ def named_buffers(layer: Layer) -> dict[str, Tensor]:
 
 
 class RunWatch:
-    """Records steps of this worker, by hooks on its layers, and its weights between them.
+    """Records steps of this worker, by hooks on its layers and around its updates.
 
     Args:
         assembly: this worker's.
+        trainer: takes the steps.
         spill: files for tensors of the model's size; replica 0 writes them.
 
     Attributes:
-        active: True while steps are recorded.
-        record: record of the last step, as long as it was active.
+        record: record of the last step.
     """
 
-    def __init__(self, assembly: Assembly, spill: Spill) -> None:
+    def __init__(self, assembly: Assembly, trainer: Trainer, spill: Spill) -> None:
         self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
-        self._seen: Seen = defaultdict(dict)
         self._layers = [(layer.index, layer.name, layer.module) for layer in assembly.pipeline.layers]
-        self._trainer: Trainer | None = None
-        self.active = False
+        self._seen: Seen = defaultdict(dict)
+        self._trainer = trainer
+        trainer.around_update = self._around_update
         self.record = RecordedStep()
         for index, _, module in self._layers:
             # Functions, because a copy of the module then calls the same watch.
             module.register_forward_hook(self._after(index))
 
-    def follow(self, trainer: Trainer) -> None:
-        """Watches the steps of a trainer from now on."""
-        self._trainer = trainer
-        trainer.around_update = self._around_update
-
-    def take(self) -> Seen:
-        """Returns the records since the last call."""
-        seen, self._seen = dict(self._seen), defaultdict(dict)
-        return seen
-
-    def hold(self, moment: str) -> None:
-        """Writes this worker's tensors, layer by layer, and records their fingerprints."""
-        assert self._trainer is not None
+    def hold(self, number: int) -> None:
+        """Writes what this worker holds after so many steps, layer by layer."""
         states = self._trainer.updater.layer_states()
-        for layer in self._layers:
-            tensors = _held_by(layer, states[layer[1]])
-            for key, tensor in tensors.items():
-                self._seen[HELD][self._replica, layer[0], key] = fingerprint(tensor)
-            if self._replica == 0:
-                self._spill.put(moment, layer[0], tensors)
-
-    @torch.no_grad()
-    def forget(self) -> None:
-        """Overwrites this worker's weights and buffers: a resume has to restore them from a checkpoint."""
-        for _, _, module in self._layers:
-            for tensor in (tensor for tensors in named_tensors(module) for tensor in tensors.values()):
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+        for layer in self._layers if self._replica == 0 else []:
+            self._spill.put(f"held {number}", layer[0], _held_by(layer, states[layer[1]]))
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
-            if self.active:
-                running = self._engine.running
-                seen = self._seen[AGAIN if running.op is Op.RECOMPUTE else OUTPUT]
-                for number, tensor in enumerate(as_tensors(outputs)):
-                    seen[Point(self._replica, running.micro_batch, layer, number)] = fingerprint(tensor)
+            running = self._engine.running
+            seen = self._seen[AGAIN if running.op is Op.RECOMPUTE else OUTPUT]
+            for number, tensor in enumerate(as_tensors(outputs)):
+                seen[Point(self._replica, running.micro_batch, layer, number)] = fingerprint(tensor)
 
         return hook
 
     @contextmanager
     def _around_update(self, result: StepResult) -> Iterator[None]:
         """Writes the gradients before the update, whole and not yet clipped, and the weights after it."""
-        assert self._trainer is not None
         number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
-        if not self.active:
-            yield
-            return
         for layer in self._layers if self._replica == 0 else []:
             own = {name: p.grad for name, p in named(layer).items() if p.grad is not None}
             self._spill.put(f"gradients {number}", layer[0], own)
         yield
-        self.hold(f"held {number}")
+        self.hold(number)
         losses = {(r, m): loss for r, row in enumerate(result.losses) for m, loss in enumerate(row)}
-        self.record = RecordedStep(result.loss, losses, result.gradient_norm, scale, self.take())
+        seen, self._seen = dict(self._seen), defaultdict(dict)
+        self.record = RecordedStep(result.loss, losses, result.gradient_norm, scale, seen)
 
 
 def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:
-    """Returns weights, buffers, optimizer state and averages of a layer, by ``kind/full name``."""
+    """Returns weights, buffers and optimizer state of a layer, by ``kind/full name``."""
     held: dict[str, Tensor] = {f"weight/{name}": parameter for name, parameter in named(layer).items()}
     held |= {f"buffer/{name}": buffer for name, buffer in named_buffers(layer).items()}
     for parameter, values in state.optimizer.items():
         numbers = {key: value for key, value in values.items() if isinstance(value, (Tensor, int, float))}
         held |= {f"state/{layer[1]}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
-    return held | {f"average/{layer[1]}.{key}": average for key, average in state.averages.items()}
+    return held

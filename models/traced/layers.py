@@ -22,7 +22,7 @@ from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
-from .module import Call, Constructor, InFloat32, TracedFrom
+from .module import Call, Constructor, InDefaultType, TracedFrom
 from .recording import NotRecordable
 from .segments import Forward, Segment, segments_of
 from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
@@ -41,7 +41,6 @@ def layers(
     std: Sequence[Positive] = (0.5, 0.5, 0.5),
     labels: Sequence[str] | None = None,
     ignored: int | None = None,
-    float_type: str = "float32",
     autocast: str | None = None,
     trust: bool = False,
 ) -> list[LayerBuilder]:
@@ -52,7 +51,6 @@ def layers(
         example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
         seed: seed of its weights, as after ``torch.manual_seed(seed)``.
         inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: see `Call`.
-        float_type: type that the parameters will have when the layers run; those in float32 are traced as such.
         autocast: type of the autocast that the layers will run under.
         trust: True if the layers may train without having been compared with the module.
 
@@ -68,20 +66,19 @@ def layers(
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     # As good as identity: what it stands for is kept beside it.
-    key = repr((*made_by, example, seed, call, float_type, autocast, trust))
+    key = repr((*made_by, example, seed, call, autocast, trust, torch.get_default_dtype()))
     if key not in _known:
         _known.clear()
-        of = TracedFrom(InFloat32(module), call, seed, autocast, trust)
-        _known[key] = traced_layers(of, example, getattr(torch, float_type))
+        _known[key] = traced_layers(TracedFrom(InDefaultType(module), call, seed, autocast, trust), example)
     return _known[key]
 
 
 _known: dict[str, list[LayerBuilder]] = {}  # the last one: gpipe-verify asks for it again and again
 
 
-def traced_layers(traced_from: TracedFrom, example: Example, float_type: torch.dtype) -> list[LayerBuilder]:
+def traced_layers(traced_from: TracedFrom, example: Example) -> list[LayerBuilder]:
     """Traces a module and divides it into layers; the arguments are those of `layers`."""
-    trace = traced(traced_from, example, float_type)
+    trace = traced(traced_from, example)
     weights = Weights(trace, traced_from)
     return [
         LayerBuilder(segment.name, LayerMaker(segment, trace, weights, traced_from), tied=segment.tied)

@@ -78,8 +78,8 @@ def autocast_of(dtype: str | None) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False)
 
 
-class InFloat32:
-    """Makes a module whose weights learn in float32, unless `dtype` is among the arguments that it is made with.
+class InDefaultType:
+    """Makes a module whose weights learn in torch's default type, unless `dtype` is among its arguments.
 
     A file's weights are often bfloat16, of which an update of a millionth moves few. A module with weights of several
     types has code for them and stays as it is.
@@ -98,10 +98,11 @@ class InFloat32:
         if not isinstance(module, nn.Module):  # which is refused elsewhere
             return module
         types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-        if not self._is_typed and types in ({torch.bfloat16}, {torch.float16}):
-            self.was = str(types.pop()).removeprefix("torch.")
-            return module.float()
-        return module
+        wanted = torch.get_default_dtype()
+        if self._is_typed or len(types) != 1 or (dtype := types.pop()).itemsize >= wanted.itemsize:
+            return module
+        self.was = str(dtype).removeprefix("torch.") if dtype.itemsize == 2 else ""
+        return module.to(wanted)
 
 
 class CallError(ValueError):

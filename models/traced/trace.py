@@ -105,11 +105,8 @@ def without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
+def traced(of: TracedFrom, example: Example) -> Trace:
     """Traces a module.
-
-    Args:
-        float_type: type in which it is traced, in place of float32.
 
     Raises:
         TraceError: it cannot be traced.
@@ -126,7 +123,6 @@ def traced(of: TracedFrom, example: Example, float_type: torch.dtype) -> Trace:
         raise TraceError(f"{name_of(constructor)} cannot be constructed: {told_with_place(error)}") from error
     try:
         refuse_module(module)
-        _widen(module, float_type)
         return _traced(module, of, recording, example, fake)
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
@@ -162,19 +158,6 @@ def _traced(
     ]
     assumed = list(dict.fromkeys(conditions))
     return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed, called.answer)
-
-
-def _widen(module: nn.Module, float_type: torch.dtype) -> None:
-    """Replaces floating-point tensors one by one, as `nn.Module.to` refuses fake parameters."""
-    wide: dict[int, Tensor] = {}
-    for part in module.modules() if float_type is not torch.float32 else ():
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_floating_point():
-                    value = tensor.detach().to(float_type)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-                    held[name] = wide.setdefault(id(tensor), made)  # type: ignore[assignment]
 
 
 def _programs(called: Traceable, example: Example, fake: FakeTensorMode, autocast: str | None) -> list[ExportedProgram]:

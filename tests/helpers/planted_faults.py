@@ -77,7 +77,7 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 STEP, UPDATER = "pipeline.engine:_TrainingStep", "trainer.update:Updater"
 HANDLERS = f"{STEP}.HANDLERS"
-AVERAGE = ("trainer.average=0.9",)
+OVERFLOWS = ("precision=fp16", f"precision.loss_scale={2.0**100}")
 BF16 = ("precision=bf16", "precision.boundaries=bfloat16", "model.batchnorm=false")
 NO_AUXILIARY = ("model.auxiliary=false", "pipeline.partition=[2,1,2,1]")  # nothing but the boundary reaches layer norm
 REPLICAS = ("pipeline.workers=1", "pipeline.replicas=2")
@@ -113,24 +113,7 @@ def fault(holder: str, name: str, *differs: str, said: str = "", words: Sequence
     return register
 
 
-@fault("distributed.pipeline", "build_layer", c.BEGIN, said="layer mix_3.*must draw weights from torch's generator")
-def other_weights_in_one_layer(make: Any, builder: Any, index: int, seed: int, device: Any) -> Any:
-    """Draws the weights of one layer by another seed."""
-    return make(builder, index, seed + (index == 5), device)
-
-
-@fault("trainer.update", "load_layer", c.RESUMED, said=r"layer mix_3 \(cell 2\)")
-def resumed_with_another_layer(load: Any, info: Any, name: str) -> Any:
-    """Restores a layer from the file of another one of the same shape."""
-    return load(info, "mix_2" if name == "mix_3" else name)
-
-
-@fault(UPDATER, "restore_lr", c.UPDATED, said="step 5", words=("lr_schedule.warmup_steps=20",))
-def resumed_with_the_first_rate(restore: Any, updater: Any, info: Any, settings: Any) -> None:
-    """Begins the learning rate schedule anew in a resumed run."""
-
-
-@fault(UPDATER, "update", c.SKIPPED, said=r"layer norm \(cell 1\).*norm\.norm")
+@fault(UPDATER, "update", c.BUFFERS, said="norm\\.norm", words=OVERFLOWS)
 def averages_updated_by_a_skipped_step(update: Any, updater: Any, report: Any, *rest: Any) -> None:
     """Updates BatchNorm's moving averages in a step that is not finite, too."""
     if not report.finite:
@@ -180,7 +163,7 @@ def tied_gradient_lost(brought_to: Any, ties: Any, owner: Any, use: Any) -> Any:
     return None if use.name.startswith("head") else brought_to(ties, owner, use)
 
 
-@fault("trainer.update", "reduce_over_replicas", c.GRADIENTS, c.REPLICAS, words=REPLICAS)
+@fault("trainer.update", "reduce_over_replicas", c.GRADIENTS, words=REPLICAS)
 def replicas_not_added_up(reduce: Any, parameters: Any, group: Any) -> None:
     """Leaves every replica with its own gradients."""
 
@@ -210,26 +193,6 @@ def tied_value_not_sent(update: Any, updater: Any, *rest: Any) -> None:
 def mean_of_unequal_means(gather: Any, norm: Any, statistics: Tensor) -> None:
     """Gives micro-batches of different sizes the same weight in BatchNorm's averages."""
     gather(norm, torch.cat([torch.full_like(statistics[:1], 64.0), statistics[1:]]))
-
-
-@fault("optim.average:WeightAverage", "update", c.AVERAGES, said="weights are right, their averages", words=AVERAGE)
-def average_follows_too_slowly(update: Any, average: Any, t: int) -> None:
-    """Counts ten updates more in the decay of the average."""
-    update(average, t + 10)
-
-
-@fault("pipeline.cell:Cell", "train", c.EVALUATED, c.METRICS, said=r"layer mix_2 \(cell 2\)")
-def one_cell_evaluated_in_training_mode(train: Any, cell: Any, training: bool) -> None:
-    """Leaves dropout of cell 2 on during an evaluation."""
-    train(cell, training or cell.number == 2)
-
-
-@fault("optim.average:WeightAverage", "in_place_of_weights", c.KEPT, said="layer embed", words=AVERAGE)
-@contextmanager
-def averages_stay_after_an_evaluation(exchanged: Any, average: Any) -> Iterator[None]:
-    """Leaves the averages in the layers when an evaluation ends."""
-    average._exchange()
-    yield
 
 
 @fault("pipeline.weight_casts:WeightCasts", "held", c.GRADIENTS, said="layer head", words=BF16)
