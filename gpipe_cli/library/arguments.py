@@ -76,11 +76,26 @@ def tensors_of(value: object, name: str) -> Tensors:
         ConfigurationError: the value is neither a tensor nor a tuple or list of tensors.
     """
     if isinstance(value, Tensor):
-        return (value,)
+        value = (value,)
     if not isinstance(value, (tuple, list)) or not value or not all(isinstance(one, Tensor) for one in value):
         found = "None: rank 0 gives them" if value is None else f"a {type(value).__name__}"
         raise ConfigurationError(f"{name} are a tensor, or a tuple of tensors, but are {found}")
+    if any(one.requires_grad for one in value):
+        raise ConfigurationError(
+            f"{name} require a gradient, which they would not get: detach() them, or make what they come from the "
+            "first layer"
+        )
     return tuple(value)
+
+
+def refuse_other_lengths(outputs: Tensors, targets: Tensors) -> None:
+    """Raises ConfigurationError for outputs whose first dimension does not count examples, as targets' does."""
+    for output in outputs:
+        if output.shape[:1] != targets[0].shape[:1]:
+            raise ConfigurationError(
+                f"predict() joins outputs along their first dimension, but of {len(targets[0])} examples one has the "
+                f"shape {list(output.shape)}: forward() returns those of each micro-batch"
+            )
 
 
 def one_of(letter: str, value: int | None, word: str, other: int | None) -> int:

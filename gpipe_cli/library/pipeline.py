@@ -38,8 +38,9 @@ from ..pipeline.gradients import clip_factor, copy_from_replica, reduce_over_rep
 from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
 from ..tasks.own_loss import alone
-from .arguments import Inputs, Side, checked, one_of, task_of, tensors_of
+from .arguments import Inputs, Side, checked, one_of, refuse_other_lengths, task_of, tensors_of
 from .failures import Signals, describe, failed_there
+from .saved import options_of, packed, set_options, unpacked
 
 _NOT_OFFERED: dict[str, Any] = {"devices": None, "memory": None, "auto": [], "offload": False, "offload_dir": None}
 _NOT_OFFERED |= dict.fromkeys(("sync_batchnorm", "compile", "shard_optimizer"), False)
@@ -198,14 +199,16 @@ class Pipeline(WorkerPipeline):
             folder: directory on a file system that all workers share.
             optimizer: optimizer whose state is saved too; None: no state is saved.
             keep: number of checkpoints that stay in the folder.
-            extra: JSON values of rank 0 that `load` will return, such as the state of a scheduler.
+            extra: plain values of rank 0 that `load` will return, such as the state of a scheduler.
 
         Raises:
+            ConfigurationError: ``extra`` holds something else.
             DiskError: the checkpoint cannot be written.
         """
         model = names_of_parameters(self.layers, self.world.gather_from_workers)
         writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
         with self._together(), self._meeting():
+            kept = {"extra": packed(extra, "extra"), "groups": packed(options_of(optimizer), "the optimizer's groups")}
             Path(folder).mkdir(parents=True, exist_ok=True)
             if self.world.replica == 0:
                 layers = {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers}
@@ -213,11 +216,13 @@ class Pipeline(WorkerPipeline):
                 writer.wait()
         with self._together(), self._meeting():
             if self.world.rank == 0:
-                writer.commit(self.steps_done, RunState(schedule=extra), self.world.workers)
+                writer.commit(self.steps_done, RunState(schedule=kept), self.world.workers)
                 writer.wait()
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Continues where the newest checkpoint of a folder was written, at any K: weights, `steps_done`, optimizer.
+
+        The groups of the optimizer get the options of rank 0's, as their learning rates.
 
         Returns:
             ``extra`` of `save`.
@@ -230,7 +235,12 @@ class Pipeline(WorkerPipeline):
             for layer in self.layers:
                 restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
             self.steps_done, self.forwards = info.step, 0
-        return info.state.schedule
+            kept: Any = info.state.schedule
+            if not (isinstance(kept, dict) and {*kept} == {"extra", "groups"}):  # of a run, or an earlier release
+                return kept
+            if optimizer is not None:
+                set_options(optimizer, unpacked(kept["groups"]))
+        return unpacked(kept["extra"])
 
     @overload
     def step(self, inputs: Side | None = None, targets: Side | None = None) -> float: ...
@@ -290,10 +300,13 @@ class Pipeline(WorkerPipeline):
         """Returns the model's outputs for a mini-batch, in evaluation mode, on the CPU of every worker.
 
         With replicas those of all, one's after another's.
+
+        Raises:
+            ConfigurationError: the first dimension of an output does not count examples, so parts cannot be joined.
         """
-        found = self._forward_only(lambda: self._divided(inputs, self._no_targets(inputs)))
+        found = self._forward_only(lambda: self._divided(inputs, self._no_targets(inputs)), refuse_other_lengths)
         by_place = zip(*(outputs for outputs, _ in found), strict=True)
-        own = {str(place): torch.cat([*map(torch.atleast_1d, parts)]) for place, parts in enumerate(by_place)}
+        own = {str(place): torch.cat(parts) for place, parts in enumerate(by_place)}
         by_replica = [outputs.values() for outputs in self._everyones(own) if outputs]
         return self._answer(tuple(map(torch.cat, zip(*by_replica, strict=True))))
 
@@ -384,11 +397,14 @@ class Pipeline(WorkerPipeline):
             raise failure
         raise failed_there(rank, described) from failure
 
-    def _forward_only(self, divided: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
+    def _forward_only(
+        self, divided: Callable[[], list[MicroBatch]], check: Callable[[Tensors, Tensors], None] = lambda *sides: None
+    ) -> list[MicroBatch]:
         """Runs micro-batches forward in evaluation mode; returns as `forward`."""
         found: dict[int, MicroBatch] = {}
 
         def keep(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
+            check(outputs, targets)
             found[micro_batch] = outputs, targets
 
         with self._together(), self.evaluating():
@@ -573,6 +589,8 @@ def _given_of(layer: BuiltLayer, state: Mapping[str, Tensor]) -> dict[str, Tenso
         full = own_name(layer.name, name)
         if full not in state and name in layer.tied:
             full = own_name(*layer.tied[name])
+        if full not in state:
+            raise KeyError(f"{full}, which is none of {len(state)} names such as {', '.join([*state][:2])}")
         own[name] = state[full]
         if own[name].shape != tensor.shape:
             raise ValueError(f"{full} has the shape {list(own[name].shape)}, not {list(tensor.shape)}")

@@ -210,6 +210,62 @@ def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) ->
         other[0].load(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
+        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5),
+    ],
+    ids=["from the group's rate", "numbers as keys"],
+)
+def test_a_scheduler_goes_on_where_it_was_saved(make: Any, tmp_path: Path) -> None:
+    def made() -> tuple[Pipeline, torch.optim.Optimizer, Any]:
+        pipeline = pipeline_of(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        return pipeline, optimizer, make(optimizer)
+
+    def rates(pipeline: Pipeline, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            pipeline.step(X, Y)
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    one, other = made(), made()
+    rates(*one)
+    one[0].save(tmp_path, one[1], extra=one[2].state_dict())
+    other[2].load_state_dict(other[0].load(tmp_path, other[1]))
+    assert rates(*other) == rates(*one)
+
+
+def test_extra_values_come_back_as_they_were_or_are_refused(tmp_path: Path) -> None:
+    pipeline, extra = pipeline_of(nn.Linear(2, 2)), {1: (2, None), "a": [{"b": float("inf")}, True]}
+    pipeline.save(tmp_path, extra=extra)
+    assert pipeline.load(tmp_path) == extra
+    with pytest.raises(ConfigurationError, match=r"extra\['x'\] is a set"):
+        pipeline.save(tmp_path / "other", extra={"x": {1}})
+    assert not (tmp_path / "other").exists()
+
+
+def test_outputs_whose_first_dimension_counts_no_examples_are_not_joined() -> None:
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t()
+
+    pipeline = Pipeline.of([LayerBuilder("t", Last)], lambda outputs, targets: outputs.sum(), (X[:2], Y[:2]), K=1, M=2)
+    with pytest.raises(ConfigurationError, match=r"of 4 examples one has the shape \[2, 4\]: forward\(\)"):
+        pipeline.predict(X)
+    assert [output[0].shape for output, _ in pipeline.forward(X, Y)] == [(2, 4)] * 2
+
+
+def test_inputs_that_require_a_gradient_are_refused() -> None:
+    pipeline = pipeline_of(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=r"inputs require a gradient.*detach"):
+        pipeline.step(X.clone().requires_grad_(), Y)
+
+
 def test_the_loss_is_weighted_by_what_its_mean_is_over() -> None:
     """Compares the loss and gradients of padded texts at every M with those of the whole mini-batch."""
     tokens, lengths = torch.arange(8 * 5).view(8, 5) % 7, torch.tensor([5, 1, 5, 1, 2, 1, 5, 3])
