@@ -1,16 +1,14 @@
 """Defines the command line and the printed table that all benchmarks share."""
 
 import json
-import os
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.benchmarks.tables import workers
 from gpipe_cli.benchmarks.tables.table import cells
 from gpipe_cli.benchmarks.tables.workers import machine, machine_line
-from gpipe_cli.terminal.text import markdown_table
+from gpipe_cli.terminal.text import number
 
 WARM_UP = 2  # rounds that do not count
 ROOT = Path(__file__).parents[1]
@@ -49,17 +47,14 @@ def report(
         output.write_text(json.dumps({"machine": machine(), "rows": kept, "notes": list(said)}, indent=1) + "\n")
 
 
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [columns, *([number(value) for value in row] for row in rows)]
+    head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
 def table_of(rows: Sequence[Mapping[str, object]]) -> str:
     """Returns a Markdown table of rows by the names of their columns; what a row lacks is a dash."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return markdown_table(columns, [[row.get(name, "–") for name in columns] for row in rows])
-
-
-def environment() -> dict[str, str]:
-    """Returns the environment in which commands of this clone run without installation."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-
-
-def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
-    """Runs a command of this clone; see `gpipe_cli.benchmarks.tables.workers.run_command`."""
-    return workers.run_command(command, words, folder, environment(), codes)

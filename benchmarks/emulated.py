@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.common import Row, parser, report
+from gpipe_cli.benchmarks.tables.bench import parse
 from gpipe_cli.benchmarks.tables.throughput import TORCH, ModelCosts, Setting, cells_of, measure
-from gpipe_cli.commands.bench import parse
 
 LAYERS = 48
 SERIAL_SECONDS = {1: 1.5, 4: 3.0, 32: 8.0}  # of forward and backward by M: long enough that sleeps exceed 1 ms

@@ -32,10 +32,10 @@ from typing import NamedTuple
 from babel import Locale
 from babel.core import get_global, parse_locale
 
+from benchmarks.common import markdown_table
 from gpipe_cli.data.records import ROWS_OF
 from gpipe_cli.metrics.translation_scores import LEVELS, with_averages
 from gpipe_cli.tasks.translation import corpus_bleu
-from gpipe_cli.terminal.text import markdown_table
 
 HELD_OUT = 2_000  # English messages of dev, and of test
 FEWEST_PAIRS = 300  # to train on, or the language is left out

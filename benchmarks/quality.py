@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torchvision.models import resnet18  # type: ignore[import-untyped]
 from torchvision.transforms import v2  # type: ignore[import-untyped]
 
-from benchmarks.common import Row, parser, report, run_command
+from benchmarks.common import Row, parser, report
+from gpipe_cli.benchmarks.tables.workers import run_command
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.config import Settings
 from gpipe_cli.data.source import no_report

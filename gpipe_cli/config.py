@@ -122,15 +122,10 @@ class PipelineConfig:
         """Returns why the cells cannot lie on so many workers; empty if they can."""
         K = self.K
         if workers > K:
-            return (
-                f"pipeline.workers={workers} but pipeline.K={K}: a worker needs at least one cell, "
-                f"use pipeline.workers<={K} or pipeline.K>={workers}"
-            )
+            return f"pipeline.workers={workers} but pipeline.K={K}: use pipeline.workers<={K} or pipeline.K>={workers}"
         if self.schedule in ROUND_ROBIN and (rest := K % workers):
-            return (
-                f"pipeline.schedule={self.schedule} gives each worker the same number of cells, but pipeline.K={K} is "
-                f"no multiple of pipeline.workers={workers}: use pipeline.K={K - rest} or {K - rest + workers}"
-            )
+            several = f"pipeline.schedule={self.schedule} needs a multiple of pipeline.workers={workers} cells"
+            return f"{several}, not pipeline.K={K}: use pipeline.K={K - rest} or {K - rest + workers}"
         return ""
 
     def workers_in(self, room: int) -> int:
@@ -377,10 +372,8 @@ def _before_choice(name: str, section: Any) -> Any:
 def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
     target = values.get("_target_") if isinstance(values, Mapping) else values
     if not isinstance(target, str) or not target.strip(".") or target is values:
-        problems.append(
-            f"{section}._target_={shown(target)}: use the dotted name of what to call, "
-            f"as {section}._target_=my_module.my_{section}"
-        )
+        given = f"{section}._target_={shown(target)}"
+        problems.append(f"{given}: use the dotted name of what to call, as {section}._target_=my_module.my_{section}")
         return {}
     hints = OPTIMIZER if target.startswith(("torch.optim.", "gpipe_cli.optim.")) else {}
     if target == "torch.optim.Adafactor":
@@ -447,10 +440,9 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
     if M * (1 if "K" in pipeline.auto else K) > MOST_FORWARDS:
         yield f"pipeline.K={K} × pipeline.M={M}: a step has at most {MOST_FORWARDS:,} forwards, lower one of them"
     elif isinstance(size, int) and 1 <= size < M * replicas and settings.data.get("batch_tokens") is None:
-        yield (
-            f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples in a mini-batch but "
-            f"data.batch_size={size}: use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"
-        )
+        needed = f"pipeline.M={M} × pipeline.replicas={replicas} needs {M * replicas} examples"
+        way = f"use data.batch_size>={M * replicas} or pipeline.M<={size // replicas}"
+        yield f"{needed} in a mini-batch but data.batch_size={size}: {way}"
     if workers != "auto" and (why := pipeline.why_not_on(workers)):
         yield why
     if pipeline.schedule not in get_args(Kind) and (pipeline.auto or pipeline.keep is not None):
@@ -460,16 +452,12 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
         no += [f"schedule={pipeline.schedule}"] * (pipeline.schedule not in get_args(Kind)) + pipeline.auto
         yield from (f"pipeline.offload=true does not go with pipeline.{key} yet" for key in no)
         if pipeline.schedule not in ("gpipe", "breadth_first") and workers != "auto" and workers < K:
-            yield (
-                f"pipeline.offload=true: pipeline.schedule={pipeline.schedule} would bring cells for each micro-batch: "
-                f"use gpipe or breadth_first, or pipeline.K={workers}"
-            )
+            brings = f"pipeline.schedule={pipeline.schedule} would bring cells for each micro-batch"
+            yield f"pipeline.offload=true: {brings}: use gpipe or breadth_first, or pipeline.K={workers}"
     for key, given in (("partition", sizes), ("keep", pipeline.keep)):
         if isinstance(given, list) and len(given) != K:
-            yield (
-                f"pipeline.{key}={shown(given)} has {len(given)} numbers but pipeline.K={K}: "
-                f"give one for each cell, or use pipeline.K={len(given)}"
-            )
+            counts = f"pipeline.{key}={shown(given)} has {len(given)} numbers but pipeline.K={K}"
+            yield f"{counts}: give one for each cell, or use pipeline.K={len(given)}"
 
 
 def _of_run(settings: Settings) -> Iterator[str]:

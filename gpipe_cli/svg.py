@@ -95,16 +95,16 @@ class Drawing:
         return y + 14
 
     def __str__(self) -> str:
-        """Returns the SVG document, as a file needs it and as a page can hold it."""
+        """Returns the picture as a page holds it."""
         size = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(self.alt)}">'
+        head = f'<svg {size} role="img" aria-label="{escape(self.alt)}">'
         style = f"<title>{escape(self.alt)}</title><style>{STYLE}</style>"
         paper = '<rect class="f-paper" width="100%" height="100%"/>'
         return "\n".join([head, style, paper, *self.parts, "</svg>"])
 
     def save(self, path: str | Path) -> None:
         """Writes the SVG file."""
-        write_whole(Path(path), f"{self}\n")
+        write_whole(Path(path), f"{self}\n".replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gpipe_cli.errors import ConfigurationError, Problems
 
@@ -20,12 +19,6 @@ LONGEST_SHOWN = 60  # characters of a wrong value in a message
 # Hydra reads it as a text.
 PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-
-
-def _once_each(names: Sequence[str]) -> Sequence[str]:
-    if len(set(names)) < len(names):
-        raise PydanticCustomError("twice", "Input should name each once")
-    return names
 
 
 Count = Annotated[int, Field(ge=1, le=10**15)]
@@ -47,7 +40,7 @@ Part = Annotated[float, Field(ge=0, le=1)]
 PartAboveZero = Annotated[float, Field(gt=0, le=1)]
 Even = Annotated[int, Field(ge=2, multiple_of=2)]
 Pixels = Annotated[int, Field(ge=8, le=65_536)]  # of a side
-Names = Annotated[Sequence[str], Field(min_length=1), AfterValidator(_once_each)]
+Names = Annotated[Sequence[str], Field(min_length=1)]
 Temperature = Annotated[float, Field(ge=1), AllowInfNan(True)]
 
 

@@ -12,9 +12,10 @@ from statistics import fmean
 import numpy as np
 
 from benchmarks import messages
-from benchmarks.common import ROOT, run_command
+from benchmarks.common import ROOT
 from benchmarks.findings.bootstrap import sentence_counts
 from benchmarks.findings.pieces import Log, Piece, Record
+from gpipe_cli.benchmarks.tables.workers import run_command
 
 DIGITS = {"first": (range(5), None), "second": (range(5, 10), 20)}  # classes, training images of each (None: all)
 TRAINING_IMAGES = 1437  # the same split as data=digits

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 import gpipe_cli.conf
-from benchmarks.common import ROOT, Row, environment, run_command
+from benchmarks.common import ROOT, Row
 from benchmarks.subject import SUBJECT
-from gpipe_cli.benchmarks.tables.workers import machine
+from gpipe_cli.benchmarks.tables.workers import environment, machine, run_command
 from gpipe_cli.checkpoint.files import latest, step_directories
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.json_files import read_rows

@@ -22,7 +22,7 @@ from gpipe_cli.partition.survey import survey
 
 from .emulated import Link, Workload, join_emulation, warm_up
 from .steps import CPU, Step, engine_step, make_cell, squared_loss
-from .throughput import TORCH
+from .throughput import TORCH, ModelCosts
 from .timing import StopWatch, take_turns
 
 SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
@@ -33,24 +33,17 @@ HALVES = ("zero_bubble", "zbv")
 TOKENS, VOCABULARY, IMAGE, CLASSES = 1024, 32000, 224, 1000
 
 
-def costs_worker(context: Context, config: dict[str, Any]) -> list[tuple[list[float], list[int]]]:
-    """Counts FLOPs and bytes behind each layer for one example, on fake tensors.
-
-    Args:
-        config: ``models``: family and sizes of each, as `ModelCosts` has them.
-    """
-    found = []
-    for family, sizes in config["models"]:
-        if family == "amoebanet":
-            L, D = sizes
-            inputs, builders = torch.randn(1, 3, IMAGE, IMAGE), amoebanet(L, D, CLASSES, IMAGE, auxiliary_head=False)
-        else:
-            (L,), inputs = sizes, torch.zeros(1, TOKENS, dtype=torch.int64)
-            builders = transformer_lm(L, 8192, 32, VOCABULARY)
-        layers = survey(builders, (inputs,), count_forward).layers
-        behind = [sum(prod(t.shape) * t.dtype.itemsize for t in layer.outputs) for layer in layers]
-        found.append(([layer.cost for layer in layers], behind))
-    return found
+def count_model(family: str, sizes: tuple[int, ...]) -> ModelCosts:
+    """Counts FLOPs of a model's layers and bytes behind them for one example, on fake tensors."""
+    if family == "amoebanet":
+        L, D = sizes
+        inputs, builders = torch.randn(1, 3, IMAGE, IMAGE), amoebanet(L, D, CLASSES, IMAGE, auxiliary_head=False)
+    else:
+        (L,), inputs = sizes, torch.zeros(1, TOKENS, dtype=torch.int64)
+        builders = transformer_lm(L, 8192, 32, VOCABULARY)
+    layers = survey(builders, (inputs,), count_forward).layers
+    behind = [sum(prod(t.shape) * t.dtype.itemsize for t in layer.outputs) for layer in layers]
+    return ModelCosts(family, sizes, [layer.cost for layer in layers], behind)
 
 
 def worker(context: Context, config: dict[str, Any]) -> list[dict[str, float | None]]:

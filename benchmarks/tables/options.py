@@ -1,6 +1,6 @@
-"""Defines the types and limits of ``gpipe-bench``'s options; the defaults stand in ``conf/bench.yaml``."""
+"""Defines the options of ``gpipe-bench`` with their types, limits and defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,23 +14,23 @@ Cells = Annotated[int, Field(ge=2)]  # a pipeline to measure has two at least
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Holds the options; ``conf/bench.yaml`` describes each of them."""
+    """Holds the options; ``gpipe-bench --help`` describes each of them."""
 
-    table: Literal[1, 2, 3, 4] | None
-    quick: bool
-    output: str
-    models: Annotated[list[Family], Field(min_length=1)]
-    K: Annotated[list[Cells], Field(min_length=1)] | None
-    M: list[Count] | None
-    remat: Literal["always", "except_last", "never"]
-    schedules: Annotated[list[Kind], Field(min_length=1)]
-    repetitions: Count | None
-    seconds: Positive | None
-    realtime: bool
-    device_flops: Positive
-    bandwidth: Positive
-    latency: float
-    train: list[str]
+    table: Literal[1, 2, 3, 4] | None = None
+    quick: bool = False
+    output: str = "bench"
+    models: Annotated[list[Family], Field(min_length=1)] = field(default_factory=lambda: ["amoebanet", "transformer"])
+    K: Annotated[list[Cells], Field(min_length=1)] | None = None
+    M: list[Count] | None = None
+    remat: Literal["always", "except_last", "never"] = "always"
+    schedules: Annotated[list[Kind], Field(min_length=1)] = field(default_factory=lambda: ["gpipe", "1f1b"])
+    repetitions: Count | None = None
+    seconds: Positive | None = None
+    realtime: bool = False
+    device_flops: Positive = 4.75e12
+    bandwidth: Positive = 1e10
+    latency: float = 1e-5
+    train: list[str] = field(default_factory=lambda: ["model=amoebanet", "lr_schedule=constant"])
 
     @property
     def timed_steps(self) -> int:

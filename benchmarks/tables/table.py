@@ -8,7 +8,7 @@ from typing import Any
 
 from gpipe_cli.disk import write_whole
 from gpipe_cli.svg import Drawing
-from gpipe_cli.terminal.document import Document, Grid, Lines, Picture
+from gpipe_cli.terminal.document import Document, Grid, Lines
 
 Say = Callable[[str], None]  # reports to the user what is being measured
 
@@ -34,7 +34,7 @@ class Table:
     def document(self, where: str = "") -> Document:
         """Returns the table with its notes and its plot; ``where``: the machine that the figures are from."""
         grid = Grid(list(self.columns), [cells(self.columns, row) for row in self.rows])
-        plots = [] if self.drawing is None else [Picture(str(self.drawing))]
+        plots = [] if self.drawing is None else [self.drawing]
         return Document(self.title, [grid, Lines(self.notes, "* "), *plots, Lines([where] * bool(where))])
 
     def write(self, folder: Path, where: str = "", about: Mapping[str, Any] | None = None) -> list[Path]:

@@ -1,6 +1,6 @@
 """Defines the measurements of tables 2 and 3: the models' costs, and each model's speed at one K and M.
 
-Imports no torch: models are counted by a worker process.
+Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,12 +53,6 @@ class ModelCosts:
     def boundaries(self, cells: int) -> list[int]:
         """Returns the bytes of one example in front of each cell; 0 in front of the first."""
         return [0, *(self.bytes_behind[layers.start - 1] for layers in cell_layers(self.cut(cells))[1:])]
-
-
-def count_models(sizes: Mapping[str, tuple[int, ...]]) -> list[ModelCosts]:
-    """Counts models, given by family, on fake tensors in a worker process."""
-    found = run_workers("gpipe_cli.benchmarks.tables.contenders:costs_worker", 1, {"models": [*sizes.items()]})
-    return [ModelCosts(family, sizes[family], *facts) for family, facts in zip(sizes, found, strict=True)]
 
 
 class GridTable(NamedTuple):

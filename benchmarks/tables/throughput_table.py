@@ -1,7 +1,7 @@
 """Makes tables 2 and 3: normalised throughput by K and M beside the paper, the ideal and other libraries.
 
 Everything is in units of the engine's own run at the smallest K and M, as the paper's tables are; the mini-batch is
-fixed, so a micro-batch takes 1/M of it. Imports no torch: worker processes measure.
+fixed, so a micro-batch takes 1/M of it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from gpipe_cli.terminal.runs import ideal_throughput
 
 from .options import BenchOptions
 from .table import Say, Table
-from .throughput import PEERS, TABLES, GridTable, Seconds, Setting, count_models, measure
+from .throughput import PEERS, TABLES, GridTable, Seconds, Setting, measure
 
 Row = dict[str, Any]
 IDEAL = "K·M/(M+K−1)"
@@ -31,7 +31,9 @@ def throughput_table(number: int, options: BenchOptions, say: Say) -> Table:
         raise ConfigurationError("schedules=interleaved_1f1b: table 3 has one cell a worker; leave it out")
     grid = [(K, M) for K in options.K or (2, 4, 8) for M in options.M or protocol.M]
     say("counting the models' FLOPs on fake tensors")
-    counted = count_models({family: protocol.sizes[family] for family in options.models})
+    from .contenders import count_model  # torch is slow
+
+    counted = [count_model(family, protocol.sizes[family]) for family in options.models]
     settings = [Setting(costs, K, M, options, protocol.linked) for costs in counted for K, M in grid]
     rows = list(make_rows(settings, measured(settings, options, say), protocol))
     others = [*options.schedules[1:], *PEERS]

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import gpipe_cli
 from gpipe_cli.cpu import processor_name, usable_cores
 from gpipe_cli.launch.supervisor import Job, launch
 
@@ -32,26 +33,25 @@ class CommandFailed(RuntimeError):
     """Raised when a command ends with an error; the message has its last lines."""
 
 
-def run_command(
-    command: str,
-    words: Sequence[str],
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    codes: Sequence[int] = (0,),
-) -> str:
+def environment() -> dict[str, str]:
+    """Returns the environment in which commands are those of this very package, installed or not."""
+    places = [str(Path(gpipe_cli.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+def run_command(command: str, words: Sequence[str], folder: Path | None = None, codes: Sequence[int] = (0,)) -> str:
     """Runs a command and returns what it prints on standard output.
 
     Args:
         command: as "gpipe-train"; it is run as a module, which needs no installation.
         folder: the current directory of the command; None: that of this process.
-        environment: None: that of this process.
         codes: exit codes that are no failure.
 
     Raises:
         CommandFailed: the command failed.
     """
     line = [sys.executable, "-m", f"gpipe_cli.commands.{command.removeprefix('gpipe-')}", *words]
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(line, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode not in codes:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-LINES_KEPT:])
         raise CommandFailed(f"{command} {' '.join(words)} ended with {done.returncode}:\n{said}")

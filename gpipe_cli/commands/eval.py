@@ -29,15 +29,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict
-from typing_extensions import TypedDict
-
 from gpipe_cli.checkpoint.files import vocabulary_folder
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.json_files import Numbers, read_json
+from gpipe_cli.json_files import read_json
 from gpipe_cli.svg import Curve, Drawing, plot, running_means
 from gpipe_cli.terminal.command import read_words, run_command, show
-from gpipe_cli.terminal.document import Document, Grid, Picture
+from gpipe_cli.terminal.document import Document, Grid
 
 OWN = {
     **dict.fromkeys(("checkpoint", "step", "output"), str),
@@ -47,17 +44,6 @@ OWN = {
 }
 COMPARED = {"compare": list[str], "baseline": list[str], "output": str}
 REPORT = "evaluation.json"  # written by inference/evaluate.py
-
-
-class Report(TypedDict):
-    """Describes evaluation.json, as far as comparisons read it; the others are settings that must be alike."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-    name: str
-    parameters: int
-    numbers: Numbers
-    sizes: dict[str, int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -203,7 +189,7 @@ def compare(words: Sequence[str]) -> int:
             bleu |= found
         tables.append(_difference_table(scores, sizes, bleu))
         pictures.append(_draw_languages(scores, sizes, bleu))
-    page = Document("Translation quality", [*tables, *(Picture(str(drawing)) for drawing in pictures)])
+    page = Document("Translation quality", [*tables, *pictures])
     show(page.text())
     page.save(output / "report.html")
     show(f"\nat one look: {output / 'report.html'}")
@@ -248,7 +234,7 @@ def read_report(path: Path) -> dict[str, Any]:
     found = [path / REPORT] if (path / REPORT).is_file() else reports
     if not found:
         raise ConfigurationError(f"{path} has not been evaluated yet: gpipe-eval checkpoint={path}")
-    report = read_json(found[-1], Report)
+    report = read_json(found[-1], dict[str, Any])
     if not any(name.startswith("bleu/") for name in report["numbers"]):
         raise ConfigurationError(f"{found[-1]} has no BLEU of languages: only translations can be compared")
     return {**report, "folder": str(found[-1].parent)}

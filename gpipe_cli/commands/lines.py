@@ -7,10 +7,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.terminal.command import to_stderr as say  # standard output holds answers only
@@ -44,7 +45,7 @@ def answer_lines(
         config = configure(run)
         for text in (*run.warnings, *run.prepared.lines):
             say(text)
-        writer = Writer(sys.stdout, own.get("scores", False), one_line=prompt is None)
+        write = partial(write_answers, scores=own.get("scores", False), one_line=prompt is None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))
         if prompt is None:
             os.mkfifo(pipe := folder / "lines")
@@ -58,7 +59,7 @@ def answer_lines(
             # As the lines: UTF-8 in any locale. It may be empty, and may look like a number.
             config["prompt"] = prompt.encode(errors="surrogateescape").decode(errors="replace")
         began = time.monotonic()
-        result = run.launch(entry, config, folder, writer)
+        result = run.launch(entry, config, folder, write)
         took = duration(time.monotonic() - began)
         say(f"{plural(result['lines'], 'line')} in {took}, the start of the workers included")
         if count := result["left_out"]:
@@ -117,29 +118,18 @@ def tell(event: dict[str, Any]) -> None:
         say(str(event.get("text") or event.get("message")))
 
 
-class Writer:
-    """Prints the workers' events: answers on the output, everything else on standard error.
+def write_answers(event: dict[str, Any], scores: bool = False, one_line: bool = True) -> None:
+    """Prints the workers' events: answers on standard output, everything else on standard error.
 
     Args:
         scores: before each answer its log-probability and a tab.
         one_line: of each answer, as of what it answers.
     """
-
-    def __init__(self, output: IO[str], scores: bool, one_line: bool) -> None:
-        self._output, self._scores, self._one_line = output, scores, one_line
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        kind = event.get("kind") or event.get("event")
-        if kind == "answers":
-            self._write(event["texts"], event["log_probabilities"])
-        else:
-            tell(event)
-
-    def _write(self, texts: Sequence[str], log_probabilities: Sequence[float]) -> None:
-        if self._one_line:
-            texts = [" ".join(text.splitlines()) for text in texts]
-        if self._output.isatty():
-            texts = [visible(text) for text in texts]
-        for text, total in zip(texts, log_probabilities, strict=True):
-            self._output.write(f"{total:.4f}\t{text}\n" if self._scores else f"{text}\n")
-        self._output.flush()
+    if event.get("kind") != "answers":
+        tell(event)
+        return
+    for text, total in zip(event["texts"], event["log_probabilities"], strict=True):
+        said = " ".join(text.splitlines()) if one_line else text
+        said = visible(said) if sys.stdout.isatty() else said
+        print(f"{total:.4f}\t{said}" if scores else said)
+    sys.stdout.flush()

@@ -14,7 +14,7 @@ from gpipe_cli.disk import read_bytes
 from gpipe_cli.jobs.trust import OURS, PATHS, SECTIONS
 from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
-from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Image, Images, Lines, Picture
+from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Image, Images, Lines
 from gpipe_cli.terminal.evaluated import by_class, by_language
 from gpipe_cli.terminal.runs import FinishedRun, read_run
 from gpipe_cli.terminal.text import duration, number, percent, relative_paths, seconds_text, size_text
@@ -97,7 +97,7 @@ def _evaluated(folder: Path, rows: Sequence[Row], evaluations: Sequence[Row]) ->
         columns = ["evaluation", *(f"after step {row['step']:,}" for row in shown)]
         yield Grid(columns, [[name, *(row.get(name) for row in shown)] for name in names])
     if rows:
-        yield Picture(str(_draw_loss(rows, evaluations)))
+        yield _draw_loss(rows, evaluations)
     bleu = {name.removeprefix("bleu/"): score for name, score in last.items() if name.startswith("bleu/")}
     if len(bleu) > 1:
         yield by_language(bleu, last)
@@ -133,7 +133,7 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
         yield Images([Image(svg, unescape(label[1]) if label else drawn.stem)])
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
     if shares:
-        yield Picture(str(draw_shares({"measured": shares}, "Where a step goes")))
+        yield draw_shares({"measured": shares}, "Where a step goes")
     yield Facts(
         [
             ("bubble, measured", measured and percent(measured)),

@@ -27,6 +27,7 @@ from gpipe_cli.jobs.page import PAGE
 from gpipe_cli.jobs.run_directory import require_writable, where_it_is
 from gpipe_cli.launch.stop import stop_noted
 from gpipe_cli.terminal.command import FAILED, Words, show
+from gpipe_cli.terminal.document import Document
 from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.typed_section import typed
 
@@ -133,6 +134,6 @@ def end_sweep(sweep: Sweep) -> int:
     with suppress(OSError):
         document.save(sweep.directory / PAGE)
     with suppress(OSError):  # nobody reads it
-        tables = "\n\n".join(block.text() for block in (document.blocks[0], *table.matrix()))
+        tables = Document("", [document.blocks[0], *table.matrix()]).text()
         show(f"\n{tables}{more}\n\n{where_it_is(sweep.directory)}")
     return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED

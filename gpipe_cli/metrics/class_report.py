@@ -8,7 +8,6 @@ from math import ceil, sqrt
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..data.source import Source
 
@@ -29,45 +28,37 @@ def class_report(predictions: Sequence[tuple[float, float, float]], source: Sour
         "label", "predicted", "probability" and "image" (PNG in base64, or None).
     """
     names = list(getattr(source, "class_names", ()))
+    picture_of = getattr(source, "evaluation_image", None)
     counts = Counter((int(label), int(predicted)) for label, predicted, _ in predictions)
     wrong = [n for n, (label, predicted, _) in enumerate(predictions) if label != predicted]
-    worst = sorted(wrong, key=lambda n: -predictions[n][2])[:WORST]
+    mistakes = list[dict[str, Any]]()
+    for n in sorted(wrong, key=lambda n: -predictions[n][2])[:WORST]:
+        label, predicted, probability = predictions[n]
+        image = None if picture_of is None else b64encode(png(picture_of(n), THUMBNAIL)).decode()
+        facts = {"example": n, "label": int(label), "predicted": int(predicted), "probability": probability}
+        mistakes.append({**facts, "image": image})
     return {
         "names": [*names, *(str(number) for number in range(len(names), 1 + max(map(max, counts))))],
         "predicted": [[int(predicted), probability] for _, predicted, probability in predictions],
         "confusion": [[*pair, count] for pair, count in sorted(counts.items())],
-        "worst": [_mistake(n, *predictions[n], source) for n in worst],
+        "worst": mistakes,
     }
 
 
-def _mistake(example: int, label: float, predicted: float, probability: float, source: Source | None) -> dict[str, Any]:
-    picture_of = getattr(source, "evaluation_image", None)
-    image = None if picture_of is None else b64encode(png(_smaller(picture_of(example)))).decode()
-    found = {"example": example, "label": int(label), "predicted": int(predicted), "probability": probability}
-    return {**found, "image": image}
-
-
-def _smaller(image: Tensor) -> Tensor:
-    share = THUMBNAIL / max(image.shape[-2:])
-    if share >= 1:
-        return image
-    return F.interpolate(image[None].float(), scale_factor=share, mode="area")[0].round().byte()
-
-
-def png(image: Tensor) -> bytes:
-    """Returns an image, uint8 [3, H, W], as a PNG file."""
+def png(image: Tensor, longest: int | None = None) -> bytes:
+    """Returns an image, uint8 [3, H, W], as a PNG file, whose longer side has at most so many pixels."""
     from PIL import Image
 
-    file = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(file, "PNG")
+    file, picture = io.BytesIO(), Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    if longest is not None:
+        picture.thumbnail((longest, longest))
+    picture.save(file, "PNG")
     return file.getvalue()
 
 
 def sheet(images: Tensor) -> Tensor:
     """Returns images, uint8 [n, 3, S, S], side by side in a square, with two white pixels between them."""
-    framed = F.pad(images, (1, 1, 1, 1), value=255)
-    columns = ceil(sqrt(len(framed)))
-    rows = ceil(len(framed) / columns)
-    framed = F.pad(framed, (0, 0, 0, 0, 0, 0, 0, rows * columns - len(framed)), value=255)
-    side = framed.shape[-1]
-    return framed.view(rows, columns, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, rows * side, columns * side)
+    from torchvision.utils import make_grid  # type: ignore[import-untyped]  # slow
+
+    grid: Tensor = make_grid(images, nrow=ceil(sqrt(len(images))), pad_value=255)
+    return grid

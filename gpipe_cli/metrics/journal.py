@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,6 @@ from .trackers import TensorBoard, Tracking
 
 CLASSES, AUGMENTED = "classes.json", "augmented.png"
 SHOWN = 25  # images
-SHORT_SIMULATION = 0.02  # seconds; simulating a schedule takes that long with some thousand instructions
-SIMULATION_SHARE = 0.001  # of the run's time, for longer ones
 
 
 class Notices:
@@ -85,7 +82,6 @@ class Journal(Notices):
         self._settings, self._trackers, self._tracking = settings, trackers, list[Tracking]()
         self._run_dir, self._logging, self._steps, self._task = run_dir, settings.logging, settings.trainer.steps, task
         self._predicted_bubble, self._shares_of_step = math.nan, dict[str, float]()  # as last simulated
-        self._simulate_from = 0.0  # in seconds of `time.perf_counter`
         self._warned: set[Path] = set()  # of files that cannot be written
 
     def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
@@ -133,11 +129,9 @@ class Journal(Notices):
         plan, seconds = result.plan, result.seconds
         due = progress.step % self._logging.every == 0 or progress.step in (1, self._steps)
         lists, placement = self._schedule.lists(len(plan.signatures)), self._schedule.placement
-        if (due or not self._shares_of_step) and (began := time.perf_counter()) >= self._simulate_from:
+        if due or not self._shares_of_step:
             found = mean_breakdown(lists, placement, result.cells, result.numbers["update"], seconds)
             self._shares_of_step, self._predicted_bubble = found
-            if (taken := time.perf_counter() - began) > SHORT_SIMULATION:
-                self._simulate_from = began + taken / SIMULATION_SHARE
         waited, sums = max(result.numbers["waited_for_data"]), result.statistics
         pairs = zip(self._task.statistics[::2], sums[::2], sums[1::2], strict=True)  # as ("accuracy", "examples")
         row = {

@@ -16,8 +16,6 @@ from ..json_files import json_lines
 class MetricsFile:
     """Appends a row per step.
 
-    A row that finds no room is lost as a whole.
-
     Args:
         path: the file; a resumed run appends to it. It may not be a symbolic link.
         resumed_step: rows of later steps, from a run that was killed after its last checkpoint, are removed.
@@ -30,26 +28,15 @@ class MetricsFile:
         self.path = path
         with writing(path):
             _drop_later_rows(path, resumed_step)
-            self._file = io.FileIO(open_for_writing(path), "r+")
+            self._file = io.FileIO(open_for_writing(path), "a")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Writes the row of a step; it must have a key "step"."""
         with writing(self.path):
-            _write_all(self._file, f"{json.dumps(json_safe(row))}\n".encode())
+            self._file.write(f"{json.dumps(json_safe(row))}\n".encode())
 
     def close(self) -> None:
         self._file.close()
-
-
-def _write_all(file: io.FileIO, content: bytes) -> None:
-    """Appends all bytes or none: of a nearly full disk, a system call writes as many as fit, and the next one fails."""
-    end = file.seek(0, os.SEEK_END)
-    try:
-        while content:
-            content = content[file.write(content) :]
-    except OSError:
-        file.truncate(end)
-        raise
 
 
 def json_safe(value: Any) -> Any:

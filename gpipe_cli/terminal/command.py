@@ -53,7 +53,6 @@ def run_command(
         say: prints the reason of a refusal or a failure; None: on standard error. Given by commands that train.
         needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
-    open_closed_streams()
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -95,18 +94,6 @@ def own_options(words: Sequence[str]) -> str:
     paths = sorted(Path(folder).glob("*/**/*.yaml")) if folder else []
     options = [path.relative_to(str(folder)).with_suffix("").as_posix().replace("/", "=", 1) for path in paths]
     return f"\n\nIn {folder}: {'  '.join(options) or 'no options'}" if folder else ""
-
-
-def open_closed_streams() -> None:
-    """Opens /dev/null for a standard stream that is closed, or the next file would take its place."""
-    for number, stream in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, stream) is None:
-            nothing = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nothing, number)
-            os.set_inheritable(number, True)  # by workers, also where it is `nothing` itself
-            if nothing > 2:
-                os.close(nothing)
-            setattr(sys, stream, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:

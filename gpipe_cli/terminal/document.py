@@ -3,7 +3,6 @@
 A page is one HTML file without scripts that loads nothing: page.html is its template, and pictures stand in it.
 """
 
-import re
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,36 +16,24 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from gpipe_cli.disk import write_whole
-from gpipe_cli.svg import COLOURS
+from gpipe_cli.svg import COLOURS, Drawing
 from gpipe_cli.terminal.text import is_number, number, text_table
 
 KEY_WIDTH = 12  # at least, of facts on a console
 
 
-class Link(NamedTuple):
-    """Holds a cell of a table that leads to another file on a page."""
+class Cell(NamedTuple):
+    """Holds a cell of a table that a page shows as a link, as a bar or on a blue ground.
 
-    text: str
-    address: str
+    Attributes:
+        address: of another file.
+        bar, shade: width of the bar, strength of the blue, as "30%".
+    """
 
-    def __str__(self) -> str:
-        return self.text
-
-
-class Bar(NamedTuple):
-    """Holds a cell of a table that is a bar on a page; ``bar`` is its width, as "30%"."""
-
-    bar: str
-
-    def __str__(self) -> str:
-        return ""
-
-
-class Shade(NamedTuple):
-    """Holds a cell of a table with a blue ground on a page; ``shade`` is its strength, as "30%"."""
-
-    text: str
-    shade: str
+    text: str = ""
+    address: str = ""
+    bar: str = ""
+    shade: str = ""
 
     def __str__(self) -> str:
         return self.text
@@ -113,21 +100,6 @@ class Grid:
         return text_table([*self.columns] * max(1, len(self.parts)), [[*chain(*rows)] for rows in beside])
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Holds a drawing of ours, for a page alone."""
-
-    svg: str
-
-    @property
-    def inside(self) -> str:
-        """Returns the picture as HTML holds it, which needs no name of a namespace."""
-        return re.sub(r' xmlns="[^"]*"', "", self.svg)
-
-    def text(self) -> str:
-        return ""
-
-
 class Image(NamedTuple):
     """Holds a file in which nothing runs on a page: SVG or PNG; ``alt`` says what it shows."""
 
@@ -147,11 +119,8 @@ class Images:
     images: Sequence[Image]
     title: str = ""
 
-    def text(self) -> str:
-        return ""
 
-
-Block = Lines | Facts | Grid | Picture | Images
+Block = Lines | Facts | Grid | Images | Drawing
 
 
 @dataclass(frozen=True)
@@ -162,8 +131,9 @@ class Document:
     blocks: Sequence[Block]
 
     def text(self) -> str:
-        """Returns the document for a console, without its title."""
-        return "\n\n".join(filter(None, (block.text() for block in self.blocks)))
+        """Returns the document for a console, without its title and pictures."""
+        texts = (block.text() for block in self.blocks if not isinstance(block, (Images, Drawing)))
+        return "\n\n".join(filter(None, texts))
 
     def html(self) -> str:
         blocks = [(type(block).__name__, block) for block in self.blocks]

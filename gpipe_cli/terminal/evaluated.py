@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from gpipe_cli.data.cldr.languages import name_of
-from gpipe_cli.terminal.document import Bar, Block, Grid, Image, Images, Lines, Shade
+from gpipe_cli.terminal.document import Block, Cell, Grid, Image, Images, Lines
 from gpipe_cli.terminal.text import percent
 
 MOST_ROWS = 40  # classes in a table or a matrix
@@ -29,7 +29,7 @@ def by_language(bleu: Mapping[str, float], evaluation: Mapping[str, Any], few: C
     for code, score in bleu.items():
         copied = f"{copying[code]:.1f}" if code in copying else ""
         facts = [code + "*" * (code in few), name_of(code), sizes.get(code, ""), sentences.get(code, "")]
-        rows.append([*facts, f"{score:.1f}", Bar(f"{score / longest:.0%}"), copied])
+        rows.append([*facts, f"{score:.1f}", Cell(bar=f"{score / longest:.0%}"), copied])
     title = "BLEU by language, from the most to the least training data"
     return Grid(["language", "", "pairs", "sentences", "BLEU", "", "copying"], rows, title, beside=2)
 
@@ -77,7 +77,7 @@ def _confusion(names: list[str], found: Mapping[int, Mapping[int, int]]) -> Grid
     rows: list[list[object]] = []
     for label, counts in found.items():
         row = [counts.get(predicted, 0) for predicted in range(len(names))]
-        shades = [Shade(str(count or ""), f"{count / sum(row):.0%}") for count in row]
+        shades = [Cell(str(count or ""), shade=f"{count / sum(row):.0%}") for count in row]
         rows.append([f"{names[label][:LONGEST_NAME]} ({label + 1})", *shades])
     columns = ["label", *(str(number + 1) for number in range(len(names)))]
     return Grid(columns, rows, "Confusion of classes: rows are labels, columns predictions, in the same order")

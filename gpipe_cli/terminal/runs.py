@@ -10,15 +10,13 @@ from typing import Any
 from urllib.parse import quote
 
 import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
-from pydantic import ConfigDict
-from typing_extensions import TypedDict
 
 from gpipe_cli.disk import read_bytes
-from gpipe_cli.json_files import DamagedJson, Numbers, read_json, read_rows, skipped
+from gpipe_cli.json_files import DamagedJson, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, plot
-from gpipe_cli.terminal.document import Block, Document, Grid, Lines, Link, Picture
+from gpipe_cli.terminal.document import Block, Cell, Document, Grid, Lines
 from gpipe_cli.terminal.text import number, percent
-from gpipe_cli.typed_section import Count, flat
+from gpipe_cli.typed_section import flat
 
 ERROR_FILE = "error.txt"  # in the run directory of a failed run
 RUN_FILES = ("summary.json", "metrics.jsonl", ERROR_FILE, ".hydra/config.yaml")  # one of them makes a folder a run
@@ -33,21 +31,6 @@ NOTES = (
     "K·M/(M+K−1) in the same unit, with the number of workers for K where cells share them.",
     "bubble: share of the workers' time without computing; predicted: simulated from the measured times.",
 )
-
-
-class Summary(TypedDict, total=False):
-    """Describes what is read of summary.json; other entry points than the trainer's write a part of it."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-    K: Count
-    M: Count
-    workers: Count
-    loss: float | None
-    evaluation: Numbers | None
-    examples_per_second: float | None
-    bubble: float | None
-    bubble_predicted: float | None
 
 
 @dataclass(frozen=True)
@@ -129,14 +112,14 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
         running: its figures are not read: what summary.json says is of the run that this one continues.
     """
     broken: list[str] = []
-    settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken) or {})
-    words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken) or []
-    hydra = flat(_read_yaml(folder / ".hydra" / "hydra.yaml", dict, []) or {})
-    sources = [of for of in hydra.get("hydra.runtime.config_sources") or () if isinstance(of, Mapping)]
-    config_dir = next((str(of.get("path")) for of in sources if str(of.get("provider")).endswith("command-line")), None)
+    settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken))
+    words = _read_yaml(folder / ".hydra" / "overrides.yaml", list, broken)
+    hydra = flat(_read_yaml(folder / ".hydra" / "hydra.yaml", dict, []))
+    sources = hydra.get("hydra.runtime.config_sources") or ()
+    config_dir = next((str(of["path"]) for of in sources if str(of["provider"]).endswith("command-line")), None)
     summary: dict[str, Any] | None = {} if running else None
     try:
-        summary = {**read_json(folder / "summary.json", Summary)} if summary is None else summary
+        summary = read_json(folder / "summary.json", dict[str, Any]) if summary is None else summary
     except FileNotFoundError:
         pass
     except (OSError, DamagedJson) as damage:
@@ -170,20 +153,17 @@ def _error(path: Path) -> str | None:
 
 
 def _read_yaml(path: Path, kind: type, broken: list[str]) -> Any:
+    """Returns what a file holds, or nothing of its kind, with a line in ``broken`` where it cannot be read."""
     if not path.is_file():
-        return None
+        return kind()
     try:
-        content = read_bytes(path, MOST_TEXT + 1)
-        text = content.decode()
-        if len(content) > MOST_TEXT or any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("no run writes so much, nor aliases, which may stand for any number of values")
-        found = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        found = yaml.safe_load(read_bytes(path, MOST_TEXT))
+    except (OSError, yaml.YAMLError):
         found = None
-    if not isinstance(found, kind):
-        broken.append(f"{path.name} cannot be read")
-        return None
-    return found
+    if isinstance(found, kind):
+        return found
+    broken.append(f"{path.name} cannot be read")
+    return kind()
 
 
 # -- compared ---------------------------------------------------------------------------------------------------------
@@ -214,14 +194,14 @@ class RunTable:
         rows: list[list[object]] = []
         for run in self.facts:
             page, name = Path(run["run"]) / "report.html", run["name"]
-            row = [Link(name, quote(os.path.relpath(page, folder))) if page.is_file() else name]
+            row = [Cell(name, quote(os.path.relpath(page, folder))) if page.is_file() else name]
             row += [run["settings"][key] for key in settings]
             row += [run[key] for key in ("K", "M", "loss", "examples_per_second")]
             row += [run[key] and f"{run[key]:.2f}" for key in ("normalised", "ideal")]
             row += [percent(run[key]) for key in ("bubble", "bubble_predicted")]
             rows.append([*row, *(run["evaluation"].get(score) for score in scores), run["outcome"]])
         drawing = self.drawing()
-        plots = [] if drawing is None else [Picture(str(drawing))]
+        plots = [] if drawing is None else [drawing]
         differ = [f"The runs also differ in {', '.join(hidden)}."] if hidden else []
         notes = Lines([*NOTES, *differ], "* ")
         blocks: list[Block] = [Grid([*columns, "status"], rows), *self.matrix(), *plots, notes]

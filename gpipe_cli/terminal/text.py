@@ -67,13 +67,6 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in placed)
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a table in Markdown."""
-    lines = [columns, *([number(value) for value in row] for row in rows)]
-    head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
-
-
 def is_number(value: object) -> bool:
     """Returns whether a value is a number; True also for none, and for one written as "21.3 %"."""
     return value in (None, "", "-") or isinstance(value, (int, float)) or bool(NUMBER.match(str(value)))

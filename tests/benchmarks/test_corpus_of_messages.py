@@ -73,36 +73,3 @@ def test_a_corpus_of_wheels_is_split_by_messages_and_near_copies_stay_together(
     assert "Permission is granted" in (made / "notices" / "shop.txt").read_text()
     counts = json.loads((made / "counts.json").read_text())
     assert counts["digest"] == json.loads((make(wheels, tmp_path / "again") / "counts.json").read_text())["digest"]
-
-
-HEAD = ["Content-Type: text/plain; charset=UTF-8", "PO-Revision-Date: YEAR-MO-DA HO:MI+ZONE"]
-HEAD += ["Plural-Forms: nplurals=3; plural=(n==0 ? 0 : n==1 ? 1 : 2);"]
-PLURAL = 'msgid "One day"\nmsgid_plural "Several days"\nmsgstr[0] "Kein Tag"\nmsgstr[1] "Ein Tag"\nmsgstr[2] "Tage"'
-MIXED = [  # what stands before a message, the message, its translation
-    ("#, fuzzy\n", "A guess", "Eine Vermutung"),
-    ("", "Django", "Django"),
-    ("", "Hello %(name)s", "Hallo"),
-    ("", "Read <b>this</b> first", "Lies <b>dies</b> zuerst"),
-    ("", "_Open file", "Datei ö_ffnen"),
-    ("", "Russian words", "русские слова"),
-    ('#. Default: "Your basket is empty"\n', "label_basket_empty", "Ihr Warenkorb ist leer"),
-    ("", "label_other", "Etwas anderes"),
-]
-
-
-def test_what_a_careful_translator_would_leave_out_is_left_out(wheels: Path, tmp_path: Path) -> None:
-    entries = [f'{before}msgid "{english}"\nmsgstr "{german}"' for before, english, german in MIXED]
-    head = 'msgid ""\nmsgstr ""\n' + "\n".join(f'"{field}\\n"' for field in HEAD)
-    po = "\n\n".join([head, *entries, PLURAL, '#~ msgid "Old message"\n#~ msgstr "Alte Nachricht"\n'])
-    wheel(wheels, "mixed", "BSD", {"mixed/locale/de/LC_MESSAGES/mixed.po": po})
-    made = make(wheels, tmp_path / "made") / "corpus/de-en"
-    kept = dict(zip(lines(made / "train.de"), lines(made / "train.en"), strict=True))
-    ours = {source: english for source, english in kept.items() if not source.startswith("de")}
-    assert ours == {
-        "Lies dies zuerst": "Read this first",
-        "Datei öffnen": "Open file",
-        "Ihr Warenkorb ist leer": "Your basket is empty",
-        "Kein Tag": "Several days",
-        "Ein Tag": "One day",
-        "Tage": "Several days",
-    }

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import ROOT, Row
+from benchmarks.common import ROOT
 from benchmarks.gpu import checks
-from benchmarks.gpu.__main__ import PARTS, open_parts, read, run_apart
-from benchmarks.gpu.checks import Site
+from benchmarks.gpu.__main__ import PARTS, open_parts
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.factory.example import example_micro_batch
 
@@ -29,23 +28,6 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert {name: record["status"] for name, record in found.items()} == dict.fromkeys(PARTS, "passed")
     assert all(record["rows"] for record in found.values())
     assert output.with_suffix(".md").read_text().count("**passed**") == len(PARTS)
-
-
-def test_a_part_that_fails_keeps_its_logs(tmp_path: Path) -> None:
-    arguments = read(["--device", "cpu", "--tiny", "--output", str(tmp_path / "gpu.json")])
-    record = run_apart("no such part", arguments, 60)
-    assert record["status"] == "failed" and str(tmp_path / "gpu-logs") in record["why"]
-    assert "the parts are" in (tmp_path / "gpu-logs/no such part/output").read_text()
-
-
-def test_a_case_that_fails_ends_no_other(tmp_path: Path) -> None:
-    def work(case: Sequence[str]) -> Row:
-        if case == ["1"]:
-            raise SystemExit("gpipe-train failed:\n  a line of code\nValueError: 7\nlog: /tmp/gone/rank_0.log\n")
-        return {"what": case, "ok": True}
-
-    rows = list(Site("exact", "cpu", True, tmp_path).side_by_side(work, [["0"], ["1"], ["2"]]))
-    assert [row["ok"] for row in rows] == [True, False, True] and rows[1]["why"].endswith("\nValueError: 7")
 
 
 @pytest.mark.parametrize(

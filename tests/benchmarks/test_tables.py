@@ -9,9 +9,10 @@ import torch
 from processes import command, succeeded
 from torch import nn
 
+from gpipe_cli.benchmarks.tables.bench import parse
 from gpipe_cli.benchmarks.tables.emulated import WIDTH, SleepingLayer
 from gpipe_cli.benchmarks.tables.throughput import ModelCosts, Setting
-from gpipe_cli.commands.bench import main, parse
+from gpipe_cli.commands.bench import main
 from gpipe_cli.pipeline.halves import backward_of_inputs
 
 TINY = ("K=2", "repetitions=1", "seconds=0.02", "models=transformer")

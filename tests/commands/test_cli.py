@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 from launch_command import wait_for
 from processes import command
 from run_files import bytes_of
-from small_disk import small_disk
 
 from gpipe_cli.commands import plan, train
 from gpipe_cli.jobs import configuration
@@ -46,14 +44,6 @@ def test_a_run_leaves_its_configuration_its_log_and_says_where(tmp_path: Path) -
     log = (directory / "train.log").read_text()
     assert "step 3/3  loss 1.6667" in log and "optimizer=muon lr_schedule=inverse_sqrt" in log
     assert done.stdout.rstrip().endswith(f"tensorboard --logdir runs/{directory.name}")
-
-
-def test_a_run_directory_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "given", "size=4k"):
-        done = run(tmp_path, "pipeline.K=1", "trainer.steps=1", "hydra.run.dir=given")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "given cannot be written: No space left" in done.stderr and "room left: " in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
@@ -123,19 +113,6 @@ def test_a_run_that_a_worker_refuses_leaves_nothing(tmp_path: Path) -> None:
     refused = run(tmp_path, f"seed={cli_jobs.REFUSES}", "pipeline.K=1")
     assert refused.returncode == 2 and "fourteen is refused" in refused.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words", ["train pipeline.K=0", "report nowhere", "translate nowhere"])
-def test_a_command_whose_standard_streams_are_closed_ends_as_with_them(words: str, tmp_path: Path) -> None:
-    name, *rest = words.split()
-    with_streams = command(name, *rest, cwd=tmp_path)
-    line = f"exec {sys.executable} -m gpipe_cli.commands.{words} <&- >&- 2>&-"
-    assert processes.run("sh", "-c", line, cwd=tmp_path).returncode == with_streams.returncode == 2
-
-
-def test_workers_start_and_end_without_standard_streams(tmp_path: Path) -> None:
-    words = shlex.join([*COMMAND, "pipeline.K=2", "pipeline.workers=2", "trainer.steps=1", "hydra.run.dir=here"])
-    assert processes.run("sh", "-c", f"exec {words} <&- >&- 2>&-", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,17 @@
 """Tests that the experiments are the paper's, and runs of each on tiny data in the layout of its real data set."""
 
-import json
 import math
-import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import parallel_folder
 import pytest
 import tiny_images
 import torch
 from composed import composed
 from inline_run import train_inline
 from parallel_folder import opus
-from processes import TRAIN, command, signalled, succeeded
-from run_files import rows
 
 from gpipe_cli.checkpoint.files import resolve
 from gpipe_cli.config import Settings
@@ -175,58 +169,3 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
     tiny_images.accept_any_cifar(monkeypatch)
     words = ["data.batch_size=3", "pipeline.M=1"] if name == "cifar100" else []  # three images are all there are
     check(train_tiny(tmp_path, f"transfer/{name}", f"checkpoint.init_from={pretrained}", *words))
-
-
-# -- downloads: train, kill, resume at another K, evaluate, report ---------------------------------------------------
-
-
-STEPS, KILLED_AFTER = 12, 5
-IMAGENET_WORDS = [f"experiment={PRETRAINING}", "data.classes=3", "model.L=3", "data.batch_size=4", "pipeline.M=2"]
-
-CORPORA = {  # by name: split, first and last pair
-    "Europarl.de-en": ("train", 0, 180),
-    "WMT-News.de-en": ("train", 180, 300),
-    "newstest2019.de-en": ("dev", 0, 20),
-}
-
-
-def moses(root: Path) -> list[str]:
-    """Writes what three archives of OPUS and WMT hold, one for evaluation; returns the words to train on them."""
-    for name, (split, first, last) in CORPORA.items():
-        parallel_folder.corpus(root / name, first, last, split=split)
-        for other in ("README", "LICENSE", f"{name}.xml"):
-            parallel_folder.write(root / other, ["<no sentence/>"])
-    return ["experiment=nmt/t_64_16384_32", "data.dev={de: newstest2019.de-en.de}", "task.generation.beam=2"]
-
-
-def imagenet(root: Path) -> list[str]:
-    """Writes class folders; returns the words to train on them."""
-    tiny_images.imagenet(root)
-    return IMAGENET_WORDS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("download", [moses, imagenet])
-def test_an_experiment_on_a_download_is_killed_resumed_at_another_k_evaluated_and_reported(
-    download: Callable[[Path], list[str]], tmp_path: Path
-) -> None:
-    words = [
-        "debug=tiny", *download(tmp_path / "data"), f"data.root={tmp_path / 'data'}", "hydra.run.dir=run",
-        f"trainer.steps={STEPS}", "trainer.evaluate_every=6", "checkpoint.resume=auto", "logging.tensorboard=false",
-    ]  # fmt: skip
-    whole = [sys.executable, *TRAIN, *words, "pipeline.K=2", "pipeline.workers=2"]
-    assert signalled(whole, tmp_path / "run", KILLED_AFTER, signal.SIGKILL) == -signal.SIGKILL
-    succeeded(command("train", *words, "pipeline.K=3", "pipeline.workers=1", cwd=tmp_path))
-    metrics = rows(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["data_defects"] == {}
-
-    evaluated = ("run", "trust=[data]", "pipeline.K=1", "pipeline.workers=1", "output=again")
-    succeeded(command("eval", *evaluated, cwd=tmp_path))
-    found = json.loads((tmp_path / "again" / "evaluation.json").read_text())
-    assert (found["step"], found["K"]) == (STEPS, 1)
-    assert found["numbers"] == summary["evaluation"]
-    succeeded(command("report", "run", "output=report", cwd=tmp_path))
-    (reported,) = json.loads((tmp_path / "report" / "report.json").read_text())["rows"]
-    assert (reported["status"], reported["K"], reported["loss"]) == ("done", 3, summary["loss"])

@@ -38,7 +38,7 @@ def test_the_classes_of_an_evaluation_are_counted_and_shown(run: Path) -> None:
     page = run_page(run).html()
     assert "most often taken for" in page and page.count("data:image/png;base64") == 1 + total - right
     with Image.open(run / "pictures" / "augmented.png") as sheet:
-        assert sheet.size == (20, 20)  # two by two images of 8 pixels, framed
+        assert sheet.size == (22, 22)  # two by two images of 8 pixels, framed
 
 
 def test_any_file_is_classified_as_an_evaluation_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

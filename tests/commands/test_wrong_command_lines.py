@@ -14,14 +14,11 @@ SCREEN = 24  # lines
 CASES = {  # command line to what the answer must contain
     "train pipeline.K=0": "pipeline.K=0: should be greater than or equal to 1",
     "train optimizer.lr=nan": "optimizer.lr=nan",
-    "train optimizer=adam optimizer.betas=[0.9,1]": "optimizer.betas=",
     "train precision.loss_scale=1000": "precision.loss_scale=1000 is no power of two, and would round: use 1024",
-    "train pipeline.schedule=sometimes": "pipeline.schedule=sometimes",
     "train pipeline.k=4": "there is no key pipeline.k; did you mean pipeline.K?",
     "train model=layers": "model=layers has another name by now: type model=custom",
     "train experimnt=nmt": "there is no key experimnt; did you mean experiment?",
     "train task.generation=null task.generation.beam=4": "it is switched off; leave out task.generation=null",
-    "train modle=transformer": "there is no key modle; did you mean model?",
     "train pipeline.K=1,2": "pipeline.K=1,2 is a sweep: give one value",
     "train --pipeline.K=4": "keys have no dashes, type pipeline.K=4",
     "train optimizer=adm": "there is no optimizer=adm; did you mean optimizer=adam",
@@ -31,12 +28,8 @@ CASES = {  # command line to what the answer must contain
     "train trainer.steps=null": "set one, as trainer.steps=1000",
     "train data.pair=klingon": "klingon",
     "train data.batch_size=???": "data.batch_size needs a value: type data.batch_size=…",
-    "train hydra.run.dir=/dev/null/x": "hydra.run.dir",
-    "train pipeline.threads=1000000": "pipeline.threads",
-    "train pipeline.workers=100000 pipeline.K=100000": "pipeline.workers",
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
     "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
-    "train optimizer=adamw optimizer.eps=[1,2]": "optimizer.eps=[1,2]: should be a valid number",
     "train optimizer.rest.eps=abc": "optimizer.rest.eps=abc: should be a valid number",
     f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
     "train checkpoint.resume=nowhere": "checkpoint.resume: nowhere holds no complete checkpoint",
@@ -44,19 +37,14 @@ CASES = {  # command line to what the answer must contain
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",
     "train data=parallel_text data.root=": "data.root is not set: type data.root=FOLDER",  # $UNSET
     "train data.root=~/a#b": """write key=value, a text as 'data.root="~/a#b"'""",
-    "train data.batch_size=1000000000000": "data.batch_size=1000000000000: should be less than or equal to 10000000",
     "train pipeline.M=1000000 data.batch_size=1000000": "a step has at most 1,048,576 forwards",
     "train --config-dir nowhere": "--config-dir nowhere: there is no such folder",
     "plan plan.best=true plan.devices=1000000000000": "plan.devices=1000000000000: should be less than or equal to",
-    "plan model.L=100000000": "model.L=100000000: should be less than or equal to 20000",
     "report nowhere": "nowhere is not there",
     "plan plan.device=h1000": "did you mean h100",
-    "plan plan.fit=16GB plan.best=true": "give one of them",
     "eval nowhere step=²": "step=²: use a number, best or last",
-    "translate nowhere scores=perhaps": "scores",
     "export nowhere output=x.zip": "output=x.zip",
     "bench K=2": "which table?",
-    "bench table=5": "table=5: should be 1, 2, 3 or 4",
     "bench table=2 K=[0]": "K=[0]: should be greater than or equal to 2 or null",
     "train pipeline.schedule=interleaved_1f1b pipeline.workers=3": "use pipeline.K=3 or 6",
     "train pipeline.M=32 pipeline.replicas=4": "pipeline.M=32 × pipeline.replicas=4 needs 128 examples",
@@ -66,17 +54,13 @@ CASES = {  # command line to what the answer must contain
     "plan 'plan.device={flops: 1e12}'": "plan.device has no memory, bandwidth, link",
     "plan 'plan.fit=16 apples'": "plan.fit=16 apples: use a number of bytes, as 16GB",
     "plan pipeline.K=99": "pipeline.K=99 but the model has 20 layers",
-    "eval split=dev": "which run?",
     "eval compare=[nowhere]": "nowhere has not been evaluated yet: gpipe-eval checkpoint=nowhere",
     "eval compare=[]": "compare= names no run",
     "eval compare=[a] split=test": "there is no key split; here has: compare, baseline, output",
     "eval step=1 step=2": "step=2: give step one value",
-    "translate --config-dir=a": "--config-dir=a: keys have no dashes",
     "train experiment=nmt": "did you mean experiment=nmt/bilingual or",
-    "train checkpoint.init_from=nowhere": "checkpoint.init_from: nowhere holds no complete checkpoint",
     "train checkpoint.allow_changes=[pipline]": "[pipline]: there is no key pipline; did you mean pipeline?",
     "train model=null": "model=null: model needs one of amoebanet, custom, module, ",
-    "train 'model=[transformer,rnn]'": "there is no model=rnn; model can be: amoebanet",
 }
 OUTSIDE = [*[*CASES][:37:9], "train data.pair=klingon"]  # its worker refuses it, and leaves its log
 
@@ -127,13 +111,6 @@ def test_python_without_docstrings_has_no_help_and_no_traceback(tmp_path: Path) 
     assert done.returncode == 0 and "PYTHONOPTIMIZE=2 leaves out the help" in done.stdout
 
 
-def test_a_link_that_leads_nowhere_is_refused(here: Path, capsys: Capture) -> None:
-    Path("loop").symlink_to("loop")
-    with suppress(SystemExit):
-        import_module("gpipe_cli.commands.train").main(["hydra.run.dir=loop"])
-    assert "hydra.run.dir=loop: loop cannot be written" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -175,11 +152,7 @@ def test_a_file_that_is_not_utf8_is_named(here: Path, capsys: Capture) -> None:
     assert "mine.yaml, line 1: it is not UTF-8\n" in capsys.readouterr().err
 
 
-BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
-
-
-@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]\n", "a: \udcff"])
-def test_the_record_of_a_run_that_no_run_writes_is_not_read(text: str, here: Path) -> None:
+def test_the_record_of_a_run_that_cannot_be_read_is_named(here: Path) -> None:
     (here / ".hydra").mkdir(parents=True)
-    (here / ".hydra" / "config.yaml").write_text(text, errors="surrogateescape")
+    (here / ".hydra" / "config.yaml").write_bytes(b"a: \xff")
     assert "config.yaml cannot be read" in read_run(here).outcome

@@ -52,7 +52,7 @@ BELOW = {
     "inference": "data decoding distributed launch metrics trainer",
     "verify": "checkpoint comparison data distributed factory launch metrics models pipeline schedule tasks trainer",
     "planner": "data distributed factory launch optim partition pipeline schedule",
-    "benchmarks": "distributed launch metrics models partition pipeline planner schedule terminal",
+    "benchmarks": "distributed jobs launch metrics models partition pipeline planner schedule terminal",
     "jobs": "checkpoint conf data launch schedule terminal",
     "commands": "benchmarks checkpoint data jobs launch metrics planner schedule tasks terminal",
 }

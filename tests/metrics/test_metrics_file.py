@@ -40,20 +40,6 @@ def test_rows_after_a_damaged_one_are_kept(tmp_path: Path) -> None:
 # -- disks -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_finds_no_room_leaves_no_part_of_it(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", "size=40k") as disk:
-        file = MetricsFile(disk / "m.jsonl", 0)
-        file.write({"step": 1, "text": "x" * 4000})  # the first page of the file is nearly full: the next row is cut
-        filler = fill(disk)
-        said = r"m\.jsonl cannot be written: No space left on device \(room left: 0\.0 MB, "
-        with pytest.raises(DiskError, match=said):
-            file.write({"step": 2, "text": "y" * 4000})
-        filler.unlink()
-        file.write({"step": 3})
-        file.close()
-        assert [row["step"] for row in rows(disk / "m.jsonl")] == [1, 3]
-
-
 def test_a_run_whose_disk_is_full_ends_in_one_line(tmp_path: Path) -> None:
     with small_disk(tmp_path / "run", "size=900k"), pytest.raises(DiskError) as caught:
         train_inline(tmp_path / "run", "debug=tiny", "trainer.steps=1", "trainer.evaluate_first=false")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_jobs import progress
 
-from gpipe_cli.commands.lines import Writer
+from gpipe_cli.commands.lines import write_answers
 from gpipe_cli.terminal.command import run_command, show, to_stderr
 from gpipe_cli.terminal.console import Console
 from gpipe_cli.terminal.text import relative_paths
@@ -53,21 +53,15 @@ def test_control_characters_of_files_do_not_reach_the_terminal(
     assert capsys.readouterr() == (f"{HARMLESS}\n", f"{HARMLESS}\n{HARMLESS}\n")
 
 
-def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = {}
-    for terminal in (True, False):
-        output = io.StringIO()
-        monkeypatch.setattr(output, "isatty", lambda terminal=terminal: terminal)
-        Writer(output, scores=False, one_line=False)._write([HOSTILE], [0.0])
-        written[terminal] = output.getvalue()
-    assert written == {True: f"{HARMLESS}\n", False: f"{HOSTILE}\n"}
-
-
-def test_an_output_that_is_closed_ends_no_run() -> None:
+@pytest.mark.parametrize(("is_terminal", "said"), [(True, HARMLESS), (False, HOSTILE)])
+def test_answers_are_harmless_on_a_terminal_and_whole_in_a_file(
+    is_terminal: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = io.StringIO()
-    with redirect_stdout(output), Console(1, "plain") as console:
-        output.close()
-        console.say("still here")
+    monkeypatch.setattr(output, "isatty", lambda: is_terminal)
+    with redirect_stdout(output):
+        write_answers({"kind": "answers", "texts": [HOSTILE], "log_probabilities": [0.0]}, one_line=False)
+    assert output.getvalue() == f"{said}\n"
 
 
 def test_work_without_a_count_is_told_when_it_begins() -> None:
