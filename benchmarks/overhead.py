@@ -4,8 +4,7 @@ Models are T(L,H,A) with dropout at the sizes of conf/model/transformer.yaml and
 the language model and AmoebaNet of debug=tiny, whose kernels are so short that the host's work shows, and also in 13
 cells. Data are random. Engine and loop use the same modules, the task's own loss and M micro-batches; nothing is
 recomputed. They take turns. Seconds are the processor's: one thread that never waits, so on an idle machine they equal
-wall time, and on a busy one they are still right. The median of the pairs' ratios is shown, with their quartiles; and
-the operations of a step (views not counted), which a GPU's host has to start.
+wall time, and on a busy one they are still right. The median of the pairs' ratios is shown, with their quartiles.
 
 plain: the usual loop, F0 B0 F1 B1 …, with one graph at a time, as the schedule 1f1b has on a single worker. With gpipe
 it does F0 F1 … B1 B0: the graphs of all M micro-batches are alive before the first backward, so the backwards read from
@@ -31,7 +30,6 @@ from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.models.transformer_lm import transformer_lm
 from gpipe_cli.pipeline.cell import build_layer
-from gpipe_cli.planner.measure.tracking import Tracker
 from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.language_model import LanguageModelTask
 from gpipe_cli.tasks.translation import TranslationTask
@@ -40,7 +38,7 @@ KINDS = ("1f1b", "gpipe")
 EXAMPLES, TOKENS, M = 64, 24, 4  # of a mini-batch; on each side of an example; micro-batches
 IMAGES, PIXELS, CELLS = 16, 32, 13
 COLUMNS = {"model": "", "parameters": ",d", "K": "", "schedule": "", "plain, s": ".4f"}
-COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": "", "operations, both": ""}
+COLUMNS |= {"engine, s": ".4f", "slower by": "+.2%", "quartiles": ""}
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,6 @@ def timed(step: Step, modules: Sequence[nn.Module]) -> float:
     return time.process_time() - began
 
 
-def operations(step: Callable[[], object]) -> int:
-    """Returns how many operations other than views a step has."""
-    with Tracker() as tracker:
-        step()
-    return len(tracker.operations)
-
-
 def in_cells(modules: Sequence[nn.Module], subject: Subject, K: int, kind: str) -> Step:
     """Returns the engine's step, with the layers in K cells of about as many layers."""
     firsts = [len(modules) * k // K for k in range(K + 1)]
@@ -126,7 +117,6 @@ def measure(subject: Subject, repetitions: int) -> Iterator[Row]:
         low, middle, high = statistics.quantiles(shares if repetitions > 1 else shares * 2, n=4)
         row: Row = {"parameters": parameters, "K": K, "schedule": kind, "plain, s": statistics.median(plain)}
         row |= {"engine, s": statistics.median(own), "slower by": middle, "seconds": seconds}
-        row["operations, both"] = f"{operations(turns['plain']):,} {operations(turns[f'{K} {kind}']):,}"
         yield row | {"quartiles": f"{low:+.2%} … {high:+.2%}"}
 
 
