@@ -1,8 +1,10 @@
 """Compares a traced model with the module itself when a run, or gpipe-verify, starts."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import Settings
@@ -11,12 +13,13 @@ from ..errors import ConfigurationError
 from ..factory.build import build_optimizer
 from ..factory.groups import Groups
 from ..layers import LayerBuilder
-from ..micro_batch import MicroBatch
+from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import LayerMaker, TracedLayer
 from ..models.traced.refusals import WAY_OUT, name_of, told_with_place
 from ..partition.survey import survey
 from ..pipeline.cell import BuiltLayer
 from ..tasks.base import Task
+from ..tasks.own_loss import LossFunctionTask
 from .module_itself import COPIES, Compared, Given, Loss, compare, maker_of
 
 USUALLY = (
@@ -50,8 +53,35 @@ def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]
 
 
 def mean_loss(task: Task) -> Loss:
-    """Returns the loss of a micro-batch, for each unit of its weight."""
-    return lambda outputs, targets: task.loss(outputs, targets)[0] / (task.weight(targets) or 1.0)
+    """Returns the loss of a micro-batch, for each unit of its weight; weights of its own get no gradient."""
+    if isinstance(task, LossFunctionTask):
+        task = task.unwatched()
+
+    def loss(outputs: Tensors, targets: Tensors) -> Tensor:
+        own = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        value = task.loss(own, targets)[0] / (task.weight(targets) or 1.0)
+        if not (value.requires_grad and any(output.requires_grad for output in own)):
+            return value.detach()
+        needed = [output for output in own if output.requires_grad]
+        found = iter(torch.autograd.grad(value, needed, allow_unused=True))
+        gradients = [next(found) if output.requires_grad else None for output in own]
+        passed: Tensor = _OutputsAlone.apply(value.detach(), gradients, *outputs)  # type: ignore[no-untyped-call]
+        return passed
+
+    return loss
+
+
+class _OutputsAlone(torch.autograd.Function):
+    """Is a loss whose backward has been computed for the outputs of the model, and reaches nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *outputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's is untyped
+        return None, None, *(None if own is None else own * gradient.to(own) for own in ctx.gradients)
 
 
 def compare_at_start(builders: Sequence[LayerBuilder], given: Given, say: Callable[[str], None]) -> list[int]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import ConfigurationError
 from ..gpus import GPU, count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
-from ..launch.join import local_rank
+from ..launch.join import adopt_step, check_rank, local_rank
 from ..launch.messenger import LOCAL
 from .exchange import all_gather_json, broadcast_json, gather_json
 
@@ -129,7 +129,7 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
 
 
 def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessGroup | None = None) -> World:
-    """Joins the processes that torchrun has started, as workers of replicas; without torchrun there is one.
+    """Joins the processes that torchrun or srun has started, as workers of replicas; without one there is one process.
 
     Args:
         group: group of the processes, where the program has made one.
@@ -137,6 +137,9 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     Raises:
         ConfigurationError: the processes are not as many in each replica; else as `join_world`.
     """
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        adopt_step(os.environ)
+        check_rank(os.environ, trains=True)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # A program that has chosen a GPU keeps it.
     place = (torch.cuda.is_initialized() and torch.cuda.current_device()) or local_rank()  # type: ignore[no-untyped-call]

@@ -80,18 +80,28 @@ def tensors_of(value: object, name: str) -> Tensors:
     if not isinstance(value, (tuple, list)) or not value or not all(isinstance(one, Tensor) for one in value):
         found = "None: rank 0 gives them" if value is None else f"a {type(value).__name__}"
         raise ConfigurationError(f"{name} are a tensor, or a tuple of tensors, but are {found}")
-    if any(one.requires_grad for one in value):
-        raise ConfigurationError(
-            f"{name} require a gradient, which they would not get: detach() them, or make what they come from the "
-            "first layer"
-        )
     return tuple(value)
+
+
+def without_graphs(inputs: Side | None) -> Side | None:
+    """Returns the inputs of a step.
+
+    Raises:
+        ConfigurationError: one was computed from what requires a gradient, which would get none.
+    """
+    values = [inputs] if isinstance(inputs, Tensor) else inputs.values() if isinstance(inputs, Mapping) else inputs
+    if any(isinstance(value, Tensor) and value.grad_fn is not None for value in values or ()):
+        raise ConfigurationError(
+            "inputs were computed from what requires a gradient, which step() would not give: detach() them, or make "
+            "what computes them the first layer"
+        )
+    return inputs
 
 
 def refuse_other_lengths(outputs: Tensors, targets: Tensors) -> None:
     """Raises ConfigurationError for outputs whose first dimension does not count examples, as targets' does."""
     for output in outputs:
-        if output.shape[:1] != targets[0].shape[:1]:
+        if output.dim() and len(output) != len(targets[0]):
             raise ConfigurationError(
                 f"predict() joins outputs along their first dimension, but of {len(targets[0])} examples one has the "
                 f"shape {list(output.shape)}: forward() returns those of each micro-batch"
@@ -107,6 +117,16 @@ def one_of(letter: str, value: int | None, word: str, other: int | None) -> int:
     if (value is None) == (other is None):
         raise ConfigurationError(f"Pipeline.of: give {letter}=, or {word}= for the same, one of them")
     return value if value is not None else other  # type: ignore[return-value]  # one is given
+
+
+def refuse_unlike(everyones: Sequence[Mapping[str, str]]) -> None:
+    """Raises ConfigurationError if processes call `Pipeline.of` with other values; ``everyones``: one dict a rank."""
+    for rank, values in enumerate(everyones):
+        for name, value in values.items():
+            if value != everyones[0][name]:
+                raise ConfigurationError(
+                    f"Pipeline.of: {name} is {everyones[0][name]} on rank 0, but {value} on {rank}"
+                )
 
 
 def task_of(loss: object, weight: Callable[[Any], Any] | None, answer: Callable[[Tensors], Any]) -> Task:

@@ -38,7 +38,17 @@ from ..pipeline.gradients import clip_factor, copy_from_replica, reduce_over_rep
 from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
 from ..tasks.own_loss import alone
-from .arguments import Inputs, Side, checked, one_of, refuse_other_lengths, task_of, tensors_of
+from .arguments import (
+    Inputs,
+    Side,
+    checked,
+    one_of,
+    refuse_other_lengths,
+    refuse_unlike,
+    task_of,
+    tensors_of,
+    without_graphs,
+)
 from .failures import Signals, describe, failed_there
 from .saved import options_of, packed, set_options, unpacked
 
@@ -58,6 +68,7 @@ class Pipeline(WorkerPipeline):
 
     _is_lost = _is_closed = False
     _steps = 0  # that the program will take, for `begin_step`
+    _module: nn.Module | None = None  # whose weights the layers share
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -130,6 +141,7 @@ class Pipeline(WorkerPipeline):
         builders = checked_layers(builders, "layers are a module, or")
         task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
+        refuse_unlike(world.all_gather({name: repr(value) for name, value in {**keys, "seed": seed}.items()}))
         config = PipelineConfig(**keys, **_NOT_OFFERED, workers=world.workers, threads=torch.get_num_threads())
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
@@ -141,6 +153,9 @@ class Pipeline(WorkerPipeline):
         for cell in made.cells:
             cell.guard_buffers()
         refuse_fewer(made.layers, *agreed[1])
+        if isinstance(layers, nn.Module):
+            made._module = layers
+            made._built = made._held()
         made._steps, made._inputs, made._answer, made.engine.frees_peers = steps, given, answer, True
         return made
 
@@ -208,21 +223,25 @@ class Pipeline(WorkerPipeline):
         model = names_of_parameters(self.layers, self.world.gather_from_workers)
         writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
         with self._together(), self._meeting():
-            kept = {"extra": packed(extra, "extra"), "groups": packed(options_of(optimizer), "the optimizer's groups")}
+            kept, own = packed(extra, "extra"), options_of(optimizer, self.named_parameters())
             Path(folder).mkdir(parents=True, exist_ok=True)
             if self.world.replica == 0:
                 layers = {x.name: layer_state(x.module, optimizer, None, x.tied) for x in self.layers}
                 writer.begin(self.steps_done, layers)
                 writer.wait()
+        options = [group for of_rank in self.world.gather(own) for group in of_rank]
         with self._together(), self._meeting():
             if self.world.rank == 0:
-                writer.commit(self.steps_done, RunState(schedule=kept), self.world.workers)
+                state = RunState(
+                    schedule={"extra": kept, "options": [group for of_rank in options for group in of_rank]}
+                )
+                writer.commit(self.steps_done, state, self.world.workers)
                 writer.wait()
 
     def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """Continues where the newest checkpoint of a folder was written, at any K: weights, `steps_done`, optimizer.
 
-        The groups of the optimizer get the options of rank 0's, as their learning rates.
+        The optimizer's groups get the options that their parameters had, as learning rates.
 
         Returns:
             ``extra`` of `save`.
@@ -236,10 +255,10 @@ class Pipeline(WorkerPipeline):
                 restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
             self.steps_done, self.forwards = info.step, 0
             kept: Any = info.state.schedule
-            if not (isinstance(kept, dict) and {*kept} == {"extra", "groups"}):  # of a run, or an earlier release
+            if not (isinstance(kept, dict) and {*kept} == {"extra", "options"}):  # of a run, or an earlier release
                 return kept
             if optimizer is not None:
-                set_options(optimizer, unpacked(kept["groups"]))
+                set_options(optimizer, self.named_parameters(), kept["options"])
         return unpacked(kept["extra"])
 
     @overload
@@ -265,7 +284,7 @@ class Pipeline(WorkerPipeline):
         own, found = [*weights, *self.ties.users], dict[int, MicroBatch]()
         gradients = [None if parameter.grad is None else parameter.grad.clone() for parameter in own]
         with self._together(partial(_put_back, own, gradients)):
-            plan = self._plan(lambda: self._divided(inputs, targets), "train")
+            plan = self._plan(lambda: self._divided(without_graphs(inputs), targets), "train")
             record, replicas = StepRecord(), self.world.replica_group
             if replicas is not None:  # whose sum has the gradients of this step alone
                 _put_back(own, [None] * len(own))
@@ -299,14 +318,14 @@ class Pipeline(WorkerPipeline):
     def predict(self, inputs: Side | None = None) -> Any:
         """Returns the model's outputs for a mini-batch, in evaluation mode, on the CPU of every worker.
 
-        With replicas those of all, one's after another's.
+        With replicas those of all, one's after another's; a single number comes once for each micro-batch.
 
         Raises:
             ConfigurationError: the first dimension of an output does not count examples, so parts cannot be joined.
         """
         found = self._forward_only(lambda: self._divided(inputs, self._no_targets(inputs)), refuse_other_lengths)
         by_place = zip(*(outputs for outputs, _ in found), strict=True)
-        own = {str(place): torch.cat(parts) for place, parts in enumerate(by_place)}
+        own = {str(place): torch.cat([*map(torch.atleast_1d, parts)]) for place, parts in enumerate(by_place)}
         by_replica = [outputs.values() for outputs in self._everyones(own) if outputs]
         return self._answer(tuple(map(torch.cat, zip(*by_replica, strict=True))))
 
@@ -464,12 +483,14 @@ class Pipeline(WorkerPipeline):
         return replace(plan, micro_batches=micro_batches, step=self.steps_done, steps=self._steps)
 
     def _held(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that this process's layers hold now, by full name; a tied one in every layer."""
-        return {
+        """Returns the parameters that this process's layers, and the module, hold now; a tied one in every layer."""
+        held = {
             own_name(layer.name, name): parameter
             for layer in self.layers
             for name, parameter in layer.module.named_parameters(remove_duplicate=False)
         }
+        module = () if self._module is None else self._module.named_parameters(remove_duplicate=False)
+        return held | {f"the module's {name}": parameter for name, parameter in module}
 
     def _trained_names(self) -> set[str]:
         """Returns the full names of this process's parameters that require a gradient; of a tied one its owner's."""
@@ -525,6 +546,18 @@ def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
         warnings.warn(
             "the module is in evaluation mode, and step() runs it so, without dropout: call model.train() before "
             "Pipeline.of to train it as usual",
+            stacklevel=3,
+        )
+    if kept := sorted(maker_of(builders[0]).kept):
+        warnings.warn(
+            f"forward keeps tensors in {', '.join(kept[:3])}, which step() does not: a loss that reads them gets old "
+            "ones. Return them as further outputs",
+            stacklevel=3,
+        )
+    if hooked := [name for name, part in module.named_modules() if part._forward_hooks]:
+        warnings.warn(
+            f"{hooked[0] or 'the module'} has a forward hook: what it returns is in the layers, but step() does not "
+            "call it, and what it keeps elsewhere gets no values. Return that as a further output",
             stacklevel=3,
         )
 

@@ -1,11 +1,12 @@
 """Keeps plain values in the JSON of a checkpoint: the state of a scheduler, the options of an optimizer."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ..errors import ConfigurationError
@@ -44,23 +45,30 @@ def unpacked(value: Any) -> Any:
     return {unpacked(key): unpacked(one) for key, one in value["dict"]}
 
 
-def options_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    """Returns the options of each group of an optimizer, as learning rates, without its parameters."""
-    groups = () if optimizer is None else optimizer.param_groups
-    return [{name: value for name, value in group.items() if name not in ("params", "param_names")} for group in groups]
+def options_of(optimizer: Optimizer | None, named: Iterable[tuple[str, Parameter]]) -> list[Any]:
+    """Returns the options of an optimizer's groups, as learning rates, with the names of their parameters, as JSON."""
+    names, found = {id(parameter): name for name, parameter in named}, []
+    for group in () if optimizer is None else optimizer.param_groups:
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        own = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        found.append([packed(options, "the optimizer's group"), own])
+    return found
 
 
-def set_options(optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the groups of an optimizer the options that `options_of` returned; warns where there are other groups."""
-    if len(options) != len(optimizer.param_groups):
-        warnings.warn(
-            f"the checkpoint has {len(options)} groups of the optimizer, not {len(optimizer.param_groups)}: learning "
-            "rates and other options stay as they are",
-            stacklevel=2,
-        )
-        return
-    for group, saved in zip(optimizer.param_groups, options, strict=True):
-        for name, value in saved.items():
+def set_options(optimizer: Optimizer, named: Iterable[tuple[str, Parameter]], saved: Iterable[Any]) -> None:
+    """Gives the groups of an optimizer the options that `options_of` returned, of all processes, for their parameters.
+
+    Warns where the parameters of a group had different options, and leaves that group.
+    """
+    names = {id(parameter): name for name, parameter in named}
+    options = {name: packed_options for packed_options, own in saved for name in own}
+    for group in optimizer.param_groups:
+        theirs = [options.get(names.get(id(parameter), "")) for parameter in group["params"]]
+        known = [one for one in theirs if one is not None]
+        if any(one != known[0] for one in known):
+            warnings.warn("the groups of the optimizer were others when it was saved: options stay", stacklevel=2)
+            continue
+        for name, value in unpacked(known[0]).items() if known else ():
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(value)
             else:

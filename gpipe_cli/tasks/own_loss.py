@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -85,6 +85,12 @@ class LossFunctionTask(Task):
         self._function, self._count, self._answer = function, weight or len_of_first, answer or alone
         self._warn, self._comparisons = warn, COMPARISONS  # that are left
         self._earlier: MicroBatch | None = None
+
+    def unwatched(self) -> "LossFunctionTask":
+        """Returns the same task without the comparisons, which a run's own micro-batches are for."""
+        same = copy(self)
+        same._comparisons = 0
+        return same
 
     def weight(self, targets: Tensors) -> float:
         """Returns the number of examples, or what the function of the weight counts."""

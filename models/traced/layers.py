@@ -206,12 +206,13 @@ class LayerMaker:
         traced_from: how the module of all layers was made.
         held: names of the layer's tensors in the module: name within the layer -> first name.
         answer: makes what the module returns of its output tensors.
+        kept: attributes in which forward keeps tensors, which the layers do not.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
         self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
         self.held: Mapping[str, str] = segment.held
-        self.answer = trace.answer
+        self.answer, self.kept = trace.answer, trace.kept
 
     def share_with(self, module: nn.Module) -> None:
         """Makes all layers hold the tensors of this module, of which the traced one was a copy."""

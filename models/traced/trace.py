@@ -82,6 +82,7 @@ class Trace:
         recording: the constructor's operations; None where it must run for real.
         conditions: conditions on the sizes of the inputs.
         answer: makes what the module returns of its output tensors.
+        kept: attributes in which forward keeps tensors, which the layers do not.
     """
 
     training: Flat
@@ -93,6 +94,7 @@ class Trace:
     recording: ConstructorRecord | None
     conditions: list[SizeCondition]
     answer: Callable[[Sequence[Tensor]], Any]
+    kept: set[str]
 
     def is_parameter(self, name: str) -> bool:
         """Returns whether a first name is that of a parameter."""
@@ -157,7 +159,9 @@ def _traced(
         c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
     ]
     assumed = list(dict.fromkeys(conditions))
-    return Trace(training, evaluation, held, persistent, aliases, constants, recording, assumed, called.answer)
+    return Trace(
+        training, evaluation, held, persistent, aliases, constants, recording, assumed, called.answer, called.kept
+    )
 
 
 def _programs(called: Traceable, example: Example, fake: FakeTensorMode, autocast: str | None) -> list[ExportedProgram]:

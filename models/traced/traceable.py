@@ -44,12 +44,13 @@ class Traceable(Called):
 
     Attributes:
         before: what there was before any call.
+        kept: attributes in which forward has kept tensors for others, as auxiliary losses; none before a call.
         numbers_follow: True if int() and float() of a size are sizes in the module's files, where nothing else works.
     """
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__(module, call)
-        self.numbers_follow = False
+        self.numbers_follow, self.kept = False, set[str]()
         self.before = Before(module)
         named = nn.Module.named_parameters(module, remove_duplicate=False)
         self._marks = {name: {**vars(parameter)} for name, parameter in named}  # torch.export calls with others
@@ -67,7 +68,9 @@ class Traceable(Called):
                 vars(parameter).update({mark: value for mark, value in marks.items() if not hasattr(parameter, mark)})
             for space in self.before.files if self.numbers_follow else ():
                 stack.enter_context(patch.dict(space, {n: kind for n, kind in NUMBERS.items() if n not in space}))
-            return super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
+            made = super().forward(*(tensor.clone() for tensor in tensors))  # which code may change in place
+            self.kept |= self.before.tensors_kept()
+            return made
 
 
 class Before:
@@ -93,6 +96,15 @@ class Before:
         packages = {kind.__module__.partition(".")[0] for kind in kinds}
         caches = [one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper]
         self._caches = [one for one in caches if str(one.__module__).partition(".")[0] in packages]
+
+    def tensors_kept(self) -> set[str]:
+        """Returns the attributes that hold a tensor now and did not before, as ``Router.loss``."""
+        return {
+            f"{type(part).__name__}.{name}"
+            for part, saved in self._attributes
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor) and name not in STATE and not isinstance(saved.get(name), Tensor)
+        }
 
     def restore(self, registered: bool = True) -> None:
         """Gives all of them their attributes back, and empties the caches of functools.lru_cache.

@@ -1,5 +1,6 @@
 """Uses a pipeline of two processes in ways that differ between them, under torchrun; each says what was wrong."""
 
+import os
 from functools import partial
 from typing import Any
 
@@ -110,7 +111,16 @@ def joint_optimizer() -> None:
         say("refused", error)
 
 
+def unlike_arguments() -> None:
+    """Asks for another number of micro-batches on each process."""
+    try:
+        made(M=2 + int(os.environ.get("RANK", "0")))
+    except ConfigurationError as error:
+        say("refused", error)
+
+
 if __name__ == "__main__":
     list_of_layers()
     joint_optimizer()
+    unlike_arguments()
     module()

@@ -221,7 +221,8 @@ def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) ->
 def test_a_scheduler_goes_on_where_it_was_saved(make: Any, tmp_path: Path) -> None:
     def made() -> tuple[Pipeline, torch.optim.Optimizer, Any]:
         pipeline = pipeline_of(nn.Linear(2, 2))
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        groups = [{"params": [parameter], "lr": 0.1 / (1 + n)} for n, parameter in enumerate(pipeline.parameters())]
+        optimizer = torch.optim.SGD(groups)
         return pipeline, optimizer, make(optimizer)
 
     def rates(pipeline: Pipeline, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
@@ -230,7 +231,7 @@ def test_a_scheduler_goes_on_where_it_was_saved(make: Any, tmp_path: Path) -> No
             pipeline.step(X, Y)
             optimizer.step()
             scheduler.step()
-            found.append(optimizer.param_groups[0]["lr"])
+            found += [group["lr"] for group in optimizer.param_groups]
         return found
 
     one, other = made(), made()
@@ -260,10 +261,27 @@ def test_outputs_whose_first_dimension_counts_no_examples_are_not_joined() -> No
     assert [output[0].shape for output, _ in pipeline.forward(X, Y)] == [(2, 4)] * 2
 
 
-def test_inputs_that_require_a_gradient_are_refused() -> None:
-    pipeline = pipeline_of(nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match=r"inputs require a gradient.*detach"):
-        pipeline.step(X.clone().requires_grad_(), Y)
+def test_inputs_with_a_graph_are_refused_and_others_get_their_gradient() -> None:
+    layer, inputs = nn.Linear(2, 2), X.clone().requires_grad_()
+    pipeline = pipeline_of(layer)
+    with pytest.raises(ConfigurationError, match=r"computed from what requires a gradient.*detach"):
+        pipeline.step(nn.Linear(2, 2)(X), Y)
+    pipeline.step(inputs, Y)
+    assert torch.allclose(inputs.grad, torch.autograd.grad(nn.functional.mse_loss(layer(inputs), Y), inputs)[0])
+
+
+def test_a_process_of_mpirun_is_told_how_to_join_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="start it by torchrun or srun"):
+        pipeline_of(nn.Linear(2, 2))
+
+
+def test_parameters_that_the_module_replaces_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline = Pipeline.of(model, nn.functional.mse_loss, (X[:2], Y[:2]), K=2, M=4)
+    model[1] = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"the module's 1\.weight.*replaced since"):
+        pipeline.step(X, Y)
 
 
 def test_the_loss_is_weighted_by_what_its_mean_is_over() -> None:
@@ -288,6 +306,53 @@ def test_the_loss_is_weighted_by_what_its_mean_is_over() -> None:
         assert torch.allclose(model[0].weight.grad, right, atol=1e-7)
     with pytest.warns(UserWarning, match=r"depend on M.*weight=lambda targets: \(targets != -100\)"):
         Pipeline.of(layers, loss, (tokens[:2], targets[:2]), K=2, M=8).step(tokens, targets)
+
+
+class WeighsOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(2))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs * self.factor - targets).square().mean()
+
+
+def test_weights_of_the_loss_have_gradients_of_steps_alone() -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(2, 2), WeighsOutputs()
+    pipeline = Pipeline.of(model, loss, (X[:2], Y[:2]), K=1, M=4)
+    assert loss.factor.grad is None
+    pipeline.step(X, Y)
+    found = loss.factor.grad
+    loss.zero_grad()
+    loss(model(X), Y).backward()
+    assert torch.allclose(found, loss.factor.grad, atol=1e-6)
+
+
+def test_a_loss_is_watched_on_the_program_s_mini_batches_whatever_the_example_holds() -> None:
+    classes, loss = torch.arange(8) % 2, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0]))
+    pipeline = Pipeline.of(nn.Linear(2, 2), loss, (X[:2] * 0, classes[:2] * 0), K=1, M=4)
+    with pytest.warns(UserWarning, match="depend on M"):
+        pipeline.step(X, classes)
+
+
+class KeepsItsPenalty(nn.Linear):
+    penalty: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.penalty = y.square().mean()
+        return y
+
+
+def test_what_forward_keeps_for_others_is_named() -> None:
+    loss = nn.functional.mse_loss
+    with pytest.warns(UserWarning, match=r"KeepsItsPenalty\.penalty.*Return them as further outputs"):
+        Pipeline.of(KeepsItsPenalty(2, 2), loss, (X[:2], Y[:2]), K=1, M=2)
+    hooked = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    hooked[1].register_forward_hook(lambda module, inputs, outputs: None)
+    with pytest.warns(UserWarning, match="1 has a forward hook"):
+        Pipeline.of(hooked, loss, (X[:2], Y[:2]), K=1, M=2)
 
 
 class Biased(nn.Module):
@@ -354,6 +419,7 @@ def test_two_processes_that_hold_unlike_parts_agree() -> None:
     for line in alone.splitlines():
         assert both.count(line) == (1 if line.endswith("outputs 8") else 2), both
     assert both.count("refused LBFGS") == 2
+    assert both.count("refused Pipeline.of: M is 2 on rank 0, but 3 on 1") == 2
 
 
 def test_evaluation_mode_and_autocast_are_torch_s() -> None:
