@@ -232,9 +232,7 @@ class Pipeline(WorkerPipeline):
         options = [group for of_rank in self.world.gather(own) for group in of_rank]
         with self._together(), self._meeting():
             if self.world.rank == 0:
-                state = RunState(
-                    schedule={"extra": kept, "options": [group for of_rank in options for group in of_rank]}
-                )
+                state = RunState(schedule={"extra": kept, "options": options})
                 writer.commit(self.steps_done, state, self.world.workers)
                 writer.wait()
 
