@@ -358,11 +358,18 @@ class Pipeline(WorkerPipeline):
         """Takes this worker's weights and buffers from a state_dict of the whole model, or of these layers.
 
         Raises:
-            KeyError: one of them is missing, on some worker; then nothing is loaded.
+            KeyError: one of them is missing, on some worker, or a name is of no layer; then nothing is loaded.
             ValueError: one has another shape; likewise.
         """
+        names = [own_name(layer.name, name) for layer in self.layers for name in layer.module.state_dict()]
+        known = {name for of_rank in self.world.all_gather(names) for name in of_rank}
+        known |= {*self._module.state_dict()} if self._module is not None else set()
         with self._together():
             with self._meeting():
+                if unknown := [name for name in state if name not in known]:
+                    raise KeyError(
+                        f"{', '.join(unknown[:3])}: names of no layer, such as {', '.join(sorted(known)[:2])}"
+                    )
                 own = [_given_of(layer, state) for layer in self.layers]
             for layer, tensors in zip(self.layers, own, strict=True):
                 layer.module.load_state_dict(tensors)

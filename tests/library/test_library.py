@@ -276,6 +276,14 @@ def test_a_process_of_mpirun_is_told_how_to_join_the_others(monkeypatch: pytest.
         pipeline_of(nn.Linear(2, 2))
 
 
+def test_a_state_with_names_of_no_layer_is_refused_as_torch_does() -> None:
+    pipeline = pipeline_of(nn.Linear(2, 2))
+    state = pipeline.state_dict()
+    for wrong in ({"module." + name: value for name, value in state.items()}, state | {"other": Y}):
+        with pytest.raises(KeyError, match="names of no layer, such as layer 0"):
+            pipeline.load_state_dict(wrong)
+
+
 def test_parameters_that_the_module_replaces_are_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     pipeline = Pipeline.of(model, nn.functional.mse_loss, (X[:2], Y[:2]), K=2, M=4)
