@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from gpipe_cli import Pipeline
 
@@ -36,8 +37,8 @@ def mini_batch(tokens: Tensor, number: int) -> tuple[Tensor, Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def loss_of(outputs: CausalLMOutput, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
 
 
 def main() -> None:

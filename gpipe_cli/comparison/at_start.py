@@ -65,7 +65,7 @@ def mean_loss(task: Task) -> Loss:
         needed = [output for output in own if output.requires_grad]
         found = iter(torch.autograd.grad(value, needed, allow_unused=True))
         gradients = [next(found) if output.requires_grad else None for output in own]
-        passed: Tensor = _OutputsAlone.apply(value.detach(), gradients, *outputs)  # type: ignore[no-untyped-call]
+        passed: Tensor = _OutputsAlone.apply(value.detach(), gradients, *outputs)
         return passed
 
     return loss
@@ -80,7 +80,7 @@ class _OutputsAlone(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's is untyped
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(None if own is None else own * gradient.to(own) for own in ctx.gradients)
 
 

@@ -199,7 +199,7 @@ def taken_apart(answer: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Ten
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not places and len([*_named_tensors(answer)]) > 1:
         raise CallError(f"the module returns a {type(answer).__name__} of several tensors: return a tuple or a dict")
-    if len(places) < 2:
+    if isinstance(answer, Tensor) or not places:
         return (output_of(answer, None),), itemgetter(0)
     others = [leaf if isinstance(leaf, (bool, int, float, str)) else None for leaf in leaves]
 

@@ -418,6 +418,17 @@ def test_the_loss_gets_all_that_a_module_returns(K: int) -> None:
     assert found["size"] == 2 and torch.allclose(found["hidden"][1], wanted["hidden"][1], atol=1e-6)
 
 
+def test_the_loss_gets_an_answer_of_one_tensor_as_the_module_made_it() -> None:
+    class InDict(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(x)}
+
+    model = InDict(2, 2)
+    pipeline = Pipeline.of(model, lambda found, y: (found["logits"] - y).square().mean(), (X[:2], Y[:2]), K=1, M=4)
+    assert pipeline.step(X, Y) == pytest.approx(model(X)["logits"].square().mean().item(), rel=1e-6)
+    assert torch.equal(pipeline.predict(X)["logits"], model(X)["logits"])
+
+
 def test_two_processes_that_hold_unlike_parts_agree() -> None:
     """One has no weights of its own: as one process does, with the same bits."""
     script = Path(__file__).parents[1] / "helpers" / "two_processes.py"
