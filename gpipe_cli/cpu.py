@@ -4,14 +4,10 @@ import ctypes
 import os
 import platform
 import random
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
-
-from gpipe_cli.errors import ConfigurationError
 
 # gloo connects processes of one machine by the loopback interface: a laptop's own name may not resolve.
 GLOO_ON_ONE_MACHINE = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -93,25 +89,6 @@ def _within_limits(memory: int) -> int:
     # Version 2; version 1, where a huge number is no limit.
     limits = [_read(group / name) for group in _control_groups("memory") for name in MEMORY_LIMITS]
     return min([memory, *(int(limit) for limit in limits if limit.isdigit())])
-
-
-def require_room_for_torch() -> None:
-    """Refuses limits of address space under which torch's libraries cannot be loaded: they abort without a word.
-
-    Raises:
-        ConfigurationError: it names the limit, the bytes that are needed, and what to type.
-    """
-    for kind, option, needed in ((resource.RLIMIT_AS, "v", 1 << 29), (resource.RLIMIT_DATA, "d", 3 << 29)):
-        limit = resource.getrlimit(kind)[0]
-        if limit != resource.RLIM_INFINITY and (torch := find_spec("torch")) and torch.origin:
-            folder = Path(torch.origin).parent
-            libraries = (*folder.glob("lib/*.so*"), *folder.parent.glob("nvidia/*/lib/*.so*")) if option == "v" else ()
-            needed += sum(library.stat().st_size for library in libraries)
-            if limit < needed:
-                raise ConfigurationError(
-                    f"ulimit -{option} allows {limit / 1e9:.2f} GB of memory, a process with torch needs "
-                    f"{needed / 1e9:.2f} GB: type ulimit -{option} unlimited"
-                )
 
 
 @contextmanager

@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.cpu import require_room_for_torch
 from gpipe_cli.disk import DiskError, write_whole, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
@@ -28,7 +27,7 @@ from gpipe_cli.terminal.runs import compare, find_runs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0, or 2 for a wrong call or where there is no run."""
-    return run_command("gpipe-report", arguments, __doc__, _run, needs_words=True, needs_torch=False)
+    return run_command("gpipe-report", arguments, __doc__, _run, needs_words=True)
 
 
 def _run(words: Sequence[str]) -> int:
@@ -63,7 +62,6 @@ def _advise(folder: Path, trusted: list[str]) -> None:
     from gpipe_cli.jobs.page import PAGE, write_page
 
     try:
-        require_room_for_torch()
         with writing(folder):
             advise(str(folder), trusted)
     except (ConfigurationError, DiskError) as error:

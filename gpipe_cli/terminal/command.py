@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpipe_cli import __version__
-from gpipe_cli.cpu import require_room_for_torch
 from gpipe_cli.disk import explain
 from gpipe_cli.errors import ConfigurationError, PlainError, Problems, refuses, visible
 from gpipe_cli.gpus import let_memory_grow
@@ -40,7 +39,6 @@ def run_command(
     work: Callable[[list[str]], int],
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
-    needs_torch: bool = True,
 ) -> int:
     """Runs a command and returns its exit code, or the code of the error that ended it.
 
@@ -51,7 +49,6 @@ def run_command(
         work: gets the words.
         needs_words: shows the page, as for a wrong call, when there are no words.
         say: prints the reason of a refusal or a failure; None: on standard error. Given by commands that train.
-        needs_torch: refuses limits of memory in which torch cannot be loaded.
     """
     try:
         Path.cwd()
@@ -75,8 +72,6 @@ def run_command(
         if "--version" in words:
             show(f"{name} {__version__}")
             return 0
-        if needs_torch:
-            require_room_for_torch()
         return work(words)
 
     check = partial(check_rank, os.environ, trains=say is not None)

@@ -151,8 +151,6 @@ sys.exit(run_command("gpipe-train", [], "", lambda _: os.fork()))"""
     ("limit", "words", "code", "said"),
     [
         ("ulimit -n 12", "-m gpipe_cli.commands.train debug=tiny hydra.run.dir=run", 1, "allows no more open files"),
-        ("ulimit -v 2900000", "-m gpipe_cli.commands.plan debug=tiny", 2, "type ulimit -v unlimited"),
-        ("ulimit -d 300000", "-m gpipe_cli.commands.train debug=tiny", 2, "type ulimit -d unlimited"),
         ("true", f"-c '{NO_FORK}'", 1, "allows no more processes"),
     ],
 )
