@@ -77,12 +77,12 @@ class _StrictMachine:
                 pending.extend(self._neighbours(node, 1))
 
     def posts(self, worker: int) -> Posts:
-        """Returns which receives are due before which position of the worker's list."""
+        """Returns which receives are due before which position of the worker's list: behind the sends of their gap."""
         posts: dict[int, list[Instruction]] = {}
-        for gap in range(len(self._computations[worker]) + 1):
-            calls = self._calls.get((worker, gap), ())
+        for gap, computation in enumerate([-1, *self._computations[worker]]):
+            calls = self._calls[worker, gap]
             if own := [self._receives[message] for message in calls if self._receiver(message) == worker]:
-                posts[self._position(worker, gap)] = own
+                posts[computation + 1 + len(calls) - len(own)] = own
         return posts
 
     def _advance(self, computation: Computation, direction: str) -> list[Message]:
@@ -143,11 +143,3 @@ class _StrictMachine:
             gap = bisect_left(self._computations[worker], position)
             self._calls[worker, gap].append(message)
             self._gaps[message][worker] = gap
-
-    def _position(self, worker: int, gap: int) -> int:
-        """Returns the position behind the sends of a gap."""
-        instructions = self._lists[worker]
-        position = self._computations[worker][gap - 1] + 1 if gap else 0
-        while position < len(instructions) and instructions[position].sent_message is not None:
-            position += 1
-        return position

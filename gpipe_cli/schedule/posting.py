@@ -17,7 +17,7 @@ for earlier ones, so the run cannot stall either. `early.py` moves these receive
 """
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Generic, TypeVar
@@ -50,70 +50,35 @@ def post_ahead(instructions: Sequence[Instruction]) -> Posts:
 
 def post_when_sent(lists: InstructionLists) -> list[Posts]:
     """Returns for each worker which receives it posts before which instruction of its list."""
-    receivers = {
-        message: (worker, instruction)
-        for worker, instructions in enumerate(lists)
-        for instruction in instructions
-        if (message := instruction.awaited_message) is not None
-    }
-    workers = [_Worker(instructions) for instructions in lists]
-    running: list[tuple[int, int]] = [(0, number) for number in range(len(lists))]  # end of the computation, worker
-    under_way: dict[Message, int] = {}  # sent and not yet posted, with the sender
+    receivers = {i.awaited_message: (worker, i) for worker, each in enumerate(lists) for i in each}
+    posts = [defaultdict[int, list[Instruction]](list) for _ in lists]
+    positions = [0] * len(lists)  # of each worker's next instruction
+    in_gap: dict[int, list[Message]] = {}  # workers between two computations, with what they have sent in the gap
+    under_way: list[Message] = []  # sent and not yet posted
+    posted: set[Message | None] = {None}
+    running = [(0, worker) for worker in range(len(lists))]  # end of the computation, worker
     while running:
         now = running[0][0]
         while running and running[0][0] == now:
-            number = heapq.heappop(running)[1]
-            under_way |= dict.fromkeys(workers[number].reach_gap(), number)
-        for message, sender in list(under_way.items()):
-            receiver, instruction = receivers[message]
-            if workers[receiver].in_gap:
-                workers[receiver].posts.setdefault(workers[receiver].position, []).append(instruction)
-                workers[receiver].received.add(message)
-                workers[sender].unposted -= 1
-                del under_way[message]
-        for number, worker in enumerate(workers):
-            if worker.in_gap and (operation := worker.leave_gap()) is not None:
-                heapq.heappush(running, (now + UNITS.get(operation, 1), number))
-    return [worker.posts for worker in workers]
-
-
-class _Worker:
-    """Follows one worker's list on the ideal machine.
-
-    Attributes:
-        position: place of the next instruction.
-        in_gap: no computation runs.
-        posts: found so far.
-        received: messages whose receive is posted.
-        unposted: own sends whose receive is not posted yet.
-    """
-
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self.instructions = instructions
-        self.position, self.in_gap, self.unposted = 0, False, 0
-        self.posts: dict[int, list[Instruction]] = {}
-        self.received: set[Message] = set()
-
-    def reach_gap(self) -> list[Message]:
-        """Ends the computation; returns the messages that are sent behind it."""
-        messages = (instruction.sent_message for instruction in self.instructions[self.position :])
-        sent = [message for message in takewhile(bool, messages) if message]
-        self.in_gap, self.position, self.unposted = True, self.position + len(sent), len(sent)
-        return sent
-
-    def leave_gap(self) -> Op | None:
-        """Begins the next computation and returns its kind; None while a transfer that it waits for is not posted."""
-        position = self.position
-        while position < len(self.instructions) and self.instructions[position].op not in COMPUTE:
-            awaited = self.instructions[position].awaited_message
-            if awaited is not None and awaited not in self.received:
-                return None
-            position += 1
-        if self.unposted or position == len(self.instructions):
-            self.position = position if not self.unposted else self.position
-            return None
-        self.position, self.in_gap = position + 1, False
-        return self.instructions[position].op
+            worker = heapq.heappop(running)[1]
+            messages = (instruction.sent_message for instruction in lists[worker][positions[worker] :])
+            in_gap[worker] = [message for message in takewhile(bool, messages) if message]
+            positions[worker] += len(in_gap[worker])
+            under_way += in_gap[worker]
+        for message in under_way:
+            worker, receive = receivers[message]
+            if worker in in_gap:
+                posts[worker][positions[worker]].append(receive)
+                posted.add(message)
+        under_way = [message for message in under_way if message not in posted]
+        for worker, sent in list(in_gap.items()):
+            coming = list(takewhile(lambda i: i.op not in COMPUTE, lists[worker][positions[worker] :]))
+            begin = positions[worker] + len(coming)
+            if begin < len(lists[worker]) and posted.issuperset([*sent, *(i.awaited_message for i in coming)]):
+                del in_gap[worker]
+                positions[worker] = begin + 1
+                heapq.heappush(running, (now + UNITS.get(lists[worker][begin].op, 1), worker))
+    return list(posts)
 
 
 class Receives(Generic[Pending]):

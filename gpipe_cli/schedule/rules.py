@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import product
 
 from .instruction import (
     BACK,
@@ -14,8 +15,6 @@ from .instruction import (
     ScheduleError,
     execution_order,
 )
-
-_HALVES = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
 
 
 def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, trains: bool = True) -> None:
@@ -35,7 +34,6 @@ def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, train
         for before, i in zip((None, *instructions), instructions, strict=False):
             if i.sent_message is not None and (before is None or before.awaited_message is not None):
                 raise ScheduleError(f"{i}: a send stands directly behind a computation or another send")
-    for instructions in lists:
         _check_moves(instructions)
     done: set[Instruction] = set()
     ways: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
@@ -80,15 +78,16 @@ def _check_turn(i: Instruction, worker: int, placement: Sequence[int], done: set
 def _check_complete(done: set[Instruction], K: int, M: int, trains: bool) -> None:
     if any(i.cell >= K or i.micro_batch >= M for i in done):
         raise ScheduleError("a cell or a micro-batch that does not exist")
-    for cell in range(K):
-        for m in range(M):
-            forward, back, *halves = (Instruction(op, cell, m) in done for op in (Op.FORWARD, Op.BACKWARD, *_HALVES))
-            if not forward:
-                raise ScheduleError(f"no forward {cell}.{m}")
-            if halves[0] != halves[1]:
-                raise ScheduleError(f"half a backward {cell}.{m}")
-            if (back or halves[0]) != trains:
-                raise ScheduleError(f"{'no' if trains else 'a'} backward {cell}.{m}")
+    for cell, m in product(range(K), range(M)):
+        forward, back, first, second = (
+            Instruction(op, cell, m) in done for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+        )
+        if not forward:
+            raise ScheduleError(f"no forward {cell}.{m}")
+        if first != second:
+            raise ScheduleError(f"half a backward {cell}.{m}")
+        if (back or first) != trains:
+            raise ScheduleError(f"{'no' if trains else 'a'} backward {cell}.{m}")
 
 
 def _back(cell: int, m: int) -> list[Instruction]:

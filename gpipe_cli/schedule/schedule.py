@@ -12,10 +12,9 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 
-from .instruction import BACK, Instruction, Op, ScheduleError
-from .moves import with_moves
+from .instruction import BACK, COMPUTE, Instruction, InstructionLists, Op, ScheduleError
 from .orders import KINDS, Unit, runs_of
 from .own_lists import is_file, read_lists
 
@@ -202,3 +201,41 @@ def _backward(unit: Unit, placement: Sequence[int], again: set[int], early: set[
         yield Instruction(unit.op, cell, unit.micro_batch)
         if cell > 0 and placement[cell - 1] != placement[cell]:
             yield Instruction(Op.SEND_GRADIENT, cell, unit.micro_batch)
+
+
+# -- cells that come and go (`pipeline.offload`) ---------------------------------------------------------------------
+
+
+def with_moves(lists: InstructionLists) -> list[list[Instruction]]:
+    """Returns the lists in which each cell's state is there while it runs, and is brought while another cell runs.
+
+    Raises:
+        ScheduleError: a cell would be brought more than twice; says which kinds serve.
+    """
+    return [_with_moves(worker, instructions) for worker, instructions in enumerate(lists)]
+
+
+def _with_moves(worker: int, instructions: Sequence[Instruction]) -> list[Instruction]:
+    computations = [(at, i) for at, i in enumerate(instructions) if i.op in COMPUTE]
+    turns = [list(turn) for _, turn in groupby(computations, key=lambda pair: pair[1].cell)]
+    cells = {i.cell for _, i in computations}
+    if len(turns) > 2 * len(cells):
+        raise ScheduleError(
+            f"pipeline.offload=true: worker {worker} would turn {len(turns)} times a step from one of its {len(cells)} "
+            "cells to another: use pipeline.schedule=breadth_first or gpipe, or one cell a worker"
+        )
+    before: dict[int, list[Instruction]] = {}
+    for number, turn in enumerate(turns):
+        (first, begin), (last, end) = turn[0], turn[-1]
+        needed = [later[0][1] for later in turns[number + 1 : number + 2]]
+        if number == 0:
+            needed.insert(0, begin)
+        before.setdefault(first, []).extend(Instruction(Op.BRING, i.cell, i.micro_batch) for i in needed)
+        behind = last + 1
+        while behind < len(instructions) and instructions[behind].sent_message is not None:
+            behind += 1
+        before.setdefault(behind, []).append(Instruction(Op.TAKE_AWAY, end.cell, end.micro_batch))
+    made: list[Instruction] = []
+    for at, instruction in enumerate(instructions):
+        made += [*before.get(at, ()), instruction]
+    return made + before.get(len(instructions), [])

@@ -50,6 +50,8 @@ def test_the_lists_of_a_smaller_mini_batch_keep_the_rules(own: Path) -> None:
     [
         ("F0.0 X0.0", "'X0.0' is no instruction"),
         ("F0.0 B0.0\nF2.0 B2.0", "cells from 0 on"),
+        ("F0.0 sa0.0 rg0.0 W0.0 I0.0\nra1.0 F1.0 B1.0 sg1.0", "W0.0: needs I0.0 before it"),
+        ("F0.0 sa0.0 rg0.0\nra1.0 F1.0 B1.0 sg1.0", "no backward 0.0"),
         ("F0.0 F1.0 B1.0 B0.0\nF1.1 B1.1", "F1.1: needs ra1.1 before it"),
         ("F0.0 rg0.0 sa0.0 B0.0\nra1.0 F1.0 B1.0 sg1.0", "sa0.0: a send stands directly behind a computation"),
         ("F0.0 sa0.0 rg0.0 B0.0\nra1.0 F1.0 sg1.0 B1.0", "sg1.0: needs B1.0 or I1.0 before it"),
