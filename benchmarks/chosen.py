@@ -24,6 +24,7 @@ from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.planner import Planner
 from gpipe_cli.planner.search import Search, candidates
+from gpipe_cli.schedule.instruction import Op
 
 FREE = ("K", "schedule", "partition", "remat", "workers")
 BOUNDS = {"cut": "bound_seconds", "any cut": "bound_of_any_cut_seconds"}
@@ -78,12 +79,16 @@ def answers(cases: int, free: bool = False) -> Iterator[Plan]:
         yield Search(planner, FREE).fastest(devices)
 
 
+def recomputes(plan: Plan) -> bool:
+    return any(i.op is Op.RECOMPUTE for instructions in plan.lists for i in instructions)
+
+
 def gaps(plans: Sequence[Plan]) -> Iterator[Row]:
     """Makes a row of the answers that recompute and one of those that do not: gaps in per cent."""
     for what, forced in {"nothing is recomputed": False, "memory forces recompute": True}.items():
-        row: Row = {"answer": what, "cases": sum((plan.recomputed > 0) == forced for plan in plans)}
+        row: Row = {"answer": what, "cases": sum(recomputes(plan) == forced for plan in plans)}
         for bound, field in BOUNDS.items():
-            found = [100 * (p.step_seconds / getattr(p, field) - 1) for p in plans if (p.recomputed > 0) == forced]
+            found = [100 * (p.step_seconds / getattr(p, field) - 1) for p in plans if recomputes(p) == forced]
             if len(found) > 1:
                 shown = median(found), quantiles(found, n=10, method="inclusive")[-1], max(found)
                 row |= {f"{bound}, {figure}": value for figure, value in zip(FIGURES, shown, strict=True)}

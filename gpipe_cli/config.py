@@ -18,6 +18,7 @@ from typing_extensions import TypedDict
 
 from gpipe_cli.errors import Problems
 from gpipe_cli.typed_section import (
+    Bytes,
     Count,
     CountOrZero,
     NotNegative,
@@ -47,7 +48,7 @@ class WorkerDevice(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
     speed: Positive
-    memory: str | Positive
+    memory: Bytes
 
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "breadth_first", "zero_bubble"]
@@ -95,7 +96,7 @@ class PipelineConfig:
     partition: Literal["auto", "min_variance"] | Annotated[list[Count], Field(min_length=1)]
     cost: Literal["flops", "parameters", "declared", "profile"]
     devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
-    memory: str | Positive | None
+    memory: Bytes | None
     workers: Literal["auto"] | Count
     replicas: Count
     threads: Count

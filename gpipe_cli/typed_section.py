@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import AllowInfNan, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AllowInfNan, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gpipe_cli.errors import ConfigurationError, Problems
 
@@ -21,6 +21,7 @@ PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNO
 RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
+Bytes = Annotated[float, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0)]  # also as 16GB, 16GiB
 Count = Annotated[int, Field(ge=1, le=10**15)]
 DEEPEST = 20_000  # layers: a list of more would fill the memory before it could be counted
 Depth = Annotated[int, Field(ge=1, le=DEEPEST)]
@@ -95,6 +96,7 @@ def _in_words(error: ValidationError, hint: Any) -> str:
     """Returns the values that a key takes, in words: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
     told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
+    told = ["use a number of bytes, as 16GB" if "byte " in message else message for message in told]
     told += ["Input should be null"] if type(None) in get_args(hint) else []
     return " or ".join(dict.fromkeys(told)).replace(" or Input should be ", " or ").removeprefix("Input ")
 

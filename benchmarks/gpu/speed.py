@@ -24,8 +24,9 @@ from gpipe_cli.factory.build import boundary_type_of, build_autocast, build_mode
 from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.factory.groups import Groups
 from gpipe_cli.micro_batch import MicroBatch, Tensors
-from gpipe_cli.partition.cost import forward_flops
+from gpipe_cli.partition.cost import count_forward
 from gpipe_cli.partition.cut import cut_model
+from gpipe_cli.partition.survey import survey
 from gpipe_cli.pipeline.meter import peak_memory
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.position import Position
@@ -84,7 +85,7 @@ class Subject:
         self.parameters = [parameter for cell in cells for _, parameter in cell.parameters()]
         self.word = "tokens" if targets[0].dim() > 1 else "images"
         self.units = M * (targets[0].numel() if self.word == "tokens" else len(targets[0]))
-        self.flops = M * (1 + BACKWARD) * forward_flops(builders, inputs)
+        self.flops = M * (1 + BACKWARD) * sum(layer.cost for layer in survey(builders, inputs, count_forward).layers)
         members = Groups(settings.optimizer).divided(pair for cell in cells for pair in cell.parameters())
         self.update = build_optimizer(settings.optimizer, members, settings.seed).step
         modules, autocast = [layer.module for cell in cells for layer in cell.layers], build_autocast(precision, device)

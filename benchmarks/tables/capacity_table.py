@@ -21,7 +21,8 @@ WORDS = {
         *("data.sequence_length=1024", "data.batch_size=32", "plan.device=tpu-v3"),
     ),
 }
-BYTES_PER_PARAMETER = 12  # the paper's, with RMSProp: weight, mean square, momentum
+# As the paper's RMSProp, 12 bytes a parameter: here weight, gradient and momentum.
+OPTIMIZER = ("optimizer=sgd", "trainer.average=null")
 GROWN = {"amoebanet": ("D", 16), "transformer": ("L", 1)}  # the size that grows, by such steps
 COLUMNS = dict.fromkeys(("model", "devices", "how", "paper: size", "paper: parameters"), "")
 COLUMNS |= {"its GB a device": ".3f", "of": ".3f", "fits": "", "ours: size": "", "ours: parameters": ""}
@@ -38,8 +39,8 @@ def capacity_table(number: int, options: BenchOptions, say: Say) -> Table:
     """
     rows = [plan_column(family, column, options.quick, say) for family in options.models for column in TABLE_1[family]]
     said = [
-        f"Planned by gpipe-plan for the paper's devices with {BYTES_PER_PARAMETER} bytes a parameter. naive: M=1, "
-        "nothing recomputed; pipeline: remat always, micro-batches of one example. docs/measurements/tables.md says "
+        "Planned by gpipe-plan for the paper's devices with 12 bytes a parameter (optimizer=sgd). naive: M=1, nothing "
+        " recomputed; pipeline: remat always, micro-batches of one example. docs/measurements/tables.md says "
         "more.",
         "its GB a device: memory that the paper's own size needs by this plan, on the fullest device. ours: the "
         "largest that fits; of AmoebaNet the width D grows at the paper's L.",
@@ -55,7 +56,7 @@ def plan_column(family: str, column: Capacity, quick: bool, say: Say) -> Row:
     M, remat = (1, "never") if column.naive else (BATCH[family], "always")
     words = [
         *(*WORDS[family], *([f"model.L={column.sizes[0]}"] if family == "amoebanet" else [])),
-        *(f"plan.bytes_per_parameter={BYTES_PER_PARAMETER}", f"{key}={column.sizes[-1]}", "plan.format=json"),
+        *(*OPTIMIZER, f"{key}={column.sizes[-1]}", "plan.format=json"),
         *(f"pipeline.K={column.K}", f"pipeline.M={M}", f"pipeline.remat={remat}"),
     ]
     say(f"gpipe-plan {' '.join(words)}")

@@ -81,16 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     line = read_words(words, options=OF_PLANS, runs=False)
-    request = make_request(line.overrides, line.folder)
-    from gpipe_cli.planner.search import find_plan  # imports torch
+    settings, options = make_request(line.overrides, line.folder)
+    from gpipe_cli.planner.search import Listener, find_plan  # imports torch
 
-    searches = request.options.searches or request.settings.pipeline.auto
-    with stopping_on_signals() if searches else nullcontext() as stopped:
-        plan = find_plan(*request, _Progress(), stopped or (lambda: False))
-    if request.options.format == "lists":
+    searches = options.best or options.fit or options.grow or settings.pipeline.auto
+    with stopping_on_signals() if searches else nullcontext(lambda: False) as stopped:
+        plan = find_plan(settings, options, Listener(_Progress(), stopped))
+    if options.format == "lists":
         show(as_text(plan.lists).rstrip())
     else:
-        show(json.dumps(plan.to_json()) if request.options.format == "json" else report(plan))
+        show(json.dumps(plan.to_json()) if options.format == "json" else report(plan))
     return 0
 
 

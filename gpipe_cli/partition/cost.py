@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.module_tracker import ModuleTracker
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..typed_section import SecondsOrZero
 from .fake_layers import CostError, TensorShape
-from .survey import Survey, survey
+from .survey import ForwardFacts, Survey
+from .tracking import Tracker
 
 
 @dataclass(frozen=True)
@@ -56,71 +56,33 @@ class LayerTimes:
         return LayerTimes(*(getattr(self, phase.name) * factor for phase in fields(LayerTimes)))
 
 
-def total_times(times: Sequence[LayerTimes]) -> LayerTimes:
-    """Returns the times of layers that run one after the other."""
-    return LayerTimes(*(sum(getattr(each, phase.name) for each in times) for phase in fields(LayerTimes)))
-
-
 def cell_total(layers: Sequence[LayerTimes], loss: Sequence[LayerTimes]) -> LayerTimes:
     """Returns the times of a cell: of its layers and, in the last cell, the loss, which inference does not need."""
-    return replace(total_times([*layers, *loss]), inference=total_times(layers).inference)
-
-
-@dataclass(frozen=True)
-class ForwardFacts:
-    """Describes the forward of one layer.
-
-    Attributes:
-        flops: FLOPs of matrix products, convolutions and attention (a multiply-add counts two).
-        elements: floating-point numbers that it puts out.
-        outputs: what the next layer gets.
-    """
-
-    flops: int
-    elements: int
-    outputs: tuple[TensorShape, ...]
-
-    @property
-    def cost(self) -> float:
-        """Returns its FLOPs and one for each number put out: elementwise work counts a little, no cost is zero."""
-        return float(self.flops + max(1, self.elements))
-
-
-class _OneModule(ModuleTracker):
-    """Counts for the whole layer alone: torch's hooks on its parts fail where a forward calls `autograd.grad`."""
-
-    def __enter__(self) -> _OneModule:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    total = LayerTimes(*(sum(getattr(each, of.name) for each in (*layers, *loss)) for of in fields(LayerTimes)))
+    return replace(total, inference=sum(each.inference for each in layers))
 
 
 def count_forward(module: nn.Module, inputs: Tensors, *, is_last: bool) -> ForwardFacts:
     """Counts the FLOPs of a layer's forward, for `survey`."""
-    counter = FlopCounterMode(display=False)
-    counter.mod_tracker = _OneModule()
     plain_attention = sdpa_kernel(SDPBackend.MATH)  # matrix products, which every release of torch counts
-    with torch.no_grad(), plain_attention, counter:
+    with torch.no_grad(), plain_attention, Tracker() as tracker:
         outputs = as_tensors(module(as_argument(inputs)))
-    elements = sum(tensor.numel() for tensor in outputs if tensor.is_floating_point())
-    return ForwardFacts(counter.get_total_flops(), elements, grouped_like(map(TensorShape.of, outputs), outputs))
+    flops = sum(operation.flops for operation in tracker.operations)
+    return ForwardFacts(flops, grouped_like(map(TensorShape.of, outputs), outputs))
 
 
-def layer_costs(builders: Sequence[LayerBuilder], found: Survey[ForwardFacts], how: str) -> list[float]:
+def layer_costs(builders: Sequence[LayerBuilder], found: Survey[Any], how: str) -> list[float]:
     """Returns the cost of every layer.
 
     Args:
         builders: the model.
-        found: what a survey by `count_forward` has found.
+        found: what a survey has found.
         how: ``flops``: a forward's (`ForwardFacts.cost`), or a builder's ``cost``, where it has one.
             ``parameters``: their number. ``declared``: each builder's ``cost``.
 
     Raises:
         CostError: a layer's cost cannot be found in this way; it names the layer and the way out.
     """
-    if how == "profile":
-        raise CostError("pipeline.cost=profile cannot be counted: use flops, parameters or declared")
     if how == "parameters":
         return [float(sum(one.form.numel for one in layer)) for layer in found.parameters]
     costs = []
@@ -135,12 +97,3 @@ def layer_costs(builders: Sequence[LayerBuilder], found: Survey[ForwardFacts], h
         else:
             costs.append(found.layers[index].cost)
     return costs
-
-
-def forward_flops(builders: Sequence[LayerBuilder], inputs: Tensors) -> float:
-    """Returns the cost of a forward of the whole model by FLOPs.
-
-    Raises:
-        CostError: a layer cannot be counted.
-    """
-    return sum(layer_costs(builders, survey(builders, inputs, count_forward), "flops"))

@@ -15,7 +15,7 @@ from ..layers import LayerBuilder, Owner
 from ..micro_batch import MicroBatch
 from ..pipeline.tied_parameters import Use
 from .cost import LayerTimes, count_forward, layer_costs
-from .cutter import Cutter, Memory, worker_totals
+from .cutter import Cutter, Memory
 from .fake_layers import CostError
 from .model_profile import ModelProfile
 from .partition import cell_layers, even_placement, partition
@@ -29,8 +29,8 @@ class Cut:
     Attributes:
         sizes: layers of each cell.
         placement: worker of each cell.
-        table: one row a cell: cell, worker, layers (first, last, count), parameters, share of what all cells do in a
-            step.
+        table: one row a cell: cell, worker, layers (first, last, count), parameters, share of all cells' seconds of a
+            forward and backward.
         parameters: number of parameters of the whole model.
         ties: each layer's parameters that an earlier layer owns: `Survey.owners`.
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
@@ -78,7 +78,7 @@ def cut_model(
 
     Args:
         example: a micro-batch; only its shapes matter.
-        profile: returns the times for `pipeline.cost=profile`; None: that is refused.
+        profile: returns the times for `pipeline.cost=profile`; None: FLOPs count.
         say: receives a line about places without a cut.
         fitted: makes the cut of known times; None: whatever the memory of the workers.
 
@@ -115,16 +115,12 @@ def refuse_more_cells_than_layers(layers: int, config: PipelineConfig) -> None:
 
 
 def cut_by_times(
-    found: Survey[Any],
-    times: Sequence[LayerTimes],
-    config: PipelineConfig,
-    workers: int,
-    memory_of: Callable[[tuple[int, ...]], Memory] | None = None,
+    found: Survey[Any], times: Sequence[LayerTimes], config: PipelineConfig, workers: int, memory: Memory | None = None
 ) -> Cut:
     """Computes partition and placement from the layers' times, in any unit.
 
     Args:
-        memory_of: returns what a placement needs of the workers' memory; None: any cut fits.
+        memory: what the workers need and have; None: any cut fits.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or more workers than cells.
@@ -134,15 +130,12 @@ def cut_by_times(
         raise ConfigurationError(f"{said}: describe one device for each")
     inseparable = {index: found.names[index] for index in found.joined}
     if config.partition == "auto":
-        cutter = Cutter(times, config, workers, inseparable)
-        worker_of = cutter.placement
-        sizes = cutter.sizes(None if memory_of is None else memory_of(worker_of))
+        sizes = Cutter(times, config, workers, inseparable).sizes(memory)
     else:
         sizes = partition([each.total for each in times], config.K, config.partition, inseparable)
-        worker_of = even_placement(config, workers)
-    seconds = worker_totals(times, config, worker_of)
-    cells, parameters = cell_layers(sizes), found.sizes
-    busy = [float(seconds[of][own.stop] - seconds[of][own.start]) for of, own in zip(worker_of, cells, strict=True)]
+    worker_of, cells, parameters = even_placement(config, workers), cell_layers(sizes), found.sizes
+    speeds = [config.speeds[worker] if config.speeds else 1.0 for worker in worker_of]
+    busy = [sum(times[i].total for i in layers) / speed for layers, speed in zip(cells, speeds, strict=True)]
     whole = sum(busy) or 1.0
     table = [
         {

@@ -8,7 +8,7 @@ after it run on what it has returned, until a boundary has one shape again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -139,25 +139,15 @@ def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) ->
 
 def build_key(builder: LayerBuilder, index: int) -> Hashable:
     """Returns equal keys for layers built alike (classes and partials with equal arguments), else ``index``."""
-    if not isinstance(builder.build, (partial, type)):
+    build = builder.build
+    if not isinstance(build, (partial, type)):
         return index
-    key = _frozen((builder.build, builder.frozen))
+    key = (build.func, build.args, frozenset(build.keywords.items())) if isinstance(build, partial) else build
     try:
         hash(key)
     except TypeError:
         return index
-    return key
-
-
-def _frozen(value: object) -> Hashable:
-    """Turns partials, lists and dicts into tuples; each value goes with its type, because 1, 1.0 and True are equal."""
-    if isinstance(value, partial):
-        return (partial, _frozen(value.func), _frozen(value.args), _frozen(value.keywords))
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_frozen, value))
-    if isinstance(value, Mapping):
-        return (type(value), frozenset((key, _frozen(item)) for key, item in value.items()))
-    return (type(value), value)
+    return key, builder.frozen
 
 
 def measured_on_shapes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -34,10 +34,6 @@ Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # inputs; False to rec
 _REPEATS = 5  # timed rounds per layer, after one that warms up
 _LEAST = 2  # of them
 _ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
-# Graphs kept at the same time, as with several micro-batches, for a whole backward and for one in halves: small memory
-# that is reused at once would be faster than memory that the allocator takes anew. It always gives back large memory,
-# and always keeps a GPU's.
-_IN_FLIGHT = 2, 2
 _LOSS = "loss"  # among the keys of layers
 
 
@@ -87,7 +83,8 @@ def profile_layers(
     """
     known: dict[Hashable, Tensors] = {}  # outputs
     keys: list[Hashable] = []
-    trials = Trials(device, enough)
+    times: dict[Hashable, LayerTimes] = {}
+    group, size, until = dict[Hashable, LayerTrial](), 0, time.perf_counter() + enough
     with torch.random.fork_rng(devices=[device] if device.type == GPU else []):
         values = tuple(tensor.to(device) for tensor in example_inputs)
         for index, builder in enumerate(builders):
@@ -103,12 +100,20 @@ def profile_layers(
                 with explaining_failures(builder, shapes):
                     outputs = trial.outputs()
                 known[keys[-1]] = outputs
-                trials.add(keys[-1], trial, sum(t.numel() * t.element_size() for t in (*module.parameters(), *outputs)))
+                if size >= _ENOUGH:
+                    times |= _timed(group, device, size, until)
+                    group, size = {}, 0
+                group[keys[-1]] = trial
+                size += sum(tensor.nbytes for tensor in (*module.parameters(), *outputs))
             values = known[keys[-1]]
         if loss is not None:
-            trials.add(_LOSS, _trial_of_loss(loss, values, device, autocast), 0)
-        trials.run()
-    return ModelProfile([trials.times[key] for key in keys], trials.times.get(_LOSS))
+            group[_LOSS] = LayerTrial(lambda values, _: ((loss(values),), ()), values, device, autocast)
+            try:
+                group[_LOSS].outputs()
+            except Exception as error:
+                raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
+        times |= _timed(group, device, size, until)
+    return ModelProfile([times[key] for key in keys], times.get(_LOSS))
 
 
 def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:
@@ -123,17 +128,6 @@ def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:
     return run
 
 
-def _trial_of_loss(
-    loss: Callable[[Tensors], Tensor], outputs: Tensors, device: torch.device, autocast: Autocast
-) -> LayerTrial:
-    trial = LayerTrial(lambda values, _: ((loss(values),), ()), outputs, device, autocast)
-    try:
-        trial.outputs()
-    except Exception as error:
-        raise CostError(f"the task's loss fails while it is timed: {type(error).__name__}: {error}") from error
-    return trial
-
-
 class LayerTrial:
     """Runs and times one layer as a cell of its own.
 
@@ -145,9 +139,10 @@ class LayerTrial:
     """
 
     def __init__(self, run: Run, inputs: Tensors, device: torch.device, autocast: Autocast = nullcontext) -> None:
-        self._run, self._inputs, self._autocast, self.clock = run, inputs, autocast, _Clock(device)
+        self._run, self._inputs, self._device, self._autocast = run, inputs, device, autocast
         self._kept: list[tuple[list[Tensor], Tensors, Tensors]] = []  # leaves, outputs and losses of each graph
         self._put_off: deque[WeightHalf] = deque()
+        self._marks: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # begin and end of each run of a phase
 
     def outputs(self) -> Tensors:
         """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
@@ -159,131 +154,55 @@ class LayerTrial:
 
     def infer(self) -> None:
         """Runs forward without a graph."""
-        with torch.no_grad(), self.clock.running("inference"), self._autocast():
+        with torch.no_grad(), self._timed("inference"), self._autocast():
             self._run(self._inputs, True)
 
     def forward(self, phase: str = "forward") -> None:
         """Runs forward with a graph, which is kept; ``phase``: "recompute" for the second time."""
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
-        with self.clock.running(phase), self._autocast():
+        with self._timed(phase), self._autocast():
             outputs, losses = self._run(grouped_like(leaves, self._inputs), phase == "forward")
         self._kept.append((leaves, outputs, losses))
 
-    def backward(self) -> None:
-        """Runs backward of the latest graph, and frees it."""
-        leaves, roots, gradients = self._latest_graph()
-        with self.clock.running("backward"):
-            if roots:
+    def backward(self, first_half: bool = False) -> None:
+        """Runs backward of the latest graph, and frees it; or its first half alone."""
+        leaves, outputs, losses = self._kept.pop()
+        roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
+        gradients = [torch.ones_like(root) for root in roots]
+        with self._timed("input_gradient" if first_half else "backward"):
+            if first_half:
+                self._put_off.append(backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(()))
+            elif roots:
                 torch.autograd.backward(roots, gradients)
-            _hand_back(leaves)
-
-    def input_gradient(self) -> None:
-        """Runs the first half of the backward of the latest graph."""
-        leaves, roots, gradients = self._latest_graph()
-        with self.clock.running("input_gradient"):
-            self._put_off.append(backward_of_inputs(roots, gradients, leaves) if roots else WeightHalf(()))
-            _hand_back(leaves)
+            for leaf in leaves:
+                if leaf.grad is not None:  # in the layout in which it is sent
+                    canonical_gradient(leaf.grad, is_channels_last(leaf))
 
     def weight_gradient(self) -> None:
         """Runs the oldest second half of a backward that was put off."""
-        with self.clock.running("weight_gradient"):
+        with self._timed("weight_gradient"):
             self._put_off.popleft().run()
 
     def drop_graphs(self) -> None:
         self._kept.clear()
 
-    def _latest_graph(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Returns leaves, roots and gradients of the roots."""
-        leaves, outputs, losses = self._kept.pop()
-        roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
-        return leaves, roots, [torch.ones_like(root) for root in roots]
+    def forget(self) -> None:
+        """Discards the times so far."""
+        self._marks.clear()
 
-
-def _hand_back(leaves: Sequence[Tensor]) -> None:
-    """Brings the gradients of a cell's inputs to the layout in which they are sent."""
-    for leaf in leaves:
-        if leaf.grad is not None:
-            canonical_gradient(leaf.grad, is_channels_last(leaf))
-
-
-class Trials:
-    """Times groups of layers, one after the other as in a cell, so that the processor's caches hold other layers' data.
-
-    A group is as small as that allows, because the weights of all its layers exist at the same time.
-
-    Args:
-        device: device on which they run.
-        enough: seconds after which no layer is timed again.
-
-    Attributes:
-        times: time of each layer timed so far.
-    """
-
-    def __init__(self, device: torch.device, enough: float = math.inf) -> None:
-        self._on_gpu, self._until = device.type == GPU, time.perf_counter() + enough
-        self.times: dict[Hashable, LayerTimes] = {}
-        self._waiting: dict[Hashable, LayerTrial] = {}
-        self._bytes = 0
-
-    def add(self, key: Hashable, trial: LayerTrial, size: int) -> None:
-        """Adds the next layer; ``times`` has it after `run` at the latest.
-
-        Args:
-            size: bytes of its weights and outputs.
-        """
-        if self._bytes >= _ENOUGH:
-            self.run()
-        self._waiting[key] = trial
-        self._bytes += size
-
-    def run(self) -> None:
-        """Times the layers added since the last call."""
-        trials = list(self._waiting.values())
-        whole, halved = (1, 0) if self._on_gpu or self._bytes >= _ENOUGH else _IN_FLIGHT
-        for repeat in range(1 + _REPEATS):
-            if repeat > _LEAST and time.perf_counter() > self._until:
-                break
-            for trial in trials:
-                trial.infer()
-            for trial in trials:  # one graph at a time, as with re-materialization
-                trial.forward("recompute")
-            if not halved:
-                _backward_in_halves(trials)
-            for trial in trials:
-                trial.drop_graphs()
-            for trial in trials * (whole + halved):
-                trial.forward()
-            for trial in trials[::-1] * whole:
-                trial.backward()
-            _backward_in_halves(trials * halved)
-            if repeat == 0:
-                for trial in trials:
-                    trial.clock.forget()
-        self.times |= {key: trial.clock.times() for key, trial in self._waiting.items()}
-        self._waiting, self._bytes = {}, 0
-
-
-def _backward_in_halves(trials: Sequence[LayerTrial]) -> None:
-    """Runs the backward of a graph of each; as in a schedule, others' memory is used between its two halves."""
-    for trial in reversed(trials):
-        trial.input_gradient()
-    for trial in reversed(trials):
-        trial.weight_gradient()
-
-
-class _Clock:
-    """Measures seconds by phase, without those in which other processes of a busy machine had the core.
-
-    On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each layer
-    would add the wait's own time to every small layer, and empty queues that a run does not have.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # begin and end of each
+    def times(self) -> LayerTimes:
+        """Returns the medians."""
+        if self._device.type == GPU:
+            torch.cuda.synchronize(self._device)
+        return LayerTimes(*(median(starmap(seconds_between, self._marks[phase.name])) for phase in fields(LayerTimes)))
 
     @contextmanager
-    def running(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Measures the seconds of a run, without those in which other processes of a busy machine had the core.
+
+        On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each
+        layer would add the wait's own time to every small layer, and empty queues that a run does not have.
+        """
         if self._device.type == GPU:
             begin = event_now(self._device)
             yield
@@ -294,12 +213,47 @@ class _Clock:
             end = time.perf_counter()
             self._marks[phase].append((start, max(start, end - (waited_for_core() - waited))))
 
-    def times(self) -> LayerTimes:
-        """Returns the medians."""
-        if self._device.type == GPU:
-            torch.cuda.synchronize(self._device)
-        return LayerTimes(*(median(starmap(seconds_between, self._marks[phase.name])) for phase in fields(LayerTimes)))
 
-    def forget(self) -> None:
-        """Discards the times so far."""
-        self._marks.clear()
+def _timed(
+    group: Mapping[Hashable, LayerTrial], device: torch.device, size: int, until: float
+) -> dict[Hashable, LayerTimes]:
+    """Times layers one after the other as in a cell, so that the processor's caches hold other layers' data.
+
+    A group is as small as that allows, because the weights of all its layers exist at the same time.
+
+    Args:
+        size: bytes of their weights and outputs.
+        until: moment after which no layer is timed again.
+    """
+    trials = list(group.values())
+    # Two graphs at the same time, as with several micro-batches: small memory that is reused at once would be faster
+    # than memory that the allocator takes anew. It always gives back large memory, and always keeps a GPU's.
+    whole, halved = (1, 0) if device.type == GPU or size >= _ENOUGH else (2, 2)
+    for repeat in range(1 + _REPEATS):
+        if repeat > _LEAST and time.perf_counter() > until:
+            break
+        for trial in trials:
+            trial.infer()
+        for trial in trials:  # one graph at a time, as with re-materialization
+            trial.forward("recompute")
+        if not halved:
+            _backward_in_halves(trials)
+        for trial in trials:
+            trial.drop_graphs()
+        for trial in trials * (whole + halved):
+            trial.forward()
+        for trial in trials[::-1] * whole:
+            trial.backward()
+        _backward_in_halves(trials * halved)
+        if repeat == 0:
+            for trial in trials:
+                trial.forget()
+    return {key: trial.times() for key, trial in group.items()}
+
+
+def _backward_in_halves(trials: Sequence[LayerTrial]) -> None:
+    """Runs the backward of a graph of each; as in a schedule, others' memory is used between its two halves."""
+    for trial in reversed(trials):
+        trial.backward(first_half=True)
+    for trial in reversed(trials):
+        trial.weight_gradient()

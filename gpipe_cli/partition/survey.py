@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,14 +23,25 @@ from ..pipeline.randomness import COSTS, seeded
 from .fake_layers import CostError, Drawn, TensorShape, build_key, build_without_memory, fake_mode, measured_on_shapes
 
 
-class Facts(Protocol):
-    """Describes a layer that has run; `outputs` are the next layer's inputs."""
+@dataclass(frozen=True, eq=False)
+class ForwardFacts:
+    """Describes the forward of one layer; equal layers of a model share one object.
+
+    Attributes:
+        flops: FLOPs of matrix products, convolutions and attention (a multiply-add counts two).
+        outputs: what the next layer gets.
+    """
+
+    flops: float
+    outputs: tuple[TensorShape, ...]
 
     @property
-    def outputs(self) -> tuple[TensorShape, ...]: ...
+    def cost(self) -> float:
+        """Returns its FLOPs and one for each number put out: elementwise work counts a little, no cost is zero."""
+        return self.flops + max(1, sum(output.numel for output in self.outputs if output.dtype.is_floating_point))
 
 
-F = TypeVar("F", bound=Facts)
+F = TypeVar("F", bound=ForwardFacts)
 Measure = Callable[..., F]
 """Returns the facts of a layer; called with the module, its inputs, and ``is_last``: the model ends with it."""
 

@@ -5,7 +5,7 @@ forward and then backward, and for each micro-batch and cell a graph is kept or 
 graph fills memory while its forward (or recompute) and its backward run: nothing else of the worker comes or goes
 meanwhile, so what fits at the end of the one and the beginning of the other fits throughout.
 
-A backward may be divided into halves (`halves`). The graph is then taken to be gone after the first, the input's.
+A backward may be divided into halves. The graph is then taken to be gone after the first, the input's.
 
 The bound is the largest of these:
 
@@ -67,7 +67,6 @@ def step_bound(
     placement: Sequence[int],
     M: int,
     memory: Sequence[float],
-    halves: bool,
 ) -> float:
     """Returns seconds that every schedule of a step takes at least; infinity where no schedule fits.
 
@@ -79,10 +78,9 @@ def step_bound(
         placement: ``placement[cell]`` is the cell's worker; neighbours, round robin or any other.
         M: micro-batches.
         memory: bytes that each worker has for graphs; infinity: no limit.
-        halves: a backward may be divided.
     """
     of_worker: dict[int, list[_Least]] = {}
-    least, longest = _least(cells, graphs, halves), 0.0
+    least, longest = _least(cells, graphs), 0.0
     for cell in reversed(range(len(cells))):
         group = of_worker.setdefault(placement[cell], [])
         group.insert(0, least[cell])
@@ -97,7 +95,6 @@ def bound_of_any_cut(
     M: int,
     memory: float,
     together: float,
-    halves: bool,
 ) -> float:
     """Returns seconds that every schedule takes at least, however the layers are cut, and wherever the cells lie.
 
@@ -112,34 +109,32 @@ def bound_of_any_cut(
         M: micro-batches.
         memory: most bytes that a worker has for graphs; infinity: no limit.
         together: bytes that all workers have for them.
-        halves: a backward may be divided.
     """
     if together < 0:
         return inf
-    least, parts = _least(layers, graphs, halves), sorted((speed / max(speeds) for speed in speeds), reverse=True)
+    least, parts = _least(layers, graphs), sorted((speed / max(speeds) for speed in speeds), reverse=True)
     arrivals = sum(part * layer.arrival for part, layer in zip(parts, least, strict=False))
     drains = sum(part * layer.drain for part, layer in zip(parts, least, strict=False))
     urgent = arrivals + drains + M * sum(layer.ready + layer.urgent for layer in least)
     whole = arrivals + M * sum(layer.ready + layer.backward for layer in least)
     shared = max(_with_recompute(least, M, together / sum(parts), work, 0.0) for work in (urgent, whole))
-    return max(shared / sum(parts), step_bound(layers, graphs, range(len(layers)), M, [memory] * len(layers), halves))
+    return max(shared / sum(parts), step_bound(layers, graphs, range(len(layers)), M, [memory] * len(layers)))
 
 
-def _least(cells: Sequence[LayerTimes], graphs: Sequence[float], halves: bool) -> list[_Least]:
+def _least(cells: Sequence[LayerTimes], graphs: Sequence[float]) -> list[_Least]:
     forwards = [min(cell.inference, cell.forward) for cell in cells]
-    urgent = [min(cell.backward, cell.input_gradient) if halves else cell.backward for cell in cells]
+    urgent = [min(cell.backward, cell.input_gradient) for cell in cells]
     arrivals, drains = ([0.0, *accumulate(seconds)] for seconds in (forwards, urgent))
     least = []
     for number, cell in enumerate(cells):
         forward, back = forwards[number], urgent[number]
         turn = arrivals[-1] - arrivals[number + 1] + drains[-1] - drains[number + 1]
-        in_halves = cell.input_gradient + cell.weight_gradient
         least.append(
             _Least(
                 forward=forward,
                 ready=min(cell.forward, forward + cell.recompute),
                 urgent=back,
-                backward=min(cell.backward, in_halves) if halves else cell.backward,
+                backward=min(cell.backward, cell.input_gradient + cell.weight_gradient),
                 extra=max(0.0, forward + cell.recompute - cell.forward),
                 arrival=arrivals[number],
                 turn=turn,

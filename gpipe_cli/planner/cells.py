@@ -2,19 +2,24 @@
 
 Memory that two layers keep (the output of one is the input of the next) counts once, so a cell is more than a sum: its
 layers are walked through with the storages that they keep.
+
+An operation takes the longer of two times: its FLOPs at the device's rate, or its bytes at the memory's rate. A real
+run reaches a share of both rates (`plan.efficiency`), and every operation costs its start.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from ..partition.cost import LayerTimes
+from ..partition.cost import LayerTimes, cell_total
 from ..partition.fake_layers import TensorShape
+from ..partition.tracking import Operation
 from ..pipeline.messages.boundary import ALIGNMENT
 from ..pipeline.tied_parameters import Use
 from .kept import KeptBytes, copied_parameters
 from .measure.layer_facts import LayerFacts, ModelFacts
 from .memory import CellSizes
+from .options import Device
 
 
 @dataclass(frozen=True)
@@ -65,14 +70,6 @@ class CellPlan(KeptBytes):
         return self.kept + self.inputs + self.working
 
 
-def sizes_of_cell(model: ModelFacts, members: range) -> CellSizes:
-    """Returns the bytes of one micro-batch in a cell of these layers; the last cell has the loss, too."""
-    is_last = members.stop == len(model.layers)
-    layers = model.with_loss[members.start :] if is_last else model.layers[members.start : members.stop]
-    inputs = model.layers[members.start - 1].outputs if members.start else model.inputs
-    return cell_sizes(layers, inputs, model.target_bytes, is_last)
-
-
 def tie_messages(ties: Sequence[Sequence[Use]], model: ModelFacts) -> Iterator[tuple[int, int, int]]:
     """Yields sender, receiver and bytes of every message of a step: gradients to the owners, values back."""
     layers = zip(model.names, model.own, strict=True)
@@ -96,28 +93,27 @@ def graphs_of_layers(model: ModelFacts) -> list[int]:
     made = [len(model.inputs)]
     for facts in model.with_loss:
         walk.enter(facts)
-        made.append(walk.storages)
+        made.append(len(walk.sizes))
     made[len(model.layers) :] = made[-1:]
-    return [walk.kept_among(range(*numbers)) for numbers in pairwise(made)]
+    return [sum(walk.sizes[number] for number in walk.kept & {*range(*numbers)}) for numbers in pairwise(made)]
 
 
-def cell_sizes(
-    layers: Sequence[LayerFacts], inputs: Sequence[TensorShape], target_bytes: Sequence[int], is_last: bool
-) -> CellSizes:
-    """Returns the bytes of one micro-batch in a cell of these layers; the last of the last cell is the loss."""
+def sizes_of_cell(model: ModelFacts, members: range) -> CellSizes:
+    """Returns the bytes of one micro-batch in a cell of these layers; the last cell has the loss, too."""
+    is_last = members.stop == len(model.layers)
+    layers = model.with_loss[members.start :] if is_last else model.layers[members.start : members.stop]
+    inputs = model.layers[members.start - 1].outputs if members.start else model.inputs
+    outputs = () if is_last else layers[-1].outputs
     walk = _Storages(inputs)
     inference = forward = backward = 0
     kept = []
     for layer in layers:
-        inference = max(inference, walk.handed_on() + layer.inference.peak)
-        forward = max(forward, walk.kept_bytes + walk.handed_on(kept=False) + layer.forward.peak)
+        inference = max(inference, walk.handed_on() + layer.peaks["inference"])
+        forward = max(forward, walk.kept_bytes + walk.handed_on(kept=False) + layer.peaks["forward"])
         walk.enter(layer)
-        backward = max(backward, walk.kept_bytes + layer.backward_extra)
+        backward = max(backward, walk.kept_bytes + layer.peaks["backward"])
         kept.append(walk.kept_bytes)
-    outputs = () if is_last else layers[-1].outputs
-    own_outputs = 0 if is_last else walk.handed_on()
-    if not is_last:
-        walk.keep_outputs()
+    own_outputs = 0 if is_last else walk.keep_outputs()
     gradients_out = sum(tensor.bytes for tensor in outputs if tensor.requires_grad)
     total = walk.kept_bytes
     backward = max(0, backward - total - gradients_out)
@@ -127,9 +123,9 @@ def cell_sizes(
     return CellSizes(
         gathered=sum(layer.gathered for layer in layers),
         casts=sum(layer.casts for layer in layers),
-        message=_packed([*(tensor.bytes for tensor in inputs), *target_bytes]),
-        sent=0 if is_last else _packed([*(tensor.bytes for tensor in outputs), *target_bytes]),
-        targets=sum(target_bytes),
+        message=_packed([*(tensor.bytes for tensor in inputs), *model.target_bytes]),
+        sent=0 if is_last else _packed([*(tensor.bytes for tensor in outputs), *model.target_bytes]),
+        targets=sum(model.target_bytes),
         inputs=sum(tensor.bytes for tensor in inputs),
         graph=total - own_outputs,
         outputs=own_outputs,
@@ -154,11 +150,11 @@ def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> tuple[int, int
     """
     noted = first = graph = 0
     for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
-        first = max(first, noted + layer.halves.first.peak)
-        noted += layer.halves.noted
-        if layer.halves.waits:
+        first = max(first, noted + layer.peaks["input_gradient"])
+        noted += layer.noted
+        if layer.put_off:
             graph = max(graph, kept_up_to_it)  # the graph behind the last weight is dropped
-    return graph + noted, first, max(layer.halves.second.peak for layer in layers)
+    return graph + noted, first, max(layer.peaks["weight_gradient"] for layer in layers)
 
 
 def _packed(sizes: Sequence[int]) -> int:
@@ -169,53 +165,109 @@ def _packed(sizes: Sequence[int]) -> int:
 
 
 class _Storages:
-    """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count."""
+    """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count.
+
+    Attributes:
+        sizes: bytes of each storage.
+        kept: numbers of those that graphs keep.
+    """
 
     def __init__(self, inputs: Sequence[TensorShape]) -> None:
-        self._size: list[int] = []  # of each storage, by its number
-        self._kept: set[int] = set()
+        self.sizes: list[int] = []
+        self.kept: set[int] = set()
         self._boundary = [self._new(0) for _ in inputs]
         self.kept_bytes = 0
 
-    @property
-    def storages(self) -> int:
-        """Returns how many there have been; they are numbered in order."""
-        return len(self._size)
-
-    def kept_among(self, numbers: Sequence[int]) -> int:
-        """Returns the bytes of those among some storages that graphs keep."""
-        return sum(self._size[number] for number in numbers if number in self._kept)
-
     def enter(self, layer: LayerFacts) -> None:
         """Adds the tensors that the graph of a layer keeps, and goes on to its outputs."""
-        before = self._boundary
-        if layer.saves_inside:
-            self._keep(self._new(layer.saves_inside))
-        for number in layer.saves_inputs:
-            self._keep(before[number])
-        own: dict[int, int] = {}
-        self._boundary = []
-        for output in layer.memory:
-            if output.of_input is None and output.storage not in own:
-                own[output.storage] = self._new(output.bytes)
-            self._boundary.append(own[output.storage] if output.of_input is None else before[output.of_input])
-        for number in layer.saves_outputs:
-            self._keep(own[number])
+        self._keep(self._new(layer.saved_inside))
+        here = [*self._boundary, *map(self._new, layer.new_storages)]
+        self._boundary = [here[number] for number in layer.output_storages]
+        for number in layer.saved_storages:
+            self._keep(here[number])
 
     def handed_on(self, kept: bool = True) -> int:
         """Returns the bytes of the next layer's inputs; without ``kept`` only those that no graph keeps."""
-        return sum(self._size[storage] for storage in set(self._boundary) if kept or storage not in self._kept)
+        return sum(self.sizes[storage] for storage in set(self._boundary) if kept or storage not in self.kept)
 
-    def keep_outputs(self) -> None:
-        """Keeps the cell's outputs, because the engine needs them as the roots of its backward."""
-        for storage in set(self._boundary):
+    def keep_outputs(self) -> int:
+        """Keeps the cell's outputs, because the engine needs them as the roots of its backward; returns their bytes."""
+        for storage in self._boundary:
             self._keep(storage)
+        return self.handed_on()
 
     def _new(self, size: int) -> int:
-        self._size.append(size)
-        return len(self._size) - 1
+        self.sizes.append(size)
+        return len(self.sizes) - 1
 
     def _keep(self, storage: int) -> None:
-        if storage not in self._kept:
-            self._kept.add(storage)
-            self.kept_bytes += self._size[storage]
+        if storage not in self.kept:
+            self.kept.add(storage)
+            self.kept_bytes += self.sizes[storage]
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Returns seconds on one device: measured ones for layers that were timed, else worked out.
+
+    Attributes:
+        device: with the rates that are reached.
+        measured: times of the layers that were timed, and of those worked out already.
+    """
+
+    device: Device
+    measured: dict[LayerFacts, LayerTimes] = field(default_factory=dict)
+
+    def layer(self, facts: LayerFacts) -> LayerTimes:
+        """Returns the times of one layer, measured or worked out."""
+        if facts not in self.measured:
+            self.measured[facts] = self.estimate(facts)
+        return self.measured[facts]
+
+    def layers(self, model: ModelFacts) -> list[LayerTimes]:
+        """Returns the times of each layer; those of the loss are added to the last."""
+        times = [self.layer(facts) for facts in model.layers]
+        if model.loss is not None:
+            times[-1] = cell_total(times[-1:], [self.layer(model.loss)])
+        return times
+
+    def estimate(self, facts: LayerFacts) -> LayerTimes:
+        """Returns the times of one layer, worked out."""
+        return LayerTimes(**{name: self.seconds(operations) for name, operations in facts.operations.items()})
+
+    def seconds(self, operations: Iterable[Operation]) -> float:
+        """Returns the seconds of some operations, one after the other."""
+        device, total = self.device, 0.0
+        for flops, moved, half in operations:
+            rate = device.half_flops if half else device.flops
+            total += max(flops / rate, moved / device.bandwidth) + device.overhead
+        return total
+
+    def update(self, cell: KeptBytes, tensors: int) -> float:
+        """Returns the seconds of the optimizer's step for a cell with so many parameter tensors that learn.
+
+        Weights, gradients and state are read, weights and state written.
+        """
+        moved = 3 * cell.gradients + 2 * cell.optimizer
+        return moved / self.device.bandwidth + tensors * self.device.overhead
+
+    def transfer(self, size: float) -> float:
+        """Returns the seconds that a message of ``size`` bytes takes to a neighbour."""
+        return self.device.latency + size / self.device.link if size else 0.0
+
+    def reduction(self, size: float, replicas: int) -> float:
+        """Returns the seconds of summing ``size`` bytes of gradients over replicas around a ring."""
+        return 0.0 if replicas == 1 else 2 * (replicas - 1) / replicas * size / self.device.link
+
+    def cell(self, model: ModelFacts, members: range, sizes: CellSizes) -> LayerTimes:
+        """Returns the times of a cell of these layers; the last one runs the loss, too."""
+        layers = [self.layer(facts) for facts in model.layers[members.start : members.stop]]
+        loss = [] if model.loss is None or members.stop < len(model.layers) else [self.layer(model.loss)]
+        total = cell_total(layers, loss)
+        if sizes.put_off:
+            return total
+        # No worker waits for its first half, which then does all of the backward.
+        return replace(total, input_gradient=total.backward, weight_gradient=0.0)

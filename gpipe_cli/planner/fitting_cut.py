@@ -1,7 +1,7 @@
 """Computes the bytes that workers would hold with some of the layers, so that cuts fit their memory."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -13,67 +13,20 @@ from ..micro_batch import MicroBatch
 from ..partition.cost import LayerTimes
 from ..partition.cut import Cut, cut_by_times
 from ..partition.cutter import Memory, instruction_lists
+from ..partition.partition import even_placement
 from ..schedule.instruction import Op
 from ..schedule.schedule import most_kept
 from .cells import sizes_of_cell
-from .devices import parse_bytes
 from .kept import KeptMemory
 from .measure.layer_facts import ModelFacts, measure_model
-from .memory import Wire, messages_held, process_bytes, wire_of
-
-
-def memory_of_workers(
-    placement: tuple[int, ...],
-    pipeline: PipelineConfig,
-    model: ModelFacts,
-    held: Sequence[float],
-    limits: Sequence[float],
-    wire: Wire,
-) -> Memory:
-    """Returns the memory of workers that hold their layers as one cell would.
-
-    It is a little more than the plan of that cut says, where a worker has several cells: not all of them are at their
-    worst at the same moment. Parameters that several layers share count in each.
-
-    Args:
-        placement: decides what is in flight.
-        held: bytes that each layer keeps between steps.
-        limits: most bytes of each worker.
-        wire: how messages travel.
-    """
-    lists = instruction_lists(pipeline, placement)
-    kept, halves = [most_kept(each) for each in lists], any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
-    waiting = [max(inputs.values()) for inputs, _ in kept]
-    graphs = [max(graphs.values()) for _, graphs in kept]
-    sums = [0.0, *accumulate(held)]
-
-    @cache
-    def activations(start: int, stop: int, waiting: int, graphs: int) -> float:
-        size = sizes_of_cell(model, range(start, stop))
-        working = size.working(graphs, halves) + pipeline.M * size.gathered + size.casts
-        messages = size.by_message if start else size.by_message | {Op.RECEIVE_ACTIVATION: 0}
-        working += sum(messages_held(messages, pipeline.M, len(lists), wire).values())
-        if not start:
-            return working + pipeline.M * size.message
-        apart = size.targets if wire is Wire.SHARED_MEMORY else 0
-        return working + waiting * (size.message - apart) + pipeline.M * size.targets
-
-    def used(worker: int, start: int, stop: int) -> float:
-        if stop == start:
-            return 0.0
-        held = sums[stop] - sums[start] + process_bytes(wire)
-        return held + activations(start, stop, waiting[worker], graphs[worker])
-
-    return Memory(used, limits)
+from .memory import PROCESS, messages_held
 
 
 def limits_of_workers(pipeline: PipelineConfig, memory: Sequence[float]) -> list[float]:
     """Returns the bytes that each worker may hold: its device's ``memory``, where the keys say nothing else."""
-    if pipeline.memory is not None:
-        memory = [parse_bytes(pipeline.memory, "pipeline.memory")] * len(memory)
-    described = [each.get("memory") for each in pipeline.devices or [{}] * len(memory)]
-    both = zip(described, memory, strict=True)
-    return [there if each is None else parse_bytes(each, "pipeline.devices.memory") for each, there in both]
+    devices = pipeline.devices or [{}] * len(memory)
+    typed = [device.get("memory", pipeline.memory) for device in devices]
+    return [there if own is None else own for own, there in zip(typed, memory, strict=True)]
 
 
 def cut_that_fits(
@@ -84,10 +37,38 @@ def cut_that_fits(
     limits: Sequence[float],
     on_cpus: bool,
 ) -> Cut:
-    """Returns the cut by the times of the layers that fits, if any does; ``limits``: bytes of each worker."""
-    held, wire = kept.of_layers(model, pipeline), wire_of(pipeline, on_cpus)
-    memory_of = partial(memory_of_workers, pipeline=pipeline, model=model, held=held, limits=limits, wire=wire)
-    return cut_by_times(model, times, pipeline, pipeline.worker_count, memory_of)
+    """Returns the cut by the times of the layers that fits, if any does.
+
+    A worker is taken to hold its layers as one cell would. It is a little more than the plan of that cut says, where it
+    has several cells: not all of them are at their worst at the same moment. Parameters that several layers share count
+    in each.
+
+    Args:
+        limits: most bytes of each worker.
+        on_cpus: as in `most_alive`.
+    """
+    lists = instruction_lists(pipeline, even_placement(pipeline, pipeline.worker_count))
+    halves = any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
+    most = [tuple(max(of_cells.values()) for of_cells in most_kept(each)) for each in lists]
+    sums = [0.0, *accumulate(kept.of_layers(model, pipeline))]
+
+    @cache
+    def activations(start: int, stop: int, inputs: int, graphs: int) -> float:
+        size = sizes_of_cell(model, range(start, stop))
+        working = size.working(graphs, halves) + pipeline.M * size.gathered + size.casts
+        messages = size.by_message if start else size.by_message | {Op.RECEIVE_ACTIVATION: 0}
+        working += sum(messages_held(messages, pipeline.M, len(lists), on_cpus).values())
+        if not start:
+            return working + pipeline.M * size.message
+        apart = size.targets if on_cpus else 0
+        return working + inputs * (size.message - apart) + pipeline.M * size.targets
+
+    def used(worker: int, start: int, stop: int) -> float:
+        if stop == start:
+            return 0.0
+        return sums[stop] - sums[start] + on_cpus * PROCESS + activations(start, stop, *most[worker])
+
+    return cut_by_times(model, times, pipeline, pipeline.worker_count, Memory(used, limits))
 
 
 def cut_for_run(

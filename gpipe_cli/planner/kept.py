@@ -1,5 +1,9 @@
-"""Counts the bytes that layers and cells keep between steps: weights, gradients, optimizer state, averages."""
+"""Counts the bytes that layers and cells keep between steps: weights, gradients, optimizer state, averages.
 
+A model of which the memory of this machine or its GPUs cannot hold them is refused before it is built.
+"""
+
+import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
@@ -10,18 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..config import PipelineConfig, Settings
+from ..cpu import usable_memory
 from ..distributed.optimizer_shards import shares
+from ..distributed.world import World
+from ..errors import ConfigurationError
 from ..factory.build import build_optimizer
 from ..factory.groups import GroupKey, Groups
-from ..layers import own_name
+from ..gpus import GPU
+from ..layers import LayerBuilder, own_name
 from ..partition.cut import Cut
 from ..partition.fake_layers import TensorShape, fake_mode
-from ..partition.survey import Parameter
+from ..partition.survey import Parameter, Survey, survey
 from ..pipeline.tied_parameters import Use
+from ..typed_section import flat
 from .measure.layer_facts import ModelFacts
 
-MakeOptimizer = Callable[[nn.Parameter], Optimizer]
 StateBytes = Callable[[str, TensorShape], int]  # of a parameter's full name and shape
+TOLERATED = 1.1  # of the memory: a little more may still run, with swapped pages
 _SMALL = 2  # side of the real parameter that replaces a fake one where the optimizer looks at values
 
 
@@ -90,67 +99,57 @@ def copied_parameters(ties: Sequence[Sequence[Use]]) -> set[str]:
     return {name for first in firsts for name in first.values()} - owners
 
 
-def largest_share(parameters: Sequence[tuple[str, TensorShape]], replicas: int, state_bytes: StateBytes) -> float:
-    """Returns the largest part of the state of a worker's parameters that one of its replicas has."""
-    states = [0.0] * replicas
-    owners = shares([shape.numel for _, shape in parameters], replicas)
-    for (name, shape), owner in zip(parameters, owners, strict=True):
-        states[owner] += state_bytes(name, shape)
-    return max(states) / sum(states) if any(states) else 1.0
-
-
 class KeptMemory:
     """Counts the bytes that the layers of one model keep between steps.
 
     Args:
         settings: the run's; of the section `pipeline` another may be given to its methods.
-        per_parameter: bytes of a parameter, whatever they are for (`plan.bytes_per_parameter`); None: counted.
     """
 
-    def __init__(self, settings: Settings, per_parameter: float | None = None) -> None:
-        self._averages, self._per_parameter = settings.trainer.average is not None, per_parameter
+    def __init__(self, settings: Settings) -> None:
+        self._averages = settings.trainer.average is not None
         self.state_bytes = optimizer_state_bytes(settings.optimizer)
-        self._known: dict[int, KeptBytes] = {}
+        self._layers: list[KeptBytes] = []
 
-    def of(self, model: ModelFacts, index: int, copied: Collection[str] | None = None) -> KeptBytes:
+    def layers(self, model: ModelFacts) -> list[KeptBytes]:
+        """Returns the bytes of each layer, wherever it lies: at most, where it uses tied parameters."""
+        if not self._layers:
+            self._layers = [self._of(model, index, None) for index in range(len(model.layers))]
+        return self._layers
+
+    def _of(self, model: ModelFacts, index: int, copied: Collection[str] | None) -> KeptBytes:
         """Returns the bytes of one layer; ``copied``: as of `kept_by_layer`."""
-        if copied is not None:
-            return self._counted(model, index, copied)
-        if index not in self._known:
-            self._known[index] = self._counted(model, index, None)
-        return self._known[index]
-
-    def _counted(self, model: ModelFacts, index: int, copied: Collection[str] | None) -> KeptBytes:
         facts, parameters = model.layers[index], model.parameters[index]
-        own = [one.form for one in parameters if one.owner is None]
         kept = kept_by_layer(model.names[index], parameters, self.state_bytes, copied)
-        if self._per_parameter is not None:
-            whole = sum(shape.numel for shape in own) * self._per_parameter
-            gradients = min(kept.gradients, whole)
-            return KeptBytes(whole - gradients, gradients, 0, 0, 0)
-        average = self._averages * (sum(shape.bytes for shape in own) + facts.averaged_buffer_bytes)
+        own = sum(one.form.bytes for one in parameters if one.owner is None)
+        average = self._averages * (own + facts.averaged_buffer_bytes)
         return replace(kept, weights=kept.weights + facts.buffer_bytes, average=average)
 
     def of_cells(self, model: ModelFacts, cut: Cut, pipeline: PipelineConfig) -> list[KeptBytes]:
         """Returns the bytes of each cell; of an optimizer state that replicas share, the largest share."""
         copied = copied_parameters(cut.uses(model.names))
-        cells = [sum_of_bytes(self.of(model, index, copied) for index in members) for members in cut.layers]
-        if not pipeline.shard_optimizer:
-            return cells
-        part = cache(lambda worker: largest_share(_trained_by(model, cut, worker), pipeline.replicas, self.state_bytes))
-        both = zip(cells, cut.placement, strict=True)
-        return [replace(kept, optimizer=kept.optimizer * part(worker)) for kept, worker in both]
+        cells = [sum_of_bytes(self._of(model, index, copied) for index in members) for members in cut.layers]
+        if pipeline.shard_optimizer:
+            for worker in range(pipeline.worker_count):
+                own = [cell for cell, of in enumerate(cut.placement) if of == worker]
+                share = self._largest_share(model, [index for cell in own for index in cut.layers[cell]], pipeline)
+                for cell in own:
+                    cells[cell] = replace(cells[cell], optimizer=cells[cell].optimizer * share)
+        return cells
+
+    def _largest_share(self, model: ModelFacts, layers: Sequence[int], pipeline: PipelineConfig) -> float:
+        """Returns the largest part of the optimizer's state of a worker's layers that one of its replicas has."""
+        parameters = [each for index in layers for each in trained(model.names[index], model.parameters[index])]
+        states = [0.0] * pipeline.replicas
+        owners = shares([shape.numel for _, shape in parameters], pipeline.replicas)
+        for (name, shape), owner in zip(parameters, owners, strict=True):
+            states[owner] += self.state_bytes(name, shape)
+        return max(states) / sum(states) if any(states) else 1.0
 
     def of_layers(self, model: ModelFacts, pipeline: PipelineConfig) -> list[float]:
-        """Returns the bytes of each layer, wherever it lies: at most, where it uses tied parameters."""
+        """Returns the bytes of each layer, of an optimizer state that replicas share an even part."""
         shards = pipeline.replicas if pipeline.shard_optimizer else 1
-        kept = (self.of(model, index) for index in range(len(model.layers)))
-        return [each.kept - each.optimizer * (1 - 1 / shards) for each in kept]
-
-
-def _trained_by(model: ModelFacts, cut: Cut, worker: int) -> list[tuple[str, TensorShape]]:
-    own = [index for of, members in zip(cut.placement, cut.layers, strict=True) if of == worker for index in members]
-    return [each for index in own for each in trained(model.names[index], model.parameters[index])]
+        return [each.kept - each.optimizer * (1 - 1 / shards) for each in self.layers(model)]
 
 
 # -- the optimizer's state -------------------------------------------------------------------------------------------
@@ -166,24 +165,22 @@ def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
 
     @cache
     def of_key(key: GroupKey, shape: TensorShape) -> int:
-        return _bytes_for(lambda parameter: build_optimizer(section, {key: [parameter]}), shape)
+        def of(weight: Tensor) -> int:
+            parameter = nn.Parameter(weight)
+            return _state_bytes(build_optimizer(section, {key: [parameter]}), parameter)
+
+        try:
+            with fake_mode():
+                return of(torch.empty(shape.shape, dtype=shape.dtype))
+        except Exception:  # the optimizer looks at values: scale up its state for a small parameter
+            small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
+            return round(of(small) / max(1, small.numel()) * shape.numel)
 
     return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
 
 
-def _bytes_for(make: MakeOptimizer, shape: TensorShape) -> int:
-    try:
-        with fake_mode():
-            return _state_bytes(make, torch.empty(shape.shape, dtype=shape.dtype))
-    except Exception:  # the optimizer looks at values: scale up its state for a small parameter
-        small = torch.zeros([min(size, _SMALL) for size in shape.shape], dtype=shape.dtype)
-        return round(_state_bytes(make, small) / max(1, small.numel()) * shape.numel)
-
-
-def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
-    parameter = nn.Parameter(weight)
+def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = make(parameter)
     try:
         optimizer.step()
     except Exception:
@@ -196,3 +193,56 @@ def _state_bytes(make: MakeOptimizer, weight: Tensor) -> int:
         if isinstance(value, Tensor)
     }
     return sum(storages.values())
+
+
+# -- what no memory here holds -----------------------------------------------------------------------------------------
+
+
+def memory_of(world: World, one_machine: bool, pipeline: PipelineConfig) -> int:
+    """Returns the bytes of memory of all workers' devices, each like this worker's; with offload those free on disk.
+
+    Args:
+        one_machine: all workers run on this machine; otherwise each may have one of its own.
+    """
+    if pipeline.offload:
+        return shutil.disk_usage(pipeline.offload_dir or ".").free * (1 if one_machine else world.size)
+    if world.device.type == GPU:
+        devices = min(world.size, torch.cuda.device_count()) if one_machine else world.size
+        return devices * torch.cuda.get_device_properties(world.device).total_memory
+    return usable_memory() * (1 if one_machine else world.size)
+
+
+def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memory: int, trains: bool) -> None:
+    """Compares weights, and in training gradients and the optimizer's state, with the memory in bytes.
+
+    Activations are not counted, so what passes may still be too large.
+
+    Raises:
+        ConfigurationError: the model does not fit, or a layer cannot be built.
+    """
+    found: Survey[Any] = survey(builders)
+    replicas = settings.pipeline.replicas
+    copies = 1 if settings.pipeline.shard_optimizer else replicas  # of the optimizer's state
+    state_of = optimizer_state_bytes(settings.optimizer)
+
+    def bytes_of(layer: str, parameters: Sequence[Parameter]) -> float:
+        kept = kept_by_layer(layer, parameters, state_of if trains else lambda *_: 0, copied=())
+        return kept.weights * replicas + trains * (kept.gradients * replicas + kept.optimizer * copies)
+
+    sizes = list(map(bytes_of, found.names, found.parameters))
+    if sum(sizes) > TOLERATED * memory:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        kept = "weights, gradients and optimizer state" if trains else "weights"
+        each = f" in {replicas} replicas" if replicas > 1 else ""
+        where = " free in pipeline.offload_dir" if settings.pipeline.offload else ""
+        counts = {key: value for key, value in flat(settings.model, "model.").items() if type(value) is int}
+        raise ConfigurationError(
+            f"the model has {sum(found.sizes):,} parameters, whose {kept}{each} take {_size(sum(sizes))}; there are "
+            f"{_size(memory)}{where}. The largest layer is {found.names[largest]!r}, with {_size(sizes[largest])}: "
+            f"make the model smaller ({', '.join(f'{key}={value}' for key, value in counts.items())}), or use more "
+            "machines or GPUs (gpipe-plan shows what fits)"
+        )
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e9:,.1f} GB"

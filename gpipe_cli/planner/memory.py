@@ -7,36 +7,13 @@ used or sent. Messages on their way count as if there were always as many as the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from ..config import PipelineConfig
 from ..pipeline.messages.shared_memory import slot_bytes
 from ..schedule.instruction import Instruction, Op, send_window
 from ..schedule.posting import RECEIVES_AHEAD
 
 PROCESS = 0.5e9  # bytes of a process on a CPU beside its tensors: Python, torch, their libraries, what kernels need
 KINDS = ("mini_batch", "inputs", "graphs", "messages", "shared", "running")
-MINI_BATCH, INPUTS, GRAPHS, MESSAGES, SHARED, RUNNING = KINDS
-
-
-class Wire(Enum):
-    """Names how messages travel, which decides which worker keeps them and for how long."""
-
-    NCCL = "nccl"  # the sender keeps a message until its receiver is ready
-    GLOO = "gloo"  # the sender keeps its latest messages, as many as the window has: gloo does not report departures
-    SHARED_MEMORY = "shared memory"  # in slots that stay from step to step; the receiver copies a message out
-
-
-def wire_of(pipeline: PipelineConfig, on_cpus: bool) -> Wire:
-    """Returns how messages travel; workers on CPUs are assumed to be on one machine."""
-    if not on_cpus:
-        return Wire.NCCL
-    return Wire.GLOO if pipeline.backend == "gloo" else Wire.SHARED_MEMORY
-
-
-def process_bytes(wire: Wire) -> float:
-    """Returns the bytes of a worker's process that come out of its device's memory."""
-    return 0.0 if wire is Wire.NCCL else PROCESS
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,7 @@ class CellSizes:
 
 
 def most_alive(
-    instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int], wire: Wire
+    instructions: Sequence[Instruction], sizes: Sequence[CellSizes], placement: Sequence[int], on_cpus: bool
 ) -> dict[str, int]:
     """Returns the bytes at the worst moment of a worker's training step, without those of the model.
 
@@ -106,43 +83,46 @@ def most_alive(
         instructions: the worker's list.
         sizes: sizes of every cell of the model.
         placement: ``placement[cell]`` is the cell's worker.
+        on_cpus: messages travel through shared memory; else from GPU to GPU.
     """
     M, largest = 1 + max((i.micro_batch for i in instructions), default=-1), dict[Op, int]()
     for i in instructions:
         largest[i.op] = max(largest.get(i.op, 0), sizes[i.cell].by_message.get(i.op, 0))
-    messages = messages_held(largest, M, len(set(placement)), wire)
-    held = _Held({MINI_BATCH: _of_mini_batch({i.cell for i in instructions}, sizes, M), **messages})
+    messages = messages_held(largest, M, len(set(placement)), on_cpus)
+    held = _Held({"mini_batch": _of_mini_batch({i.cell for i in instructions}, sizes, M), **messages})
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     for i in instructions:
         size, place, behind = sizes[i.cell], (i.cell, i.micro_batch), (i.cell + 1, i.micro_batch)
         next_is_here = i.cell + 1 < len(placement) and placement[i.cell] == placement[i.cell + 1]
         if i.op is Op.RECEIVE_ACTIVATION:
-            apart = size.targets if wire is Wire.SHARED_MEMORY else 0  # of the mini-batch; else also in the message
-            held.add("input", place, INPUTS, size.message - apart)
+            apart = size.targets if on_cpus else 0  # of the mini-batch; else also in the message
+            held.add("inputs", place, size.message - apart)
         elif i.op is Op.RECEIVE_GRADIENT:
-            held.add("gradient", behind, MESSAGES, size.output_gradients)
+            held.add("messages", behind, size.output_gradients)
         elif i.op is Op.FORWARD:
             keeps = place not in recomputed
             held.run(size.forward if keeps else size.inference)
-            held.add("graph", place, GRAPHS, keeps * (size.graph + size.outputs))
-            held.add("input", behind, INPUTS, (next_is_here and not keeps) * size.outputs)  # else it is the graph's
+            if keeps:
+                held.add("graphs", place, size.graph + size.outputs)
+            elif next_is_here:  # with a graph it is the graph's
+                held.add("inputs", behind, size.outputs)
         elif i.op is Op.RECOMPUTE:
             held.run(size.forward)
-            held.add("graph", place, GRAPHS, size.graph + size.outputs)
+            held.add("graphs", place, size.graph + size.outputs)
         elif i.op is Op.BACKWARD or (i.op is Op.INPUT_GRADIENT and not size.put_off):
             held.run(size.backward)
-            held.drop(("graph", place), ("input", place), ("gradient", behind))
-            held.add("gradient", place, MESSAGES, size.input_gradients)
+            held.drop(("graphs", place), ("inputs", place), ("messages", behind))
+            held.add("messages", place, size.input_gradients)
         elif i.op is Op.INPUT_GRADIENT:  # the input and its gradient stay; of the graph what the second half needs
             held.run(size.input_half)
-            held.drop(("graph", place), ("gradient", behind))
-            held.add("gradient", place, MESSAGES, size.input_gradients)
-            held.add("put off", place, GRAPHS, size.put_off + size.input_gradients)
+            held.drop(("graphs", place), ("messages", behind))
+            held.add("messages", place, size.input_gradients)
+            held.add("graphs", place, size.put_off + size.input_gradients)
         elif i.op is Op.WEIGHT_GRADIENT and size.put_off:
             held.run(size.weight_half)
-            held.drop(("put off", place), ("input", place))
+            held.drop(("graphs", place), ("inputs", place))
         elif i.op is Op.SEND_GRADIENT:
-            held.drop(("gradient", place))
+            held.drop(("messages", place))
     return held.at_peak
 
 
@@ -152,27 +132,22 @@ def _of_mini_batch(cells: set[int], sizes: Sequence[CellSizes], M: int) -> int:
     return kept + M * (sizes[0].message if 0 in cells else max((sizes[cell].targets for cell in cells), default=0))
 
 
-def messages_held(largest: Mapping[Op, int], M: int, workers: int, wire: Wire) -> dict[str, int]:
+def messages_held(largest: Mapping[Op, int], M: int, workers: int, on_cpus: bool) -> dict[str, int]:
     """Returns the bytes of messages that are sent and not taken yet, or awaited and not come yet, by kind.
 
-    An early worker is ahead by as many activations as the window has; with NCCL it waits for the receiver. Gradients
-    are taken soon: the worker in front waits for them.
+    On CPUs an early worker is ahead by as many activations as the window has; they lie in slots that stay from step to
+    step. Gradients are taken soon: the worker in front waits for them. A GPU keeps one until its receiver is ready.
 
     Args:
         largest: bytes of the largest message of each kind of send and receive.
         M: number of messages of each kind.
     """
-    messages = shared = 0
-    for op, most in {Op.SEND_ACTIVATION: send_window(workers), Op.SEND_GRADIENT: 2}.items():
-        ahead, size = min(M, 1 if wire is Wire.NCCL else most), largest.get(op, 0)
-        if wire is Wire.SHARED_MEMORY:
-            shared += ahead * slot_bytes(size)
-        else:
-            messages += ahead * size
-    if wire is not Wire.SHARED_MEMORY:
-        awaited = largest.get(Op.RECEIVE_ACTIVATION, 0) + largest.get(Op.RECEIVE_GRADIENT, 0)
-        messages += min(M, RECEIVES_AHEAD) * awaited
-    return {MESSAGES: messages, SHARED: shared}
+    activation, gradient = largest.get(Op.SEND_ACTIVATION, 0), largest.get(Op.SEND_GRADIENT, 0)
+    if on_cpus:
+        slots = min(M, send_window(workers)) * slot_bytes(activation) + min(M, 2) * slot_bytes(gradient)
+        return {"messages": 0, "shared": slots}
+    awaited = largest.get(Op.RECEIVE_ACTIVATION, 0) + largest.get(Op.RECEIVE_GRADIENT, 0)
+    return {"messages": min(M, 1) * (activation + gradient) + min(M, RECEIVES_AHEAD) * awaited, "shared": 0}
 
 
 class _Held:
@@ -183,21 +158,20 @@ class _Held:
     """
 
     def __init__(self, always: dict[str, int]) -> None:
-        self._parts: dict[tuple[str, tuple[int, int]], tuple[str, int]] = {}
+        self._parts: dict[tuple[str, tuple[int, int]], int] = {}
         self._now = dict.fromkeys(KINDS, 0) | always
         self.at_peak = dict(self._now)
 
-    def add(self, what: str, place: tuple[int, int], kind: str, size: int) -> None:
-        self._parts[what, place] = kind, size
+    def add(self, kind: str, place: tuple[int, int], size: int) -> None:
+        self._parts[kind, place] = size
         self._now[kind] += size
         self.run(0)
 
-    def drop(self, *keys: tuple[str, tuple[int, int]]) -> None:
-        for key in keys:
-            kind, size = self._parts.pop(key, (RUNNING, 0))
-            self._now[kind] -= size
+    def drop(self, *parts: tuple[str, tuple[int, int]]) -> None:
+        for part in parts:
+            self._now[part[0]] -= self._parts.pop(part, 0)
 
     def run(self, running: int) -> None:
         """Notes the moment in which an operation needs so many bytes beside those that are held."""
         if sum(self._now.values()) + running > sum(self.at_peak.values()):
-            self.at_peak = self._now | {RUNNING: running}
+            self.at_peak = self._now | {"running": running}

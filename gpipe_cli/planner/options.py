@@ -1,64 +1,108 @@
-"""Defines the section `plan`, typed. Without torch: the command refuses a wrong value before it imports torch."""
+"""Defines the section `plan`, typed, and the devices that a plan can be made for: their rates, links and memory.
+
+devices.yaml has devices with a name. Figures are peaks; `plan.efficiency` is the share of them that a real run reaches.
+No torch here: the command refuses a wrong value before it imports torch.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import Problems
-from ..typed_section import Positive, Size, read_section, shown
-from .devices import Device, describe, parse_bytes
+import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+from ..errors import ConfigurationError, Problems
+from ..typed_section import Bytes, NotNegative, Positive, Size, nearest, read_section, shown
 
 THIS = "this"
 
 
 @dataclass(frozen=True)
-class _Typed:
+class Device:
+    """Describes one accelerator and its links to its neighbours.
+
+    Attributes:
+        name: name for tables.
+        flops: FLOP/s in float32 (a multiply-add is two).
+        half_flops: FLOP/s in bfloat16.
+        memory: bytes.
+        bandwidth: bytes/s of its memory.
+        link: bytes/s to a neighbour, one way.
+        latency: seconds from a send to the moment its first byte arrives.
+        overhead: seconds that starting one operation costs.
+        host: seconds for which a send or a receive keeps its worker from computing; 0 where it runs beside.
+        kernels: whose kernels are planned (`layer_facts._AcceleratorKernels`).
+    """
+
+    name: str
+    flops: Positive
+    half_flops: Positive
+    memory: Bytes
+    bandwidth: Positive
+    link: Positive
+    latency: NotNegative = 10e-6
+    overhead: NotNegative = 5e-6
+    host: NotNegative = 0.0
+    kernels: Literal["accelerator", "cpu"] = "accelerator"
+
+
+PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text("utf-8"))
+
+
+def describe(device: Any) -> Device:
+    """Returns a preset by its name, or a device of the given figures.
+
+    Raises:
+        ConfigurationError: no such preset, or a key or value that a device does not have.
+    """
+    if isinstance(device, str):
+        if device not in PRESETS:
+            near = nearest(device, PRESETS)
+            guess = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigurationError(
+                f"plan.device={device}: {guess}use one of {', '.join(PRESETS)}, this, or "
+                "{flops: 1e13, memory: 16GB, bandwidth: 5e11, link: 1e10}"
+            )
+        device = {"name": device, **PRESETS[device]}
+    if not isinstance(device, Mapping):
+        raise ConfigurationError(f"plan.device={device}: use a name such as h100, this, or figures in braces")
+    defaults = {field.name: field.default for field in fields(Device) if field.default is not MISSING}
+    values = {"name": "described", "half_flops": device.get("flops", 1.0), **device}
+    return read_section(Device, {**defaults, **values}, "plan.device")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Holds the section `plan`; conf/plan.yaml describes each key.
+
+    Attributes:
+        device: None: the present machine, to be measured.
+        most_workers: most workers of a replica, as this machine has devices; None: one for each cell.
+    """
+
+    device: Device | None = None
     efficiency: Positive = 1.0
+    memory: Bytes | None = None
     longest: bool = False
-    bytes_per_parameter: Positive | None = None
+    fit: Bytes | None = None
     best: bool = False
     devices: Size | None = None
     grow: str | None = None
     grow_by: Size = 1
     format: Literal["text", "json", "lists"] = "text"
-
-
-@dataclass(frozen=True)
-class Options(_Typed):
-    """Holds the section `plan`; conf/plan.yaml describes each key.
-
-    Attributes:
-        device: None: the present machine, to be measured.
-        memory, fit: bytes.
-        most_workers: most workers of a replica, as this machine has devices; None: one for each cell.
-    """
-
-    device: Device | None = None
-    memory: int | None = None
-    fit: int | None = None
     most_workers: int | None = None
-
-    @property
-    def searches(self) -> bool:
-        """Returns whether several plans are made."""
-        return self.best or self.fit is not None or self.grow is not None
 
     @classmethod
     def read(cls, section: Mapping[str, Any], problems: Problems) -> "Options":
         """Returns the section `plan`; with problems, of which each adds a line, not all of it."""
         if not isinstance(section, Mapping):
             problems.append(f"plan must be a section with keys, not {shown(section)}")
-            return object.__new__(cls)
-        free = {key: section.get(key) for key in ("device", "memory", "fit")}
-        rest = {key: value for key, value in section.items() if key not in free}
-        values: dict[str, Any] = {"device": None, "memory": None, "fit": None}
+            return cls()
+        device, options = section.get("device"), cls()
         with problems.collected():
-            values |= vars(read_section(_Typed, rest, "plan"))
+            options = read_section(cls, {**section, "device": None, "most_workers": None}, "plan")
         with problems.collected():
-            values["device"] = None if free["device"] == THIS else describe(free["device"])
-        for key in ("memory", "fit"):
-            with problems.collected():
-                values[key] = None if free[key] is None else parse_bytes(free[key], f"plan.{key}")
-        if values.get("fit") and (values.get("best") or values.get("grow")):
+            options = replace(options, device=None if device == THIS else describe(device))
+        if options.fit and (options.best or options.grow):
             problems.append("plan.fit looks for other things than plan.best and plan.grow: give one of them")
-        return object.__new__(cls) if problems else cls(**values)
+        return options

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..schedule.instruction import Instruction, Op
+from ..schedule.instruction import Instruction
 from ..schedule.simulate import Timeline
 from .cells import CellPlan
-from .devices import Device
+from .options import Device
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,8 @@ class Plan:
         return self.memory <= self.limit
 
     @property
-    def model_memory(self) -> float:
-        """Returns the bytes of weights, gradients and optimizer state on the device that holds most of them."""
-        return max(worker.model for worker in self.workers_plan)
-
-    @property
     def examples_per_second(self) -> float:
         return self.examples / self.step_seconds
-
-    @property
-    def recomputed(self) -> float:
-        """Returns the share of the workers' time in which they recompute."""
-        spans = (span for each in self.timeline.spans for span in each if span.instruction.op is Op.RECOMPUTE)
-        return sum(span.end - span.start for span in spans) / (self.timeline.span * self.workers)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values: everything but the instruction lists and their timeline."""
@@ -123,17 +112,13 @@ class Plan:
 
 
 def worker_plans(
-    cells: Sequence[CellPlan],
-    alive: Sequence[dict[str, int]],
-    process: float,
-    limits: Sequence[float],
-    offload: bool,
+    cells: Sequence[CellPlan], alive: Sequence[dict[str, int]], process: float, limits: Sequence[float], offload: bool
 ) -> Iterator[WorkerPlan]:
     """Yields the plan of every worker.
 
     Args:
         alive: see `most_alive`.
-        process: see `process_bytes`.
+        process: bytes of each worker's process.
         limits: bytes of each device.
         offload: the state of a cell is in memory only while the cell runs, or the one before, or while it is updated.
     """

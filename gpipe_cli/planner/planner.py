@@ -1,12 +1,12 @@
 """Makes plans of a run: measures its layers once, then cuts, simulates and adds up for one pipeline after another.
 
 It needs neither hardware nor data: layers are measured on tensors without values (`measure`), memory follows from the
-instruction lists that would run (`memory`), times from a described device (`timing`). Under `plan.device=this` layers
+instruction lists that would run (`memory`), times from a described device (`cells`). Under `plan.device=this` layers
 and loss are run and timed on the machine as well.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import starmap
 from math import ceil, isfinite, log2
@@ -20,43 +20,28 @@ from ..factory.build import boundary_type_of, build_autocast, build_model, build
 from ..factory.example import asks_for_example, example_micro_batch, with_example
 from ..factory.groups import Groups
 from ..micro_batch import MicroBatch
-from ..partition.cost import LayerTimes, count_forward, layer_costs
+from ..partition.cost import LayerTimes, layer_costs
 from ..partition.cut import Cut, places_without_cut
 from ..partition.cutter import durations, instruction_lists
 from ..partition.fake_layers import CostError
 from ..partition.model_profile import ModelProfile
-from ..partition.survey import survey
 from ..schedule.early import post_early
 from ..schedule.instruction import Instruction, Op
 from ..schedule.schedule import most_kept
 from ..schedule.simulate import simulate
 from .bound import bound_of_any_cut, step_bound
-from .cells import CellPlan, graphs_of_layers, sizes_of_cell, tie_messages
+from .cells import CellPlan, TimeModel, graphs_of_layers, sizes_of_cell, tie_messages
 from .fitting_cut import cut_that_fits, limits_of_workers
 from .kept import KeptMemory, trained
 from .measure.kept_profile import profiled
 from .measure.layer_facts import ModelFacts, measure_model
 from .measure.this_device import measure_device, present_device, update_seconds, workers_on_a_gpu
-from .memory import Wire, most_alive, process_bytes, wire_of
+from .memory import PROCESS, most_alive
 from .options import Options
 from .plan import Plan, worker_plans
-from .timing import TimeModel
 
 BANDWIDTH = 0.7  # share of a described memory's bytes/s that is reached: an assumption
 LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of layer; timing takes about six of them
-
-
-@dataclass(frozen=True)
-class Measurement(ModelFacts):
-    """Adds to the facts of a model how it is cut.
-
-    Attributes:
-        times: times of each layer by which the model is cut, in any unit.
-        examples: number of examples in the mini-batch.
-    """
-
-    times: Sequence[LayerTimes] = ()
-    examples: int = 0
 
 
 class Planner:
@@ -84,13 +69,14 @@ class Planner:
         self._section = self.with_workers(most_cells)  # of which this machine is measured
         build_autocast(settings.precision, present_device(self._section))  # for the kernels of a run
         self.device = options.device or measure_device(self._section)
+        self._on_cpus = self.device.kernels == "cpu"
         reached = self.device  # the rates of this machine are measured, those of others are peaks
         if options.device is not None:
             shares_of = {"flops": options.efficiency, "half_flops": options.efficiency, "bandwidth": BANDWIDTH}
             reached = replace(reached, **{key: getattr(reached, key) * share for key, share in shares_of.items()})
         self._times = TimeModel(reached)
         self._measured = cache(self._measure)
-        self._kept = KeptMemory(settings, options.bytes_per_parameter)
+        self._kept = KeptMemory(settings)
         self._timed_update = update_seconds(settings) if options.device is None else None
 
     def with_workers(self, pipeline: PipelineConfig) -> PipelineConfig:
@@ -101,7 +87,7 @@ class Planner:
     @cached_property
     def has_batchnorm(self) -> bool:
         """Returns whether layers normalise over the examples of a micro-batch."""
-        return any(layer.batchnorm for layer in self._measured(self.settings.pipeline.replicas).layers)
+        return any(layer.gathered for layer in self._measured(self.settings.pipeline.replicas).layers)
 
     def plan(self, pipeline: PipelineConfig | None = None) -> Plan:
         """Returns the plan for `settings`, or for another section `pipeline`.
@@ -110,19 +96,77 @@ class Planner:
             ConfigurationError: the model cannot be cut so, or there is no such schedule.
         """
         pipeline = self.with_workers(pipeline or self.settings.pipeline)
-        measured = self._measured(pipeline.M * pipeline.replicas)
-        return self._assemble(pipeline, measured, self._cut(measured, pipeline))
+        if pipeline.offload and not self._on_cpus:
+            raise ConfigurationError("pipeline.offload=true is for CPUs: plan.device=this plans it")
+        model = self._measured(pipeline.M * pipeline.replicas)
+        limits = self.limits(pipeline)
+        cut = cut_that_fits(model, model.times, pipeline, self._kept, limits, self._on_cpus)
+        lists = instruction_lists(pipeline, cut.placement)
+        cells = self._cells(pipeline, model, cut, lists)
+        sizes, times = [cell.sizes for cell in cells], [cell.seconds for cell in cells]
+
+        def latency(sent: Instruction) -> float:
+            return self._times.transfer(sizes[sent.cell].by_message[sent.op])
+
+        posts = None if self._on_cpus else post_early(lists)
+        timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
+        alive = [most_alive(each, sizes, cut.placement, self._on_cpus) for each in lists]
+        workers = list(worker_plans(cells, alive, self._on_cpus * PROCESS, limits, pipeline.offload))
+        fullest = max(workers, key=lambda worker: worker.total / worker.limit)
+        ties = list(tie_messages(cut.uses(model.names), model))
+        sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
+        update, any_cut = self._update_seconds(pipeline, model, cells, ties), self.least_seconds(pipeline)
+        room = [worker.limit - worker.process - worker.model for worker in workers]
+        graphs = [cell.graph for cell in cells]
+        bound = max(step_bound(times, graphs, cut.placement, pipeline.M, room), any_cut)
+        keys = ("K", "M", "replicas", "remat", "keep", "schedule", "offload")
+        return Plan(
+            **{key: getattr(pipeline, key) for key in keys},
+            workers=len(lists),
+            device=self.device,
+            examples=model.examples,
+            micro_batch=[*map(str, model.inputs)],
+            parameters=cut.parameters,
+            cells=cells,
+            workers_plan=workers,
+            busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
+            sent_bytes=sent + sum(size for _, _, size in ties),
+            bubble=timeline.bubble,
+            step_seconds=timeline.span + update,
+            update_seconds=update,
+            bound_seconds=bound + update if isfinite(bound) else None,
+            bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
+            memory=fullest.total,
+            limit=fullest.limit,
+            notes=model.notes,
+            timeline=timeline,
+            lists=lists,
+        )
 
     def least_seconds(self, pipeline: PipelineConfig) -> float:
-        """Returns the seconds that a step takes at least, however the model is cut and scheduled.
+        """Returns the seconds that a step takes at least, however the model is cut and scheduled, without the update.
 
         Raises:
             ConfigurationError: the model takes no such micro-batches.
         """
         pipeline = self.with_workers(pipeline)
-        return self._bound_of_any_cut(pipeline, self._measured(pipeline.M * pipeline.replicas))
+        model = self._measured(pipeline.M * pipeline.replicas)
+        # Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better.
+        kept = self._kept.layers(model)
+        least = sum(each.kept - each.tied - (each.optimizer if pipeline.shard_optimizer else 0) for each in kept)
+        limits = [limit - self._on_cpus * PROCESS for limit in self.limits(pipeline)]
+        speeds = pipeline.speeds or [1.0] * pipeline.worker_count
+        layers = [each.slower(1 / max(speeds)) for each in self._times.layers(model)]
+        graphs, room = graphs_of_layers(model), sum(limits) - least
+        return bound_of_any_cut(layers, graphs, speeds, pipeline.M, max(limits), room)
 
-    def _measure(self, count: int) -> Measurement:
+    def limits(self, pipeline: PipelineConfig) -> list[float]:
+        """Returns the bytes that each worker's device may hold."""
+        plan = self.options.fit or self.options.memory
+        devices = [self.device.memory] * pipeline.worker_count
+        return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), devices)
+
+    def _measure(self, count: int) -> ModelFacts:
         """Measures layers and loss for a mini-batch of this many micro-batches (M times replicas)."""
         micro_batch, examples = example_micro_batch(self.settings, count, self.options.longest)
         precision = self.settings.precision
@@ -132,12 +176,11 @@ class Planner:
             raise model.failure
         profile = self._profile(model, micro_batch) if self.options.device is None else None
         if self._section.cost != "profile":
-            counted = survey(self.builders, micro_batch[0], count_forward)
-            times = list(map(LayerTimes.of_cost, layer_costs(self.builders, counted, self._section.cost)))
+            times = list(map(LayerTimes.of_cost, layer_costs(self.builders, model, self._section.cost)))
         else:
             times = self._times.layers(model) if profile is None else profile.with_loss
         model.notes.extend(places_without_cut(model))
-        return Measurement(**vars(model), times=times, examples=examples)
+        return replace(model, times=times, examples=examples)
 
     def _profile(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
         """Returns the times of layers and loss here, as a run keeps them; None, with a note, where they take too long.
@@ -159,87 +202,23 @@ class Planner:
         self._times.measured.update({facts: times.slower(sharing) for facts, times in both if times})
         return found
 
-    def _cut(self, measured: Measurement, pipeline: PipelineConfig) -> Cut:
-        """Returns the cut of a run; with `pipeline.partition=auto` one that fits the devices' memory, if any does."""
-        limits = self.limits(pipeline)
-        return cut_that_fits(measured, measured.times, pipeline, self._kept, limits, self.device.kernels == "cpu")
-
-    def limits(self, pipeline: PipelineConfig) -> list[float]:
-        """Returns the bytes that each worker's device may hold."""
-        plan = self.options.fit or self.options.memory
-        devices = [self.device.memory] * pipeline.worker_count
-        return limits_of_workers(pipeline if plan is None else replace(pipeline, memory=plan), devices)
-
-    def _assemble(self, pipeline: PipelineConfig, measured: Measurement, cut: Cut) -> Plan:
-        if pipeline.offload and self.device.kernels != "cpu":
-            raise ConfigurationError("pipeline.offload=true is for CPUs: plan.device=this plans it")
-        lists = instruction_lists(pipeline, cut.placement)
-        cells = self._cells(pipeline, measured, cut, lists)
-        sizes, times = [cell.sizes for cell in cells], [cell.seconds for cell in cells]
-
-        def latency(sent: Instruction) -> float:
-            return self._times.transfer(sizes[sent.cell].by_message[sent.op])
-
-        wire = wire_of(pipeline, self.device.kernels == "cpu")
-        posts = post_early(lists) if wire is Wire.NCCL else None
-        timeline = simulate(lists, cut.placement, durations(times, lists), latency, self.device.host, posts)
-        alive = [most_alive(each, sizes, cut.placement, wire) for each in lists]
-        workers = list(worker_plans(cells, alive, process_bytes(wire), self.limits(pipeline), pipeline.offload))
-        fullest = max(workers, key=lambda worker: worker.total / worker.limit)
-        ties = list(tie_messages(cut.uses(measured.names), measured))
-        sent = sum(sizes[i.cell].by_message[i.op] for each in lists for i in each if i.sent_message is not None)
-        update = self._update_seconds(pipeline, measured, cells, ties)
-        any_cut = self._bound_of_any_cut(pipeline, measured)
-        room = [worker.limit - worker.process - worker.model for worker in workers]
-        graphs = [cell.graph for cell in cells]
-        bound = max(step_bound(times, graphs, cut.placement, pipeline.M, room, halves=True), any_cut)
-        keys = ("K", "M", "replicas", "remat", "keep", "schedule", "offload")
-        return Plan(
-            **{key: getattr(pipeline, key) for key in keys},
-            workers=len(lists),
-            device=self.device,
-            examples=measured.examples,
-            micro_batch=[*map(str, measured.inputs)],
-            parameters=cut.parameters,
-            cells=cells,
-            workers_plan=workers,
-            busiest_over_mean=max(timeline.busy) / (sum(timeline.busy) / len(lists)) - 1,
-            sent_bytes=sent + sum(size for _, _, size in ties),
-            bubble=timeline.bubble,
-            step_seconds=timeline.span + update,
-            update_seconds=update,
-            bound_seconds=bound + update if isfinite(bound) else None,
-            bound_of_any_cut_seconds=any_cut if isfinite(any_cut) else None,
-            memory=fullest.total,
-            limit=fullest.limit,
-            notes=measured.notes,
-            timeline=timeline,
-            lists=lists,
-        )
-
     def _cells(
-        self, pipeline: PipelineConfig, measured: Measurement, cut: Cut, lists: Sequence[Sequence[Instruction]]
+        self, pipeline: PipelineConfig, model: ModelFacts, cut: Cut, lists: Sequence[Sequence[Instruction]]
     ) -> list[CellPlan]:
-        sizes = [sizes_of_cell(measured, members) for members in cut.layers]
+        sizes = [sizes_of_cell(model, members) for members in cut.layers]
         speeds = [pipeline.speeds[worker] if pipeline.speeds else 1.0 for worker in cut.placement]
-        own_times = [self._times.cell(measured, *each) for each in zip(cut.layers, sizes, strict=True)]
+        own_times = [self._times.cell(model, *each) for each in zip(cut.layers, sizes, strict=True)]
         times = [time.slower(1 / speed) for time, speed in zip(own_times, speeds, strict=True)]
         most, whole = [most_kept(each) for each in lists], sum(time.total for time in times) or 1.0
         halves = any(i.op is Op.WEIGHT_GRADIENT for each in lists for i in each)
         cells = []
-        for number, kept in enumerate(self._kept.of_cells(measured, cut, pipeline)):
-            row, size, worker = cut.table[number], sizes[number], cut.placement[number]
-            waiting, graphs = (of_cell[number] for of_cell in most[worker])
+        for number, kept in enumerate(self._kept.of_cells(model, cut, pipeline)):
+            row, size = {**cut.table[number], "share": times[number].total / whole}, sizes[number]
+            waiting, graphs = (of_cell[number] for of_cell in most[cut.placement[number]])
             cell = CellPlan(
                 **vars(kept),
-                cell=number,
-                worker=worker,
-                first=row["first"],
-                last=row["last"],
+                **row,
                 start=cut.layers[number].start,
-                layers=row["layers"],
-                parameters=row["parameters"],
-                share=times[number].total / whole,
                 seconds=times[number],
                 sizes=size,
                 inputs_in_flight=waiting,
@@ -249,29 +228,17 @@ class Planner:
             cells.append(cell)
         return cells
 
-    def _bound_of_any_cut(self, pipeline: PipelineConfig, measured: Measurement) -> float:
-        """Returns the seconds that every schedule of any cut takes at least, without the update."""
-        # Tied parameters have copies and more gradients in some cuts, and optimizer state can be shared out better.
-        kept = [self._kept.of(measured, index) for index in range(len(measured.layers))]
-        least = sum(each.kept - each.tied - (each.optimizer if pipeline.shard_optimizer else 0) for each in kept)
-        process = process_bytes(wire_of(pipeline, self.device.kernels == "cpu"))
-        limits = [limit - process for limit in self.limits(pipeline)]
-        speeds = pipeline.speeds or [1.0] * pipeline.worker_count
-        layers = [each.slower(1 / max(speeds)) for each in self._times.layers(measured)]
-        graphs, room = graphs_of_layers(measured), sum(limits) - least
-        return bound_of_any_cut(layers, graphs, speeds, pipeline.M, max(limits), room, halves=True)
-
     def _update_seconds(
         self,
         pipeline: PipelineConfig,
-        measured: Measurement,
+        model: ModelFacts,
         cells: Sequence[CellPlan],
         ties: Sequence[tuple[int, int, int]],
     ) -> float:
         passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
         seconds = [0.0] * pipeline.worker_count
         for cell in cells:
-            own = [each for i in cell.members for each in trained(measured.names[i], measured.parameters[i])]
+            own = [each for i in cell.members for each in trained(model.names[i], model.parameters[i])]
             if self._timed_update is None:
                 seconds[cell.worker] += self._times.update(cell, len(own))
             else:

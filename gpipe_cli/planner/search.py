@@ -3,7 +3,7 @@
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
@@ -29,30 +29,38 @@ ROUNDING = 1e-6
 NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, and another with recompute be faster
 _RIVALS = 3  # that are shown beside the answer
 _CORRECTIONS = 4  # of the graphs that fit
-Say = Callable[[str], None]
-Stopped = Callable[[], bool]
 
 
-def find_plan(
-    settings: Settings, options: Options, say: Say = lambda line: None, stopped: Stopped = lambda: False
-) -> Plan:
-    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
+@dataclass(frozen=True)
+class Listener:
+    """Hears how a search goes on, and may end it.
 
-    Args:
+    Attributes:
         say: receives a line of progress now and then.
         stopped: returns True once the user wants the best so far.
+    """
+
+    say: Callable[[str], None] = lambda line: None
+    stopped: Callable[[], bool] = lambda: False
+
+
+NOBODY = Listener()
+
+
+def find_plan(settings: Settings, options: Options, listener: Listener = NOBODY) -> Plan:
+    """Returns the plan of a configuration, after the search of `plan.fit`, `plan.best` or `plan.grow`, if any.
 
     Raises:
         ConfigurationError: the configuration cannot be planned, or nothing fits.
         KeyboardInterrupt: it was stopped before anything was found.
     """
     if options.grow is not None:
-        return largest(settings, options, say, stopped)
+        return largest(settings, options, listener)
     planner = Planner(settings, options)
     if options.fit is not None:
-        return smallest(planner, say, stopped)
+        return smallest(planner, listener)
     free = _free_keys(planner)
-    return Search(planner, free, say, stopped).fastest(_devices(planner)) if free else planner.plan()
+    return Search(planner, free, listener).fastest(_devices(planner)) if free else planner.plan()
 
 
 def _free_keys(planner: Planner) -> Collection[str]:
@@ -126,13 +134,10 @@ class Search:
     Args:
         planner: plans pipelines of the model.
         free: keys of `pipeline` that it may choose; all others are as configured.
-        say: receives lines of progress.
     """
 
-    def __init__(
-        self, planner: Planner, free: Collection[str], say: Say = lambda line: None, stopped: Stopped = lambda: False
-    ) -> None:
-        self.planner, self.free, self._say, self._stopped = planner, free, say, stopped
+    def __init__(self, planner: Planner, free: Collection[str], listener: Listener = NOBODY) -> None:
+        self.planner, self.free, self._listener = planner, free, listener
         self._tried = 0
         self._nearest: Plan | None = None
         self._refusal: ConfigurationError | None = None
@@ -148,16 +153,13 @@ class Search:
             ConfigurationError: nothing fits; the message describes the nearest plan.
             KeyboardInterrupt: it was stopped before anything was found.
         """
-        waiting: list[tuple[float, int, Plan | None]] = []
         sections = self._candidates(devices)
-        for number, section in enumerate(sections):
-            if (least := self._least_seconds(section)) is not None:
-                waiting.append((least, number, None))
+        waiting: list[tuple[float, int, Plan | None]]
+        waiting = [(self._least_seconds(section), number, None) for number, section in enumerate(sections)]
         heapify(waiting)
-        found: list[Plan] = []
-        too_large: list[Plan] = []
+        found, too_large = list[Plan](), list[Plan]()
         began = time.monotonic()
-        while waiting and not self._stopped():
+        while waiting and not self._listener.stopped():
             least, number, plan = heappop(waiting)
             if len(found) > _RIVALS and least > sorted(map(_order, found))[_RIVALS][0]:
                 break
@@ -169,7 +171,7 @@ class Search:
                 (found if plan.fits else too_large).append(plan)
                 if plan.memory > NEARLY_FULL * plan.limit:
                     heappush(waiting, (_least_seconds(plan), number, plan))
-        if waiting and not found and self._stopped():
+        if waiting and not found and self._listener.stopped():
             raise KeyboardInterrupt
         if not found:
             raise self.error()
@@ -183,7 +185,7 @@ class Search:
         shown = [*others[:_RIVALS], *sorted(too_large, key=_least_seconds)[:1]]
         facts = ("step_seconds", "memory", "fits")
         rivals = [{"keys": self._words(each)} | {name: getattr(each, name) for name in facts} for each in shown]
-        notes = [*best.notes, *(["stopped: the best of the plans so far"] if self._stopped() else [])]
+        notes = [*best.notes, *(["stopped: the best of the plans so far"] if self._listener.stopped() else [])]
         return replace(best, found=self._words(best), tried=self._tried, rivals=rivals, notes=notes)
 
     def _candidates(self, devices: int) -> list[PipelineConfig]:
@@ -195,22 +197,22 @@ class Search:
         """Tells how far the search is, and when it ends at the latest, if plans go on to take as long."""
         best = f", best so far {min(each.step_seconds for each in found):.3g} s" if found else ""
         seconds = (time.monotonic() - began) / max(1, self._tried) * left
-        self._say(f"planned {self._tried} pipelines, {left} left{best}; at most {seconds:.0f} s more")
+        self._listener.say(f"planned {self._tried} pipelines, {left} left{best}; at most {seconds:.0f} s more")
 
-    def _least_seconds(self, section: PipelineConfig) -> float | None:
-        """Returns the least seconds of a candidate; None where the model refuses its micro-batches."""
+    def _least_seconds(self, section: PipelineConfig) -> float:
+        """Returns the least seconds of a candidate; infinity where the model refuses its micro-batches."""
         try:
             return self.planner.least_seconds(section)
         except ConfigurationError as error:
             self._refusal = self._refusal or error
-            return None
+            return inf
 
     def least(self, devices: int) -> Plan | None:
         """Returns a plan that fits ``devices`` with the smallest micro-batches; None without one."""
         sections = self._candidates(devices)
         most = max((section.M * section.replicas for section in sections), default=0)
         lean = [each for each in sections if each.schedule == "1f1b" and each.M * each.replicas == most]
-        possible = [each for each in lean if self._least_seconds(each) not in (None, inf)]
+        possible = [each for each in lean if self._least_seconds(each) < inf]
         leanest: Any = {"remat": "always", "keep": None} if "remat" in self.free else {}
         plans = (self.plan(replace(section, **leanest)) for section in possible or lean[-1:])
         return next((plan for plan in plans if plan is not None and plan.fits), None)
@@ -256,8 +258,8 @@ class Search:
         if plan is None:
             return self._refusal or ConfigurationError("there is nothing to try")
         cause = ""
-        if plan.model_memory > plan.limit:
-            cause = f", and weights, gradients and optimizer state alone are {plan.model_memory / 1e9:.4g} GB"
+        if (model := max(worker.model for worker in plan.workers_plan)) > plan.limit:
+            cause = f", and weights, gradients and optimizer state alone are {model / 1e9:.4g} GB"
         return ConfigurationError(
             f"nothing fits {plan.limit / 1e9:.4g} GB: the nearest is {plan.memory / 1e9:.4g} GB with "
             f"pipeline.K={plan.K} pipeline.M={plan.M} pipeline.remat={plan.remat} pipeline.schedule={plan.schedule}"
@@ -274,19 +276,19 @@ class Search:
         return {f"pipeline.{key}": value for key, value in values.items()}
 
 
-def smallest(planner: Planner, say: Say = lambda line: None, stopped: Stopped = lambda: False) -> Plan:
+def smallest(planner: Planner, listener: Listener) -> Plan:
     """Returns the fastest plan on the fewest devices on which anything fits, one replica.
 
     Raises:
         ConfigurationError: nothing fits with a worker for every layer; the message describes the nearest plan.
         KeyboardInterrupt: it was stopped before anything was found.
     """
-    search = Search(planner, [key for key in FREE if key != "replicas"], say, stopped)
+    search = Search(planner, [key for key in FREE if key != "replicas"], listener)
 
     def holds(devices: int) -> bool:
-        if stopped():
+        if listener.stopped():
             raise KeyboardInterrupt
-        say(f"looks whether {devices} devices hold the model")
+        listener.say(f"looks whether {devices} devices hold the model")
         return search.least(devices) is not None
 
     devices = _first(holds, len(planner.builders))
@@ -295,9 +297,7 @@ def smallest(planner: Planner, say: Say = lambda line: None, stopped: Stopped = 
     return search.fastest(devices)
 
 
-def largest(
-    settings: Settings, options: Options, say: Say = lambda line: None, stopped: Stopped = lambda: False
-) -> Plan:
+def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
     """Returns the plan of the largest model that fits, by one of its sizes (`plan.grow`).
 
     Raises:
@@ -312,17 +312,14 @@ def largest(
     searches: dict[int, tuple[Search, Plan | None]] = {}
 
     def too_large(times: int) -> bool:
-        if stopped():
+        if listener.stopped():
             raise KeyboardInterrupt
-        say(f"plans model.{name}={times * step}")
+        listener.say(f"plans model.{name}={times * step}")
         planner = Planner(replace(settings, model={**settings.model, name: times * step}), options)
-        search = Search(planner, _free_keys(planner), say, stopped)
-        if search.free:
-            plan = search.least(_devices(planner))
-        else:
-            plan = search.plan(planner.settings.pipeline)
-        searches[times] = search, plan if plan is not None and plan.fits else None
-        return searches[times][1] is None
+        search = Search(planner, _free_keys(planner), listener)
+        plan = search.least(_devices(planner)) if search.free else search.plan(planner.settings.pipeline)
+        searches[times] = search, plan
+        return plan is None or not plan.fits
 
     low, high = 0, max(1, start // step)
     while not too_large(high):

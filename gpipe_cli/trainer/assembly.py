@@ -37,9 +37,9 @@ from ..partition.partition import even_placement
 from ..pipeline.cell import COMPILED_BACKWARD
 from ..pipeline.gradients import sum_over_replicas
 from ..planner.fitting_cut import cut_for_run
+from ..planner.kept import memory_of, refuse_too_large
 from ..planner.measure.kept_profile import profiled
 from ..planner.measure.this_device import free_memory_of_gpu, room_for_tensors, workers_on_a_gpu
-from ..planner.memory_check import memory_of, refuse_too_large
 from ..tasks.base import GenerationSettings, Task
 from .batches import first_batch, open_source
 from .evaluator import Evaluator

@@ -1,9 +1,8 @@
 """Measures what a planned run really allocates, with the engine on real workers and tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,11 +19,9 @@ from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch
 from gpipe_cli.optim.average import WeightAverage
 from gpipe_cli.partition.cut import cut_model
+from gpipe_cli.partition.tracking import Tracker
 from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.engine import Engine, _TrainingStep
 from gpipe_cli.pipeline.step import StepPlan
-from gpipe_cli.planner.measure.tracking import Tracker
-from gpipe_cli.schedule.instruction import Instruction
 
 CPU = torch.device("cpu")
 
@@ -32,18 +29,12 @@ CPU = torch.device("cpu")
 def measure(context: Context, config: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Returns for each configuration and each worker the bytes of each kind; the entry point of a worker."""
     world = join_world(context, context.world_size, 1, "cpu", "auto")
-    gloo = dist.new_group(backend="gloo")
-    found = []
-    for values in config["settings"]:
-        settings = Settings.from_config(values)
-        over_gloo = replace(world, all_ranks=gloo, message_groups=(gloo, gloo))
-        mine = one_run(settings, over_gloo if settings.pipeline.backend == "gloo" else world)
-        found.append(cast("list[dict[str, Any]]", world.all_gather(mine)))
-    return found
+    runs = (one_run(Settings.from_config(values), world) for values in config["settings"])
+    return [cast("list[dict[str, Any]]", world.all_gather(run)) for run in runs]
 
 
 def one_run(settings: Settings, world: World) -> dict[str, Any]:
-    """Runs two steps: the first learns the boundaries, the second is counted; ``inputs`` are given by cell."""
+    """Runs two steps: the first learns the boundaries, the second is counted."""
     pipeline, task = settings.pipeline, build_task(settings.task)
     micro_batch, _ = example_micro_batch(settings, pipeline.M, False)
     builders = build_model(with_example(settings, micro_batch[0]))
@@ -72,14 +63,13 @@ def one_run(settings: Settings, world: World) -> dict[str, Any]:
     tracker.ignore([*held.values(), *buffers, *gradients])
     with tracker:
         given = [real(micro_batch) for _ in range(pipeline.M)] if first else None
-        inputs = inputs_held(engine, lambda: engine.train_step(instructions, replace(plan, micro_batches=given)))
+        engine.train_step(instructions, replace(plan, micro_batches=given))
     state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
     return {
         "weights": sum(map(size_of, [*held.values(), *buffers])),
         "gradients": sum(map(size_of, gradients)),
         "optimizer": sum(map(size_of, state)),
         "average": sum(map(size_of, averages_of(cells, settings.trainer.average))),
-        "inputs": inputs,
         "activations": tracker.peak,
     }
 
@@ -91,30 +81,6 @@ def averages_of(cells: Sequence[Cell], decay: float | None) -> list[Tensor]:
     average = WeightAverage(cells, decay)
     of_layers = (average.of(layer.name) for cell in cells for layer in cell.layers)
     return list({id(tensor): tensor for named in of_layers for tensor in named.values()}.values())
-
-
-def inputs_held(engine: Engine, step: Callable[[], object]) -> dict[str, int]:
-    """Returns for each cell the most bytes of boundary inputs that the engine keeps after any instruction of a step.
-
-    An input stays until its backward is complete: what a first half has put off still needs it.
-    """
-    most: dict[int, int] = dict.fromkeys(engine.cells, 0)
-    sizes: dict[tuple[int, int], int] = {}
-
-    def looking(handle: Callable[..., None]) -> Callable[..., None]:
-        def run(step: _TrainingStep, instruction: Instruction) -> None:
-            handle(step, instruction)
-            inputs, put_off = step.buffers.inputs, step.buffers.weight_halves
-            sizes.update({key: sum(tensor.nbytes for tensor in held) for key, held in inputs.items()})
-            for number in most:
-                here = [key for key in {*inputs, *put_off} if key[0] == number]
-                most[number] = max(most[number], sum(sizes[key] for key in here))
-
-        return run
-
-    with patch.object(_TrainingStep, "HANDLERS", {op: looking(of) for op, of in _TrainingStep.HANDLERS.items()}):
-        step()
-    return {str(cell): held for cell, held in most.items()}
 
 
 def real(micro_batch: MicroBatch) -> MicroBatch:

@@ -41,10 +41,8 @@ class State(NamedTuple):
 class ShortestStep:
     """Looks at states in the order of the time that a step takes by them at least; arguments as of `step_bound`."""
 
-    def __init__(
-        self, cells: Sequence[CellLoad], placement: Sequence[int], M: int, memory: Sequence[float], halves: bool
-    ) -> None:
-        self._cells, self._placement, self._M, self._memory, self._halves = cells, placement, M, memory, halves
+    def __init__(self, cells: Sequence[CellLoad], placement: Sequence[int], M: int, memory: Sequence[float]) -> None:
+        self._cells, self._placement, self._M, self._memory = cells, placement, M, memory
 
     def shortest(self) -> float | None:
         """Returns the time of the shortest step; None where nothing fits."""
@@ -82,7 +80,7 @@ class ShortestStep:
                     further = batch._replace(graphs=graphs | bit)
                     yield self._begin(state, cell, state.free[worker], load.recompute, (batch, further))
                 elif forward == len(self._cells) == cell + 1 + back and has_graph:
-                    for seconds, owed in ((load.backward, 0), (load.input_gradient, 1))[: 1 + self._halves]:
+                    for seconds, owed in ((load.backward, 0), (load.input_gradient, 1)):
                         further = Batch(forward, back + 1, graphs - bit, soon + seconds)
                         yield self._begin(state, cell, soon, seconds, (batch, further), owed)
 
@@ -102,8 +100,7 @@ class ShortestStep:
         """Returns the seconds after which the last worker can have done all at the earliest."""
         rest = [*state.free]
         for cell, (worker, load) in enumerate(zip(self._placement, self._cells, strict=True)):
-            in_halves = load.input_gradient + load.weight_gradient
-            backward = min(load.backward, in_halves) if self._halves else load.backward
+            backward = min(load.backward, load.input_gradient + load.weight_gradient)
             for forward, back, graphs, _ in state.batches:
                 rest[worker] += min(load.inference + load.recompute, load.forward) if forward <= cell else 0
                 if back < len(self._cells) - cell:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.partition import model_profile
 from gpipe_cli.partition.model_profile import ModelProfile, profile_layers
-from gpipe_cli.pipeline.halves import WeightHalf
 
 CPU = torch.device("cpu")
-FORWARD, BACKWARD, WEIGHT = 4.0, 8.0, 2.0  # seconds
+FORWARD, BACKWARD = 4.0, 8.0  # seconds
 CLOCK = SimpleNamespace(now=0.0, waited=0.0)
 
 
@@ -45,13 +44,6 @@ class Slow(nn.Linear):
         return made
 
 
-class SlowInput(nn.Linear):
-    """Takes its time for the gradient of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(Takes.apply(input, 0, BACKWARD))
-
-
 def slow_loss(outputs: tuple[Tensor, ...]) -> Tensor:
     made: Tensor = Takes.apply(outputs[0].sum(), FORWARD, BACKWARD)
     return made
@@ -67,29 +59,6 @@ def test_forward_and_backward_of_every_layer_are_timed() -> None:
     slow = found.layers[0]
     assert (slow.inference, slow.forward, slow.recompute, slow.backward) == (FORWARD, FORWARD, FORWARD, BACKWARD)
     assert [times.total for times in found.layers] == [FORWARD + BACKWARD, 0]
-
-
-def test_time_in_which_other_processes_had_the_core_does_not_count() -> None:
-    class Preempted(Slow):
-        def forward(self, input: Tensor) -> Tensor:
-            CLOCK.now, CLOCK.waited = CLOCK.now + 3, CLOCK.waited + 3
-            return super().forward(input)
-
-    assert profile(partial(Preempted, 8, 8)).layers[0].forward == pytest.approx(FORWARD)
-
-
-def test_halves_of_a_backward_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer has no gradient to hand back: nothing is left for its second half."""
-    run = WeightHalf.run
-
-    def slowly(half: WeightHalf) -> None:
-        CLOCK.now += WEIGHT * bool(half._joints)
-        run(half)
-
-    monkeypatch.setattr(WeightHalf, "run", slowly)
-    first, second = profile(*[partial(SlowInput, 8, 8)] * 2).layers
-    assert (second.input_gradient, second.weight_gradient, second.backward) == (BACKWARD, WEIGHT, BACKWARD)
-    assert (first.input_gradient, first.weight_gradient, first.backward) == (0, 0, 0)
 
 
 def test_the_loss_stands_behind_the_last_layer_which_pays_for_it() -> None:

@@ -14,7 +14,7 @@ from inline_run import train_inline
 from gpipe_cli.commands import plan
 from gpipe_cli.factory.build import build_model
 from gpipe_cli.partition.cost import LayerTimes
-from gpipe_cli.planner.measure.kept_profile import profile_file, profiled
+from gpipe_cli.planner.measure.kept_profile import profiled
 
 CPU = torch.device("cpu")
 
@@ -46,19 +46,6 @@ def test_another_model_shape_or_precision_is_measured_anew(change: dict[str, Any
     profile(tmp_path)
     assert "measured in" in profile(tmp_path, *change.get("words", []), batch=change.get("batch", 2))[1]
     assert len(list((tmp_path / "profiles").glob("*.json"))) == 2
-
-
-def test_a_gpu_s_profile_is_that_of_the_kernels_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
-    ids = (torch.ones(2, 5, dtype=torch.int64),)
-
-    def file(device: str, *words: str) -> Path:
-        settings = checked("model=transformer_lm_small", "debug=tiny", *words).settings
-        return profile_file([], (ids, ids), settings, torch.device(device))
-
-    words = ("precision.tf32=true", "precision.deterministic=false")
-    assert len({file("cuda"), *(file("cuda", word) for word in words)}) == 3
-    assert {file("cpu")} == {file("cpu", word) for word in words}
 
 
 PLANNED = ("model=transformer_lm_small", "debug=tiny", "model.L=1", "pipeline.cost=profile")

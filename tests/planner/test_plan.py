@@ -19,9 +19,9 @@ from gpipe_cli.factory.example import example_micro_batch
 from gpipe_cli.partition.cost import LayerTimes, count_forward
 from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.partition.survey import survey
-from gpipe_cli.planner.devices import describe, parse_bytes
 from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.memory import PROCESS
+from gpipe_cli.planner.options import describe
 from gpipe_cli.planner.planner import Planner
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ RUNS = [
     ("language model", ("pipeline.K=2", "pipeline.M=4", "precision=bf16", "precision.boundaries=bfloat16")),
     ("images", (*SPREAD, "pipeline.remat=never", "trainer.average=0.9")),
     ("translation", (*SPREAD, "pipeline.remat=never", "pipeline.schedule=zero_bubble")),
-    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.backend=gloo", "pipeline.schedule=zero_bubble")),
+    ("images", (*SPREAD, "pipeline.remat=always", "pipeline.schedule=zero_bubble")),
     ("translation", (*SPREAD, "pipeline.keep=[5,3,4,2]")),
     ("language model", (*SPREAD, "pipeline.keep=[3,1,2,0]", "pipeline.schedule=zero_bubble")),
     ("traced images", (*SPREAD, "pipeline.remat=never")),
@@ -79,9 +79,6 @@ def test_every_kind_of_bytes_is_what_a_real_step_allocates(number: int, allocate
         for kind in ("weights", "gradients", "optimizer", "average"):
             assert sum(getattr(cell, kind) for cell in cells) == real[kind], kind
         assert worker.model == sum(real[kind] for kind in ("weights", "gradients", "optimizer", "average"))
-        for cell in cells:
-            if cell.cell:  # what stands in front of the first is the mini-batch, all of it from the beginning
-                assert cell.inputs == real["inputs"][str(cell.cell)]
         # How many slots of shared memory there are two busy cores decide: as many as messages were on their way.
         assert worker.activations - worker.by_kind["shared"] == pytest.approx(real["activations"], rel=exact)
 
@@ -129,16 +126,6 @@ def test_every_experiment_fits_the_device_that_its_head_names(experiment: str) -
     assert device is None or made.fits
 
 
-def test_a_user_s_own_model_data_and_task(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*OWN, "pipeline.K=2"]) == 0
-    assert "worker 1 |  . F0 F1" in capsys.readouterr().out
-
-
-def test_sizes_are_read_with_their_units() -> None:
-    for text, number in {"16GB": 16 * 10**9, "16 GiB": 16 << 30, "1.5e9": 1_500_000_000, 7: 7}.items():
-        assert parse_bytes(text, "x") == number
-
-
 def test_a_device_can_be_described_by_its_figures() -> None:
     figures = {"flops": 67e12, "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
     assert describe(figures) == replace(describe("h100"), name="described", half_flops=67e12)
@@ -181,7 +168,7 @@ def test_the_second_worker_gets_fewer_layers_where_its_memory_is_small(schedule:
     first, second = (cell.layers for cell in even.cells)
     fewer = planner.plan(replace(settings.pipeline, partition=[first + 2, second - 2]))
     assert fewer.workers_plan[1].total < even.workers_plan[1].total
-    small = f"{fewer.workers_plan[1].total * (1 + MARGIN):.0f}"
+    small = round(fewer.workers_plan[1].total * (1 + MARGIN))
     devices = replace(settings, pipeline=replace(settings.pipeline, devices=[{}, {"memory": small}]))
     cut = cut_for_run(builders, devices, example, [inf, inf], times)
     assert first < cut.sizes[0] <= first + 2

@@ -15,7 +15,7 @@ from run_files import losses, rows
 from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
-from gpipe_cli.planner.measure.tracking import Tracker
+from gpipe_cli.partition.tracking import Tracker
 from gpipe_cli.trainer.batches import TrainingBatches, Uploader
 
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")

@@ -143,7 +143,7 @@ def test_other_commands_do_not_choose(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_graphs_are_kept_by_the_memory_and_change_no_loss(tmp_path: Path) -> None:
     words = (*TINY, "pipeline.K=4", "pipeline.M=4", "pipeline.workers=1")
     most, least = (planned(*words, f"pipeline.remat={remat}", ON_CPU).memory for remat in ("never", "always"))
-    _, events = train_inline(tmp_path / "auto", *words, "pipeline.remat=auto", f"pipeline.memory={(most + least) / 2}")
+    _, events = train_inline(tmp_path / "auto", *words, "pipeline.remat=auto", f"pipeline.memory={(most + least) // 2}")
     (chosen,) = (event["keys"] for event in events if event["kind"] == "chosen")
     assert sorted(chosen) == ["pipeline.keep", "pipeline.partition"] and 0 < min(chosen["pipeline.keep"]) < 4
     train_inline(tmp_path / "always", *words, "pipeline.remat=always")

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from hydra.utils import get_object
-from typing_extensions import TypedDict
 
 from ...config import Settings
 from ...cpu import processor_name
@@ -23,22 +22,14 @@ from ...data.cache import made, writing_cache
 from ...disk import cache_folder
 from ...factory.build import boundary_type_of, build_autocast, build_task
 from ...gpus import GPU
-from ...json_files import DamagedJson, read_json
+from ...json_files import read_json
 from ...layers import LayerBuilder
 from ...micro_batch import MicroBatch
-from ...partition.cost import LayerTimes
 from ...partition.fake_layers import CostError, TensorShape
 from ...partition.model_profile import ModelProfile, profile_layers
 
-FORMAT = 7  # of the files; profiles in another format are measured again
+FORMAT = 8  # of the files; profiles in another format are measured again
 ENOUGH = 0.5  # seconds for which layers are timed again and again; each is timed at least twice
-
-
-class KeptProfile(TypedDict):
-    """Describes a file: name and seconds of each layer."""
-
-    layers: list[tuple[str, LayerTimes]]
-    loss: LayerTimes | None
 
 
 def profile_file(
@@ -50,7 +41,7 @@ def profile_file(
     depends_on = {
         "format": FORMAT,
         "model": settings.model,
-        "source": _source_hash(settings.model["_target_"]),
+        "source": _source(settings.model["_target_"]),
         "layers": [builder.name for builder in builders],
         "task": settings.task,
         "micro-batch": [[str(TensorShape.of(tensor)) for tensor in side] for side in micro_batch],
@@ -93,30 +84,20 @@ def profiled(
         found = profile_layers(
             builders, inputs, device, autocast, lambda outputs: task.loss(outputs, targets)[0], targets, between, ENOUGH
         )
-        layers = [(builder.name, asdict(times)) for builder, times in zip(builders, found.layers, strict=True)]
-        loss = None if found.loss is None else asdict(found.loss)
-        draft.write_text(json.dumps({"layers": layers, "loss": loss}, indent=1), encoding="utf-8")
-        say(f"profile of {len(layers)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
-
-    def read(path: Path) -> KeptProfile:
-        kept = read_json(path, KeptProfile)
-        if [name for name, _ in kept["layers"]] != [builder.name for builder in builders]:
-            raise DamagedJson(f"{path} is of other layers")
-        return kept
+        draft.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        say(f"profile of {len(builders)} layers measured in {time.perf_counter() - began:.1f} s, kept in {file}")
 
     if file.exists():
         say(f"profile of the layers from {file}; remove the file to measure anew")
     elif not may_measure:
         raise CostError("that would take long")
     with writing_cache(file.parent):
-        kept = made(file, write, read)
-    return ModelProfile([times for _, times in kept["layers"]], kept["loss"])
+        return made(file, write, lambda path: read_json(path, ModelProfile))
 
 
-def _source_hash(target: str) -> str:
-    """Returns a hash of the file that defines the model's function; "" where there is none (from C, from a prompt)."""
+def _source(target: str) -> str:
+    """Returns the file that defines the model's function; "" where there is none (from C, from a prompt)."""
     with suppress(Exception):
-        file = inspect.getsourcefile(get_object(target))
-        if file is not None:
-            return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        module = inspect.getmodule(get_object(target))
+        return inspect.getsource(module) if module is not None else ""
     return ""

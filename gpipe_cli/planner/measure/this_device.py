@@ -2,31 +2,26 @@
 
 import math
 import os
-import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from ...config import PipelineConfig, Settings
-from ...cpu import as_worker, usable_memory, waited_for_core
+from ...cpu import as_worker, usable_memory
 from ...factory.build import build_optimizer
 from ...factory.groups import GroupKey, Groups
 from ...gpus import GPU
-from ...parent import child_command
 from ...partition.fake_layers import TensorShape
 from ...pipeline.gradients import scale_gradients, squared_norms
-from ..devices import Device
+from ..options import Device
 
 LOST, LIBRARIES = 0.05, 0.3e9  # of a GPU's free memory, between blocks; bytes of workspaces and communicators
 _SECONDS = 0.15  # of each measurement
-_QUEUED = 100  # operations started before the GPU is waited for: fewer than the driver's queue holds
-_COPIED = 1 << 26  # bytes from GPU to GPU
 _UPDATED, _AT_ONCE = 1 << 20, 8  # numbers, and parameters at most, of one timed update
 _GPU_LINK: dict[str, Any] = {"link": 12e9, "latency": 1e-5, "host": 0.0}  # PCIe 3.0 ×16
 _CPU_LINK: dict[str, Any] = {"link": 0.6e9, "latency": 1e-4, "host": 1.5e-4}  # as measured on two cores
@@ -72,30 +67,45 @@ def measure_device(pipeline: PipelineConfig) -> Device:
 
     A worker has its threads, or its part of a GPU.
     """
-    rates, workers = measure_rates(pipeline), pipeline.planned_workers * pipeline.replicas
-    if rates.kernels == "accelerator":
-        sharing = workers_on_a_gpu(pipeline)
-        shared = {name: getattr(rates, name) / sharing for name in ("flops", "half_flops", "bandwidth")}
-        rates = replace(rates, **shared, memory=room_for_tensors(rates.memory, sharing))
-        if sharing > 1 or pipeline.backend == "gloo":
-            rates = replace(rates, **_CPU_LINK)
-        return rates
-    return replace(rates, memory=rates.memory / workers)
+    rates = measure_rates(pipeline)
+    if rates.kernels == "cpu":
+        return replace(rates, memory=rates.memory / (pipeline.planned_workers * pipeline.replicas))
+    sharing = workers_on_a_gpu(pipeline)
+    shared = {name: getattr(rates, name) / sharing for name in ("flops", "half_flops", "bandwidth")}
+    link = _CPU_LINK if sharing > 1 or pipeline.backend == "gloo" else _GPU_LINK
+    return replace(rates, **shared, **link, memory=room_for_tensors(rates.memory, sharing))
 
 
 def measure_rates(pipeline: PipelineConfig) -> Device:
     """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes seconds.
 
-    The cost of messages is assumed, but for the rate between two GPUs.
+    The cost of messages is assumed.
     """
     device = present_device(pipeline)
-    if device.type == GPU:
-        rates = _measure(device, free_memory_of_gpu(device), _link_between_gpus())
-        torch.cuda.empty_cache()  # other workers may share the GPU with this one, which may go on to train
-        torch.cuda.reset_peak_memory_stats()
-        return rates
+    is_gpu = device.type == GPU
+    memory = free_memory_of_gpu(device) if is_gpu else float(usable_memory())
+    side, numbers = (8192, 1 << 28) if is_gpu else (512, 1 << 23)
+    while is_gpu and 16 * side**2 + 4 * numbers > memory / 2:  # matrices and vector
+        side, numbers = side // 2, numbers // 4
     with as_worker(pipeline.threads):
-        return _measure(device, float(usable_memory()), _CPU_LINK)
+        a = torch.randn(side, side, device=device)
+        b, half = torch.randn_like(a), a.bfloat16()
+        vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)
+        rates = Device(
+            name=f"this machine, {torch.cuda.get_device_name(device) if is_gpu else 'CPU'}",
+            flops=2 * side**3 / _seconds(lambda: torch.mm(a, b)),
+            half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half)),
+            memory=memory,
+            bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0)),
+            **(_GPU_LINK if is_gpu else _CPU_LINK),
+            overhead=_seconds(lambda: small.add_(1.0)),
+            kernels="accelerator" if is_gpu else "cpu",
+        )
+    if is_gpu:  # other workers may share it with this one, which may go on to train
+        del a, b, half, vector, small
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return rates
 
 
 def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
@@ -126,68 +136,13 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
                 torch._foreach_lerp_(averages, tuple(weights), 0.02)
 
         with as_worker(settings.pipeline.threads), torch.no_grad():
-            seconds = _seconds(update, device.type == GPU, enough=_SECONDS / 10)
+            seconds = _seconds(update, enough=_SECONDS / 10)
         return workers_on_a_gpu(settings.pipeline) * seconds / together * numbers / max(1, weights[0].numel())
 
     return lambda name, shape: of_key(groups.key(name, shape.shape), shape)
 
 
-def _link_between_gpus() -> dict[str, Any]:
-    """Times a copy from one GPU of this machine to another, in a process of its own: its context there ends with it."""
-    if torch.cuda.device_count() < 2:
-        return _GPU_LINK
-    code = f"from {__name__} import print_link; print_link({GPU!r})"
-    timed = subprocess.run(child_command(code), stdout=subprocess.PIPE, check=False).stdout
-    return {**_GPU_LINK, "link": float(timed or _GPU_LINK["link"])}
-
-
-def print_link(kind: str) -> None:
-    """Prints the bytes per second of a copy from the first device of a kind to the second."""
-    given, taken = (torch.zeros(_COPIED, dtype=torch.uint8, device=torch.device(kind, index)) for index in (0, 1))
-    print(_COPIED / _seconds(lambda: taken.copy_(given), kind == GPU))
-
-
-def _measure(device: torch.device, memory: float, link: Mapping[str, Any]) -> Device:
-    is_gpu = device.type == GPU
-    side, numbers = (8192, 1 << 28) if is_gpu else (512, 1 << 23)
-    while is_gpu and 16 * side**2 + 4 * numbers > memory / 2:  # matrices and vector
-        side, numbers = side // 2, numbers // 4
-    a = torch.randn(side, side, device=device)
-    b, half = torch.randn_like(a), a.bfloat16()
-    vector, small = torch.zeros(numbers, device=device), torch.zeros(8, device=device)
-    return Device(
-        name=f"this machine, {torch.cuda.get_device_name(device) if is_gpu else 'CPU'}",
-        flops=2 * side**3 / _seconds(lambda: torch.mm(a, b), is_gpu),
-        half_flops=2 * side**3 / _seconds(lambda: torch.mm(half, half), is_gpu),
-        memory=memory,
-        bandwidth=8 * numbers / _seconds(lambda: vector.add_(1.0), is_gpu),
-        **link,
-        overhead=_seconds(lambda: small.add_(1.0), is_gpu, _QUEUED if is_gpu else 1),
-        kernels="accelerator" if is_gpu else "cpu",
-    )
-
-
-def _seconds(run: Callable[[], object], is_gpu: bool, calls: int = 1, enough: float = _SECONDS) -> float:
-    """Returns the median seconds of one call, without those in which other processes had the core.
-
-    Args:
-        calls: number of calls timed together. On a GPU several: waiting for it takes longer than starting a small
-            operation, and a run waits rarely.
-        enough: seconds for which it is called again and again, three times at least.
-    """
-    run()
-    times: list[float] = []
-    end = time.perf_counter() + enough
-    while len(times) < 3 or time.perf_counter() < end:
-        if is_gpu:
-            torch.cuda.synchronize()
-        waited, start = waited_for_core(), time.perf_counter()
-        for _ in range(calls):
-            run()
-        if is_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        if not is_gpu:  # which goes on while this process waits
-            seconds = max(0.0, seconds - (waited_for_core() - waited))
-        times.append(seconds / calls)
-    return median(times)
+def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
+    """Returns the median seconds of one call; ``enough``: seconds for which it is called again and again."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=enough).median

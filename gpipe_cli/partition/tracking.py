@@ -15,21 +15,6 @@ _HALF = (torch.bfloat16, torch.float16)
 _NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "prim::")
 
 
-# Attention on a CPU, which torch does not count, as on a GPU.
-_COUNTED_AS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-
-
-def _flops(operation: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Returns the FLOPs of one call; 0 for an operation that torch does not count."""
-    count = flop_registry.get(_COUNTED_AS.get(operation, operation))
-    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
-
-
 class Operation(NamedTuple):
     """Describes one kernel: its FLOPs (a multiply-add is two), bytes read and written, and True for half precision."""
 
@@ -72,7 +57,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
             self._watch(tensor)
         if not func.is_view and not func.name().startswith(_NO_WORK):
             read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            flops = _flops(func._overloadpacket, args, kwargs, out)
+            on_gpu = getattr(torch.ops.aten, func._overloadpacket.__name__.replace("_for_cpu", ""), None)
+            count = flop_registry.get(func._overloadpacket, flop_registry.get(on_gpu))  # torch counts a GPU's attention
+            flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=out))  # not every kernel is counted
             moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
             half = any(tensor.dtype in _HALF for tensor in read)
             self.operations.append(Operation(flops, float(moved), half))
