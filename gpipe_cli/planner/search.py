@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 from ..config import ROUND_ROBIN, PipelineConfig, Settings
 from ..errors import ConfigurationError
@@ -291,7 +291,7 @@ def smallest(planner: Planner, listener: Listener) -> Plan:
         listener.say(f"looks whether {devices} devices hold the model")
         return search.least(devices) is not None
 
-    devices = _first(holds, len(planner.builders))
+    devices = _first(holds, most=len(planner.builders))
     if devices is None:
         raise search.error()
     return search.fastest(devices)
@@ -321,10 +321,7 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
         searches[times] = search, plan
         return plan is None or not plan.fits
 
-    low, high = 0, max(1, start // step)
-    while not too_large(high):
-        low, high = high, 2 * high
-    most = bisect_left(range(high), True, low + 1, key=too_large) - 1
+    most = cast(int, _first(too_large, max(1, start // step))) - 1
     if most == 0:
         raise searches[1][0].error()
     search, plan = searches[most]
@@ -333,11 +330,18 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
     return replace(best, found={f"model.{name}": most * step, **best.found}, tried=len(searches))
 
 
-def _first(holds: Callable[[int], bool], most: int) -> int | None:
-    """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none."""
-    doubled = (min(1 << power, most) for power in range((most - 1).bit_length() + 1))
-    enough = next(filter(holds, doubled), None)
-    return enough and bisect_left(range(enough), True, enough // 2 + 1, key=holds)
+def _first(holds: Callable[[int], bool], start: int = 1, most: int | None = None) -> int | None:
+    """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none.
+
+    Args:
+        start: is looked at first, then its double and so on.
+    """
+    low, high = 0, start
+    while not holds(high):
+        if high == most:
+            return None
+        low, high = high, 2 * high if most is None else min(2 * high, most)
+    return bisect_left(range(high), True, low + 1, key=holds)
 
 
 def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:

@@ -54,13 +54,14 @@ class _StrictMachine:
         self._gaps: dict[Message, dict[int, int]] = defaultdict(dict)  # of both ends, by worker; the sender's first
         self._receives = {message: i for each in lists for i in each if (message := i.awaited_message) is not None}
         self._done: set[Node] = set()  # in the present run
-        for worker, instructions in enumerate(lists):
-            for position, instruction in enumerate(instructions):
-                self._call(worker, position, instruction.sent_message)
-        for worker, posts in enumerate(post_when_sent(lists)):
-            for position, receives in posts.items():
-                for receive in receives:
-                    self._call(worker, position, receive.awaited_message)
+        sends = [(worker, at, i.sent_message) for worker, each in enumerate(lists) for at, i in enumerate(each)]
+        posted = ((worker, at, own) for worker, posts in enumerate(post_when_sent(lists)) for at, own in posts.items())
+        receives = [(worker, at, i.awaited_message) for worker, at, own in posted for i in own]
+        for worker, position, message in (*sends, *receives):
+            if message is not None:
+                gap = bisect_left(self._computations[worker], position)
+                self._calls[worker, gap].append(message)
+                self._gaps[message][worker] = gap
 
     def run(self, direction: str) -> None:
         """Runs the lists; moves the receives of this direction."""
@@ -137,9 +138,3 @@ class _StrictMachine:
     def _receiver(self, message: Message) -> int:
         _, receiver = self._gaps[message]
         return receiver
-
-    def _call(self, worker: int, position: int, message: Message | None) -> None:
-        if message is not None:
-            gap = bisect_left(self._computations[worker], position)
-            self._calls[worker, gap].append(message)
-            self._gaps[message][worker] = gap
