@@ -58,10 +58,6 @@ class TensorShape:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, requires_grad=self.requires_grad)
 
-    def like_this(self, values: Tensor) -> Tensor:
-        """Returns the values, cut off from their graph, in this type and with a gradient where this one takes one."""
-        return values.detach().to(self.dtype).requires_grad_(self.requires_grad)
-
     @property
     def numel(self) -> int:
         return prod(self.shape)
@@ -182,7 +178,8 @@ def measured_on_shapes(
     module = build_or_explain(builder)
     with explaining_failures(builder, [TensorShape.of(tensor) for tensor in drawn[0]]):
         module = _for_a_trial(module)
-        typed = (shape.like_this(values) for shape, values in zip(shapes, drawn[0], strict=True))
+        both = zip(shapes, drawn[0], strict=True)
+        typed = (values.detach().to(shape.dtype).requires_grad_(shape.requires_grad) for shape, values in both)
         found = measure(module, grouped_like(typed, shapes))
         with torch.no_grad():
             outputs = [as_tensors(module(as_argument(inputs))) for inputs in drawn]

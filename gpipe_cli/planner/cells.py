@@ -55,11 +55,6 @@ class CellPlan(KeptBytes):
     working: int
 
     @property
-    def members(self) -> range:
-        """Returns the numbers of its layers."""
-        return range(self.start, self.start + self.layers)
-
-    @property
     def graph(self) -> int:
         """Returns what the graph of one micro-batch holds, its outputs included."""
         return self.sizes.graph + self.sizes.outputs

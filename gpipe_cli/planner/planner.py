@@ -238,7 +238,8 @@ class Planner:
         passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
         seconds = [0.0] * pipeline.worker_count
         for cell in cells:
-            own = [each for i in cell.members for each in trained(model.names[i], model.parameters[i])]
+            members = range(cell.start, cell.start + cell.layers)
+            own = [each for i in members for each in trained(model.names[i], model.parameters[i])]
             if self._timed_update is None:
                 seconds[cell.worker] += self._times.update(cell, len(own))
             else:

@@ -36,8 +36,6 @@ def profile_file(
     builders: Sequence[LayerBuilder], micro_batch: MicroBatch, settings: Settings, device: torch.device
 ) -> Path:
     """Returns the file of these layers' profile in the cache, which need not exist; as `profiled`."""
-    precision = settings.precision
-    kernels = (precision.tf32, precision.deterministic)
     depends_on = {
         "format": FORMAT,
         "model": settings.model,
@@ -47,7 +45,7 @@ def profile_file(
         "micro-batch": [[str(TensorShape.of(tensor)) for tensor in side] for side in micro_batch],
         "device": torch.cuda.get_device_name(device) if device.type == GPU else processor_name(),
         "threads": torch.get_num_threads(),
-        "precision": [precision.autocast, precision.boundaries, *(kernels if device.type == GPU else ())],
+        "precision": asdict(settings.precision),
         "torch": torch.__version__,
     }
     digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()
