@@ -49,12 +49,6 @@ def test_weights_gradients_and_state_are_counted(fits: int, words: tuple[str, ..
     assert "make the model smaller" in told(fits / 1.11, *words, **options)
 
 
-def test_a_shared_layer_counts_once_and_each_use_has_a_gradient() -> None:
-    one = nn.Linear(512, 512, bias=False)
-    shared = [LayerBuilder(f"use.{n}", lambda: one) for n in range(4)]
-    refuse_too_large(shared, checked("optimizer=adam").settings, (1 + 4 + 2) * MB, True)
-
-
 def huge(side: int) -> list[LayerBuilder]:
     """Returns three layers, of which the middle has side² weights."""
     sizes = [LayerBuilder("wide", partial(nn.Linear, 192, side)), LayerBuilder("huge", partial(nn.Linear, side, side))]

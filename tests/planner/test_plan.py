@@ -21,7 +21,6 @@ from gpipe_cli.partition.cutter import MARGIN
 from gpipe_cli.partition.survey import survey
 from gpipe_cli.planner.fitting_cut import cut_for_run
 from gpipe_cli.planner.memory import PROCESS
-from gpipe_cli.planner.options import describe
 from gpipe_cli.planner.planner import Planner
 
 ROOT = Path(__file__).parents[2]
@@ -124,11 +123,6 @@ def test_every_experiment_fits_the_device_that_its_head_names(experiment: str) -
     made = planned(f"experiment={experiment}", *extra, device[1] if device else "pipeline.cost=flops")
     assert made.step_seconds > 0
     assert device is None or made.fits
-
-
-def test_a_device_can_be_described_by_its_figures() -> None:
-    figures = {"flops": 67e12, "memory": 80 * 2**30, "bandwidth": 3.35e12, "link": 4.5e11}
-    assert describe(figures) == replace(describe("h100"), name="described", half_flops=67e12)
 
 
 def test_a_worker_on_a_cpu_shares_its_memory_with_its_process() -> None:
