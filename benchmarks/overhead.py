@@ -29,7 +29,6 @@ from gpipe_cli.micro_batch import Loss, MicroBatch
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import transformer
 from gpipe_cli.models.transformer_lm import transformer_lm
-from gpipe_cli.partition.tracking import Tracker
 from gpipe_cli.pipeline.cell import build_layer
 from gpipe_cli.tasks.classification import ClassificationTask
 from gpipe_cli.tasks.language_model import LanguageModelTask

@@ -20,7 +20,6 @@ LONGEST_SHOWN = 60  # characters of a wrong value in a message
 PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
-
 Bytes = Annotated[float, BeforeValidator(TypeAdapter(ByteSize).validate_python), Field(gt=0)]  # also as 16GB, 16GiB
 Count = Annotated[int, Field(ge=1, le=10**15)]
 DEEPEST = 20_000  # layers: a list of more would fill the memory before it could be counted
