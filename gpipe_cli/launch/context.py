@@ -118,6 +118,8 @@ def call_entry(entry: str, context: Context, config: dict[str, Any], threads: in
     After an exception, leaving the group could hang, and would show the peers a lost connection before the cause is on
     record.
     """
+    if not faulthandler.is_enabled():  # a crash in compiled code prints the Python calls that led to it
+        faulthandler.enable(sys.__stderr__ or 2)
     main = resolve_name(entry)
     with as_worker(threads):
         value = main(context, config)
@@ -125,12 +127,6 @@ def call_entry(entry: str, context: Context, config: dict[str, Any], threads: in
         _leave_together(context)
     leave_group()
     return value
-
-
-def show_crashes() -> None:
-    """Makes a crash in compiled code print the Python calls that led to it, for a process without a supervisor."""
-    if not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__ or 2)
 
 
 def leave_group() -> None:

@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sys
-import traceback
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gpipe_cli.cpu import compile_helpers
 from gpipe_cli.errors import ConfigurationError, visible
 from gpipe_cli.launch import report
-from gpipe_cli.launch.context import Context, call_entry, show_crashes
+from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.stop import StopSignals
 from gpipe_cli.launch.supervisor import OnEvent
 from gpipe_cli.launch.zygote import leave
@@ -51,9 +50,8 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
     Raises:
         KeyboardInterrupt, SystemExit: after a run that ended early because it was asked to.
-        An exception of the entry point, or from connecting to the others, does not come through: it is recorded below
-        `run_dir`/workers, printed, and ends the process at once with exit code 1, because exit handlers may wait for
-        peers that wait for this rank.
+        An exception of the entry point, or from connecting to the others, does not come through: it is printed, and
+        ends the process at once with exit code 1, because exit handlers may wait for peers that wait for this rank.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.update(compile_helpers(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))) | os.environ)
@@ -61,7 +59,6 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
     # end what they have started; otherwise a rank fails at its next message to one that is gone.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    show_crashes()
     from torch.distributed import PrefixStore  # slow
 
     store_prefix = f"start{restart_count()}/job{next(_job_numbers)}"  # torchrun's store outlives a restart
@@ -86,7 +83,7 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
 
 def check_rank(environment: Mapping[str, str], trains: bool) -> int:
-    """Refuses a launcher's variables of which some are missing or wrong; returns 0.
+    """Refuses a launcher's variables of which some are missing; returns 0.
 
     Args:
         trains: without RANK or WORLD_SIZE, too, each of several processes would train alone.
@@ -95,21 +92,15 @@ def check_rank(environment: Mapping[str, str], trains: bool) -> int:
         ConfigurationError: it names the variables.
     """
     sizes = {environment.get(name) or "1" for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")}
-    if not {"RANK", "WORLD_SIZE"} <= environment.keys() and not (trains and ("RANK" in environment or sizes != {"1"})):
+    alone = not trains or ("RANK" not in environment and sizes == {"1"})
+    if alone and not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return 0
-    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    wrong = [f"{name}={environment[name]}" for name in names if not re.fullmatch("[0-9]+", environment.get(name, "0"))]
-    if not wrong and int(environment.get("MASTER_PORT", 0)) >= 1 << 16:
-        wrong = ["MASTER_PORT must be below 65536"]
-    if not wrong and int(environment.get("RANK", 0)) >= int(environment.get("WORLD_SIZE", 1 << 32)):
-        wrong = ["RANK must be below WORLD_SIZE"]
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    wrong += [f"{name} is not set" for name in needed if not environment.get(name)]
-    if wrong:
+    if missing := [f"{name} is not set" for name in needed if not environment.get(name)]:
         there = " and ".join(name for name in (*needed[:2], "OMPI_COMM_WORLD_SIZE") if name in environment)
         raise ConfigurationError(
-            f"by {there} this process is one of a job, but {', '.join(wrong)}: start it by torchrun or srun, or unset "
-            f"{there} to run alone"
+            f"by {there} this process is one of a job, but {', '.join(missing)}: start it by torchrun or srun, or "
+            f"unset {there} to run alone"
         )
     return 0
 
@@ -126,18 +117,6 @@ def local_rank() -> int:
 def restart_count() -> int:
     """Returns how often torchrun has restarted its processes after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def lasting_store() -> Store | None:
-    """Returns a store that keeps its values when torchrun restarts its processes; None if a rank serves the store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return None
-    from torch.distributed import PrefixStore
-
-    store = _base_store()
-    while isinstance(store, PrefixStore):  # some releases of torch number the restarts by a prefix
-        store = store.underlying_store
-    return PrefixStore("gpipe", store)
 
 
 @functools.cache
@@ -159,12 +138,9 @@ def _base_store() -> Store:
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:
-    """Records the error, and always ends this process."""
+    """Prints the error, and always ends this process."""
     try:
-        failure = report.failure_of(context.rank, error, context.where.known())
-        print(visible(report.publish(context.run_dir / "workers", failure)), file=sys.stderr)
-    except Exception:
-        traceback.print_exc()
+        print(visible(report.in_short(report.failure_of(context.rank, error, context.where.known()))), file=sys.stderr)
     finally:
         leave(1)
 
@@ -187,13 +163,8 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("LOCAL_RANK", environment.get("SLURM_LOCALID", "0"))
     environment.setdefault("MASTER_ADDR", first_host(nodes))
     reserved = environment.get("SLURM_STEP_RESV_PORTS", "").partition("-")[0].partition(",")[0]
-    environment.setdefault("MASTER_PORT", reserved or str(_port_of_step(environment)))
-
-
-def _port_of_step(environment: Mapping[str, str]) -> int:
-    """Returns the port on which a step of Slurm meets, made from its numbers."""
     step = int(environment.get("SLURM_JOB_ID", "0")) * 16 + int(environment.get("SLURM_STEP_ID", "0"))
-    return _PORTS[step % len(_PORTS)]
+    environment.setdefault("MASTER_PORT", reserved or str(_PORTS[step % len(_PORTS)]))
 
 
 def first_host(nodes: str) -> str:

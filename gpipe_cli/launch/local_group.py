@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpipe_cli.launch.messenger import LOCAL, Address, Messenger, Parcel
+from gpipe_cli.launch.messenger import LOCAL, Address, Messenger
 
 _COLLECTIVE = -1  # tag, beside those of point-to-point messages, which are not negative
 
@@ -61,14 +61,15 @@ class LocalGroup(dist.ProcessGroup):
         return self
 
     def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return _Transfer(self._messenger, [self._start_to_send(tensors[0], rank, tag)], self._seconds)
+        self._give(tensors[0], rank, tag)
+        return _Done()
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return _Transfer(self._messenger, [self._start_to_receive(tensors[0], rank, tag)], self._seconds)
+        return _Receive(self._messenger, self._address(rank, tag), tensors[0], self._seconds)
 
     def connect(self, rank: int, number: int) -> socket.socket:
-        """Returns a socket connected to a worker of the group, which gets the other end by `accept`; never waits."""
-        return self._messenger.connect(self._ranks[rank], number)
+        """Returns a socket connected to a worker of the group, which gets the other end by `accept`."""
+        return self._messenger.connect(self._ranks[rank], number, self._seconds)
 
     def accept(self, rank: int, number: int) -> socket.socket:
         """Returns a socket that a worker of the group has connected with this number; waits for it."""
@@ -77,11 +78,12 @@ class LocalGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         root, (tensor,) = options.rootRank, tensors
         if self._rank == root:
-            others = [rank for rank in range(len(self._ranks)) if rank != root]
-            parcels = [self._start_to_send(tensor, rank, _COLLECTIVE) for rank in others]
+            for rank in range(len(self._ranks)):
+                if rank != root:
+                    self._give(tensor, rank, _COLLECTIVE)
         else:
-            parcels = [self._start_to_receive(tensor, root, _COLLECTIVE)]
-        return self._finished(parcels)
+            self._take(tensor, root, _COLLECTIVE)
+        return _Done()
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         (tensor,), wanted = tensors, dist.ReduceOp.SUM if options is None else options.reduceOp
@@ -91,26 +93,26 @@ class LocalGroup(dist.ProcessGroup):
         for other in others:
             total = total + other
         tensor.copy_(total)
-        return self._finished([])
+        return _Done()
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], options: Any = None) -> dist.Work:
         for place, tensor in zip(outputs[0], self._from_all(tensors[0]), strict=True):
             place.copy_(tensor)
-        return self._finished([])
+        return _Done()
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         self._swap([tensor] * len(self._ranks), output.view(-1).chunk(len(self._ranks)))
-        return self._finished([])
+        return _Done()
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], options: Any = None
     ) -> dist.Work:
         self._swap(self._divided(tensor, sizes), self._divided(output, output_sizes))
-        return self._finished([])
+        return _Done()
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._from_all(torch.zeros(1))
-        return self._finished([])
+        return _Done()
 
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # their names in earlier releases of torch
 
@@ -132,39 +134,43 @@ class LocalGroup(dist.ProcessGroup):
         take[self._rank].copy_(give[self._rank].view_as(take[self._rank]))
         for distance in range(1, size):
             to, from_ = (self._rank + distance) % size, (self._rank - distance) % size
-            arriving = self._start_to_receive(take[from_], from_, _COLLECTIVE)
-            self._finished([self._start_to_send(give[to], to, _COLLECTIVE), arriving])
+            self._give(give[to], to, _COLLECTIVE)
+            self._take(take[from_], from_, _COLLECTIVE)
 
-    def _start_to_send(self, tensor: Tensor, rank: int, tag: int) -> Parcel:
-        return self._messenger.send(self._address(rank, tag), _bytes_of(tensor))
+    def _give(self, tensor: Tensor, rank: int, tag: int) -> None:
+        self._messenger.send(self._address(rank, tag), _bytes_of(tensor), self._seconds)
 
-    def _start_to_receive(self, tensor: Tensor, rank: int, tag: int) -> Parcel:
-        return self._messenger.receive(self._address(rank, tag), _bytes_of(tensor))
+    def _take(self, tensor: Tensor, rank: int, tag: int) -> None:
+        self._messenger.receive(self._address(rank, tag), _bytes_of(tensor), self._seconds)
 
     def _address(self, rank: int, tag: int) -> Address:
         return Address(self._ranks[rank], self._channel, tag)
 
-    def _finished(self, parcels: list[Parcel]) -> dist.Work:
-        work = _Transfer(self._messenger, parcels, self._seconds)
-        work.wait()
-        return work
 
-
-class _Transfer(dist.Work):
-    """Waits for parcels."""
-
-    def __init__(self, messenger: Messenger, parcels: list[Parcel], seconds: float) -> None:
-        super().__init__()
-        self._messenger, self._parcels, self._seconds = messenger, parcels, seconds
+class _Done(dist.Work):
+    """Stands for what was done at once."""
 
     def wait(self, timeout: Any = None) -> bool:
-        seconds = timeout.total_seconds() if timeout else self._seconds
-        for parcel in self._parcels:
-            self._messenger.wait(parcel, seconds)
         return True
 
     def is_completed(self) -> bool:
-        return all(parcel.done for parcel in self._parcels)
+        return True
+
+
+class _Receive(dist.Work):
+    """Receives a message into a tensor when it is waited for."""
+
+    def __init__(self, messenger: Messenger, address: Address, tensor: Tensor, seconds: float) -> None:
+        super().__init__()
+        self._messenger, self._address, self._tensor, self._seconds = messenger, address, tensor, seconds
+        self._is_done = False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._is_done:
+            seconds = timeout.total_seconds() if timeout else self._seconds
+            self._messenger.receive(self._address, _bytes_of(self._tensor), seconds)
+            self._is_done = True
+        return True
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gpipe_cli import disk
 from gpipe_cli.errors import ConfigurationError, PlainError
-from gpipe_cli.json_files import DamagedJson, read_json
 
 LOG_LINES_SHOWN = 15
 LOG_COLUMNS_SHOWN = 200
@@ -110,7 +106,7 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
     plain = NO_ROOM_FOR_LOADERS if LOADER.search(said) else plain
     advice = next((f"\n{advice}" for words, advice in ADVICE.items() if re.search(words, said)), "")
-    shown = "".join(traceback.format_exception(type(error), error, _beyond_launcher(error.__traceback__))).rstrip()
+    shown = "".join(traceback.format_exception(error)).rstrip()
     return Failure(
         rank=rank,
         suspicion=echo,
@@ -124,24 +120,12 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
     )
 
 
-def publish(directory: Path, failure: Failure) -> str:
-    """Writes the error file of a rank without a supervisor, whole or not at all; returns a text for the console."""
-    path = directory / f"error_{failure.rank}.json"
-    try:
-        directory.mkdir(exist_ok=True)
-        disk.write_whole(path, json.dumps(asdict(failure), indent=1))
-    except OSError as full:
-        return f"{failure.text}\n({disk.cannot_write(directory, full)})"
-    if failure.suspicion == 2:
-        return f"{failure.cause}; the worker that failed first prints the cause (traceback of this one: {path})"
-    return failure.text
-
-
-def _beyond_launcher(stack: TracebackType | None) -> TracebackType | None:
-    """Returns the traceback from the entry point on, without the launcher's own frames."""
-    while stack and stack.tb_next and Path(stack.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
-        stack = stack.tb_next
-    return stack
+def in_short(failure: Failure) -> str:
+    """Returns what a rank without a supervisor prints: one line where the cause is another rank's."""
+    if failure.suspicion < 2:
+        return failure.text
+    where = f" at {failure.place}" if failure.place else ""
+    return f"{failure.cause}{where}; the worker that failed first prints the cause"
 
 
 def suspicion(error: BaseException) -> int:
@@ -155,9 +139,7 @@ def suspicion(error: BaseException) -> int:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
@@ -175,12 +157,11 @@ def received(directory: Path, report: dict[str, Any]) -> Failure:
     return replace(failure, text=failure.text + log)
 
 
-def silent_failure(directory: Path, rank: int, exit_code: int, when: float, where: dict[str, Any]) -> Failure:
+def silent_failure(directory: Path, rank: int, exit_code: int, where: dict[str, Any]) -> Failure:
     """Describes the end of a worker that has sent no report.
 
     Args:
         exit_code: minus the signal's number for a process killed by a signal, as in `subprocess`.
-        when: the end was seen, in seconds since the epoch.
         where: the last known place of the worker.
     """
     log = log_path(directory, rank)
@@ -194,7 +175,7 @@ def silent_failure(directory: Path, rank: int, exit_code: int, when: float, wher
     text = f"{_name(rank)} {how}{meaning}{_place(where)}\nlast lines of {log}:\n{tail or '(empty)'}"
     outside = echo or -exit_code in ENDING_SIGNALS
     cause, place = f"{_name(rank)} {how}", describe_place(where)
-    return Failure(rank, int(echo), when, text, cause, place, from_outside=outside)
+    return Failure(rank, int(echo), time.time(), text, cause, place, from_outside=outside)
 
 
 def _last_lines(log: Path) -> list[str]:
@@ -206,25 +187,6 @@ def _last_lines(log: Path) -> list[str]:
         lines = [line[:LOG_COLUMNS_SHOWN] for line in stream.read().decode(errors="replace").splitlines()]
     crash = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
     return lines[crash[-1] :][:LOG_LINES_SHOWN] if crash else lines[-LOG_LINES_SHOWN:]
-
-
-def root_cause(failures: list[Failure]) -> Failure:
-    """Returns the failure that caused the others: the earliest of those least suspected to be echoes."""
-    return min(failures, key=lambda failure: (failure.suspicion, failure.time))
-
-
-def take_failure(directory: Path) -> Failure | None:
-    """Returns the failure that caused the others of an earlier start without a supervisor; removes their error files.
-
-    None if no rank has left an error that did not follow from another one's end: that one was killed.
-    """
-    found = []
-    for path in directory.glob("error_*.json"):
-        with suppress(OSError, DamagedJson):
-            found.append(read_json(path, Failure))
-        path.unlink()
-    causes = [failure for failure in found if not failure.from_outside]
-    return root_cause(causes) if causes else None
 
 
 def describe_place(where: dict[str, Any]) -> str:

@@ -18,34 +18,28 @@ class StopSignals:
 
     SIGINT is noted even where it was ignored (`command &` in a script), so that `kill -INT` works; an ignored SIGHUP
     stays ignored, for `nohup`. Outside the main thread Python cannot handle signals, so nothing is noted there. Forked
-    children get the previous handlers back, or `multiprocessing.Pool.terminate` would wait for ever.
+    children end by such a signal, or `multiprocessing.Pool.terminate` would wait for ever.
     """
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self._process = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
         for number in REQUESTS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self.handle(number, self._note)
-        _entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self in _entered:  # not in a child that was forked inside
-            _entered.remove(self)
-            self.restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def handle(self, number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
         """Sets the handler of a signal until the block ends."""
         with suppress(ValueError):  # not in the main thread
             self._previous[number] = signal.signal(number, handler)
-
-    def restore(self) -> None:
-        """Puts the previous handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -59,6 +53,9 @@ class StopSignals:
             self.__enter__()
 
     def _note(self, number: int, _frame: object) -> None:
+        if os.getpid() != self._process:  # a child
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self.received.append(signal.Signals(number))
 
     def interruption(self) -> BaseException | None:
@@ -84,14 +81,3 @@ def stop_noted() -> Iterator[StopSignals]:
     finally:
         if interruption := signals.interruption():
             raise interruption
-
-
-_entered: list[StopSignals] = []
-
-
-def _restore_in_child() -> None:
-    while _entered:
-        _entered.pop().restore()
-
-
-os.register_at_fork(after_in_child=_restore_in_child)

@@ -12,6 +12,7 @@ gone.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -21,7 +22,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,20 +31,21 @@ from gpipe_cli.cpu import GLOO_ON_ONE_MACHINE, compile_helpers
 from gpipe_cli.disk import writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import LEAVE, STOP, CommandChannel, unnamed_memory
-from gpipe_cli.launch.context import Context, call_entry, leave_group, show_crashes
+from gpipe_cli.launch.context import Context, call_entry, leave_group
 from gpipe_cli.launch.messenger import mailbox
 from gpipe_cli.launch.report import STARTER, WorkerFailed
 from gpipe_cli.launch.stop import StopSignals
-from gpipe_cli.launch.zygote import bootstrap, hand_over
+from gpipe_cli.launch.zygote import STOP
+from gpipe_cli.parent import child_command
 from gpipe_cli.position import Position
 
 TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first failure: time for the other workers' reports
 ECHO_SETTLE_SECONDS = 2.0  # … while all known failures are only consequences of another worker's end
-LEAVE_SECONDS = 10.0  # for exit handlers, once every worker has handed over its result
+LEAVE_SECONDS = 10.0  # for the last worker's exit handlers
 STACKS_SECONDS = 0.3  # between SIGTERM, upon which workers write their stacks to their logs, and SIGKILL
 GONE_SECONDS = 5.0  # for the kernel to clear away killed processes
+ZYGOTE = "import json; from gpipe_cli.launch.zygote import run_zygote; run_zygote(json.load(sys.stdin))"
 
 log = logging.getLogger(__name__)
 OnEvent = Callable[[dict[str, Any]], None]
@@ -59,7 +61,7 @@ class Job:
         entry: "package.module:function", called in each worker as `function(context, config)`.
         config: plain JSON values.
         preload: modules that are imported once, before the workers are forked. They must not start threads or
-            touch CUDA (if they do, workers are started one by one instead, with a warning).
+            touch CUDA.
         threads: per worker, for torch and OpenMP.
         grace_seconds: from the first request to stop until the workers are killed.
     """
@@ -77,7 +79,7 @@ def launch(job: Job, on_event: OnEvent) -> Any:
     """Runs the job to its end; whatever happens, none of its processes is left when this returns or raises.
 
     `on_event` gets the workers' events, `{"rank": r, **event}`, and the launcher's own: "stopping" (signal,
-    grace_seconds), "killed" (message) and "warning" (message).
+    grace_seconds) and "killed" (message).
 
     Returns:
         what the entry point returned on rank 0 (a JSON value).
@@ -89,19 +91,19 @@ def launch(job: Job, on_event: OnEvent) -> Any:
         KeyboardInterrupt, SystemExit: the run was asked to stop by Ctrl-C, or by another signal (code 128 + number).
     """
     with StopSignals() as signals:
-        watch = _Watch(job, on_event, signals)
-        signals.handle(signal.SIGTSTP, watch.pause)
+        workers = _Workers(job, on_event, signals)
+        signals.handle(signal.SIGTSTP, workers.pause)
         try:
-            failure = watch.until_end()
+            failure = workers.until_end()
         finally:
-            watch.end()
+            workers.end()
     if interruption := signals.interruption():
         if failure:
             log.error("%s", failure)
         raise interruption
     if failure:
         raise failure
-    return watch.results[0]
+    return workers.results[0]
 
 
 def launch_inline(job: Job, on_event: OnEvent) -> Any:
@@ -128,196 +130,172 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
         emit=lambda event: on_event({"rank": 0, **event}),
         stop_requested=lambda: False,
     )
-    show_crashes()
     try:
         return call_entry(job.entry, context, job.config, job.threads)
     finally:
         leave_group()
 
 
-class _Processes:
-    """Holds the zygote, its workers, and a channel to each (the zygote's under the key STARTER)."""
+class _Workers:
+    """Holds the processes of one launch, a channel to each (the zygote's under the key STARTER), and what they report.
 
-    def __init__(self, job: Job, directory: Path) -> None:
+    Attributes:
+        results: what the entry point returned, by rank.
+    """
+
+    def __init__(self, job: Job, on_event: OnEvent, signals: StopSignals) -> None:
+        self._job, self._on_event, self._signals = job, on_event, signals
+        self._directory = job.run_dir.absolute() / "workers"
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
+        self.results: dict[int, Any] = {}
+        self._reports: dict[int, report.Failure] = {}
+        self._failures: list[report.Failure] = []
+        self._stop_deadline: float | None = None
         pairs = {rank: socket.socketpair() for rank in (STARTER, *range(job.workers))}
         with ExitStack() as handed_over:
             ends = {rank: handed_over.enter_context(theirs).fileno() for rank, (_, theirs) in pairs.items()}
             mailboxes = [[handed_over.enter_context(end).fileno() for end in mailbox()] for _ in range(job.workers)]
-            store = unnamed_memory("gpipe-store")  # which no process of another user can open
+            store = os.memfd_create("gpipe-store")  # which no process of another user can open
             handed_over.callback(os.close, store)
-            self._places = unnamed_memory("gpipe-places", job.workers * Position.SIZE)
-            content = {**asdict(job), "run_dir": str(directory.parent), "directory": str(directory)}
+            self._places = os.memfd_create("gpipe-places")
+            os.ftruncate(self._places, job.workers * Position.SIZE)
+            content = {**asdict(job), "run_dir": str(self._directory.parent), "directory": str(self._directory)}
             content |= {"control": ends[STARTER], "channels": [ends[rank] for rank in range(job.workers)]}
             content |= {"mailboxes": mailboxes, "places": self._places, "store": store}
-            self.zygote = subprocess.Popen(
-                bootstrap("run_zygote"),
+            self._zygote = subprocess.Popen(
+                child_command(ZYGOTE),
                 stdin=subprocess.PIPE,
                 env=_environment(job),
                 pass_fds=[*ends.values(), *chain(*mailboxes), self._places, store],
                 start_new_session=True,
             )
-        assert self.zygote.stdin is not None
-        hand_over(content, self.zygote.stdin)
-        self.open: dict[int, CommandChannel] = {}
+        assert self._zygote.stdin is not None
+        # Not a file, which another user might change. Broken: the process has ended, which is reported below.
+        with contextlib.suppress(BrokenPipeError), self._zygote.stdin as pipe:
+            pipe.write(json.dumps(content).encode())
+        self._open = {rank: ours for rank, (ours, _) in pairs.items()}
+        self._rests = dict.fromkeys(self._open, b"")  # of lines that have arrived in part
         self._selector = selectors.DefaultSelector()
-        for rank, (ours, _) in pairs.items():
-            self.open[rank] = CommandChannel(ours)
+        for rank, ours in self._open.items():
             self._selector.register(ours, selectors.EVENT_READ, rank)
-
-    def messages(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """Returns (rank, message) of all that arrives within `timeout` seconds; closed channels leave `open`."""
-        arrived = []
-        for key, _ in self._selector.select(timeout):
-            messages = self.open[key.data].read()
-            if messages is None:
-                self._close(key.data)
-            arrived += [(key.data, message) for message in messages or ()]
-        ends = [message for message in arrived if message[0] == STARTER]
-        if not ends:
-            return arrived
-        # What a worker has sent before its end is there by now, and comes before the news of its end.
-        return [message for message in arrived if message[0] != STARTER] + self.messages(0) + ends
-
-    def _close(self, rank: int) -> None:
-        channel = self.open.pop(rank)
-        self._selector.unregister(channel.connection)
-        channel.connection.close()
-
-    def place_of(self, rank: int) -> dict[str, Any]:
-        """Returns the place of a worker, or its last one before it died without a word; empty of the zygote."""
-        content = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
-        return Position(bytearray(content)).known()
-
-    def send_all(self, word: bytes) -> None:
-        for rank, channel in self.open.items():
-            if rank != STARTER:
-                channel.send(word)
-
-    def signal_all(self, number: signal.Signals) -> None:
-        """Signals the zygote's process group, whose id is not reused before the zygote has been reaped."""
-        if self.zygote.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.zygote.pid, number)
-
-    def release(self) -> None:
-        for rank in list(self.open):
-            self._close(rank)
-        self._selector.close()
-        os.close(self._places)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: nothing more can be done from here
-            self.zygote.wait(GONE_SECONDS)
-
-
-@dataclass
-class _Watch:
-    """Holds the state of one launch and decides when it is over."""
-
-    job: Job
-    on_event: OnEvent
-    signals: StopSignals
-    results: dict[int, Any] = field(default_factory=dict)
-    failures: list[report.Failure] = field(default_factory=list)
-    reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _stop_deadline: float | None = None
-
-    def __post_init__(self) -> None:
-        self.directory = self.job.run_dir.absolute() / "workers"
-        with writing(self.directory):
-            self.directory.mkdir(exist_ok=True)
-        self.processes = _Processes(self.job, self.directory)
 
     def until_end(self) -> WorkerFailed | ConfigurationError | None:
         """Watches until the job is over or has to be ended; returns the failure."""
-        while STARTER in self.processes.open:
+        while STARTER in self._open:
             self._listen(TICK_SECONDS)
-            if self.failures:
+            if self._failures:
                 return self._settled_failure()
-            if len(self.results) == self.job.workers:
-                self._dismiss()
+            if len(self.results) == self._job.workers:  # their exit codes no longer count
+                deadline = time.monotonic() + LEAVE_SECONDS
+                while STARTER in self._open and time.monotonic() < deadline:
+                    self._listen(TICK_SECONDS)
                 return None
             if self._must_stop_now():
                 return None
-        return self._starter_failure()
+        self._signal_all(signal.SIGKILL)  # the zygote could not start them, or was killed
+        return self._failure(STARTER, self._zygote.wait(GONE_SECONDS)).exception()
 
     def pause(self, *_: object) -> None:
         """Stops the workers with the command at Ctrl-Z, and continues them with it."""
-        self.processes.signal_all(signal.SIGSTOP)
+        self._signal_all(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self.processes.signal_all(signal.SIGCONT)
-
-    def end(self) -> None:
-        """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""
-        processes = self.processes
-        for number, seconds in ((signal.SIGTERM, STACKS_SECONDS), (signal.SIGKILL, GONE_SECONDS)):
-            processes.signal_all(number)
-            deadline = time.monotonic() + seconds
-            while processes.open and time.monotonic() < deadline:
-                processes.messages(TICK_SECONDS)
-        processes.release()
+        self._signal_all(signal.SIGCONT)
 
     def _listen(self, timeout: float) -> None:
-        for rank, message in self.processes.messages(timeout):
+        for rank, message in self._messages(timeout):
             if "event" in message:
                 self._show({"rank": rank, **message["event"]})
             elif "finished" in message:
                 self.results[rank] = message["finished"]
             elif "failed" in message:
-                self.reports[rank] = message["failed"]
-            elif "warning" in message:
-                self._show({"event": "warning", "message": message["warning"]})
+                self._reports[rank] = report.received(self._directory, message["failed"])
             elif message["rank"] not in self.results:
-                rank = message["rank"]
-                self.failures.append(self._failure(rank, message["exit_code"], message["time"]))
+                self._failures.append(self._failure(message["rank"], message["exit_code"]))
 
     def _show(self, event: dict[str, Any]) -> None:
         try:
-            self.on_event(event)
+            self._on_event(event)
         except OSError:  # a closed terminal (SIGHUP) shows nothing any more; the run still saves and stops in order
-            if not self.signals.received:
+            if not self._signals.received:
                 raise
 
-    def _failure(self, rank: int, exit_code: int, when: float) -> report.Failure:
-        if rank in self.reports:
-            return report.received(self.directory, self.reports[rank])
-        return report.silent_failure(self.directory, rank, exit_code, when, self.processes.place_of(rank))
+    def _failure(self, rank: int, exit_code: int) -> report.Failure:
+        if rank in self._reports:
+            return self._reports[rank]
+        place = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
+        return report.silent_failure(self._directory, rank, exit_code, Position(bytearray(place)).known())
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
+        """Returns the failure that caused the others: the earliest of those least suspected to be echoes."""
         start = time.monotonic()
-        while STARTER in self.processes.open:
-            echoes = all(failure.suspicion for failure in self.failures)
+        while STARTER in self._open:
+            echoes = all(failure.suspicion for failure in self._failures)
             if time.monotonic() - start > (ECHO_SETTLE_SECONDS if echoes else SETTLE_SECONDS):
                 break
             self._listen(TICK_SECONDS)
-        return report.root_cause(self.failures).exception()
-
-    def _dismiss(self) -> None:
-        """Lets the workers exit after every result has arrived; their exit codes no longer count."""
-        self.processes.send_all(LEAVE)
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while STARTER in self.processes.open and time.monotonic() < deadline:
-            self._listen(TICK_SECONDS)
+        return min(self._failures, key=lambda failure: (failure.suspicion, failure.time)).exception()
 
     def _must_stop_now(self) -> bool:
         """Passes a first request to stop on to the workers; true at the second, or when the grace period is over."""
-        if not self.signals.received:
+        if not self._signals.received:
             return False
         now = time.monotonic()
         if self._stop_deadline is None:
-            self._stop_deadline = now + self.job.grace_seconds
-            self.processes.send_all(STOP)
-            name = self.signals.received[0].name
-            self._show({"event": "stopping", "signal": name, "grace_seconds": self.job.grace_seconds})
-        if now < self._stop_deadline and len(self.signals.received) == 1:
+            self._stop_deadline = now + self._job.grace_seconds
+            for rank in self._open.keys() - {STARTER}:
+                with contextlib.suppress(OSError):  # the worker is gone
+                    self._open[rank].send(STOP)
+            name = self._signals.received[0].name
+            self._show({"event": "stopping", "signal": name, "grace_seconds": self._job.grace_seconds})
+        if now < self._stop_deadline and len(self._signals.received) == 1:
             return False
-        stacks = f"their stacks are at the end of {self.directory}/rank_*.log"
+        stacks = f"their stacks are at the end of {self._directory}/rank_*.log"
         self._show({"event": "killed", "message": f"the workers were killed before they had stopped; {stacks}"})
         return True
 
-    def _starter_failure(self) -> WorkerFailed | ConfigurationError:
-        """Returns the failure of a zygote that ended before its workers: it could not start them, or was killed."""
-        self.processes.signal_all(signal.SIGKILL)
-        code = self.processes.zygote.wait(GONE_SECONDS)
-        return self._failure(STARTER, code, time.time()).exception()
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Signals the zygote's process group, whose id is not reused before the zygote has been reaped."""
+        if self._zygote.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._zygote.pid, number)
+
+    def _messages(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
+        """Returns (rank, message) of all that arrives within `timeout` seconds; closed channels leave `_open`."""
+        arrived = []
+        for key, _ in self._selector.select(timeout):
+            rank, received = key.data, b""
+            with contextlib.suppress(OSError):
+                received = self._open[rank].recv(2**18)
+            if not received:
+                self._close(rank)
+                continue
+            *lines, self._rests[rank] = (self._rests[rank] + received).split(b"\n")
+            arrived += [(rank, json.loads(line)) for line in lines]
+        ends = [message for message in arrived if message[0] == STARTER]
+        if not ends:
+            return arrived
+        # What a worker has sent before its end is there by now, and comes before the news of its end.
+        return [message for message in arrived if message[0] != STARTER] + self._messages(0) + ends
+
+    def _close(self, rank: int) -> None:
+        channel = self._open.pop(rank)
+        self._selector.unregister(channel)
+        channel.close()
+
+    def end(self) -> None:
+        """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""
+        for number, seconds in ((signal.SIGTERM, STACKS_SECONDS), (signal.SIGKILL, GONE_SECONDS)):
+            self._signal_all(number)
+            deadline = time.monotonic() + seconds
+            while self._open and time.monotonic() < deadline:
+                self._messages(TICK_SECONDS)
+        for rank in list(self._open):
+            self._close(rank)
+        self._selector.close()
+        os.close(self._places)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: nothing more can be done from here
+            self._zygote.wait(GONE_SECONDS)
 
 
 def _environment(job: Job) -> dict[str, str]:

@@ -14,10 +14,12 @@ import gc
 import io
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import asdict
@@ -25,46 +27,33 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpipe_cli.disk import open_for_writing, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.launch import report
-from gpipe_cli.launch.channel import WorkerChannel, encode, open_place
 from gpipe_cli.launch.context import Context, call_entry
 from gpipe_cli.launch.messenger import Messenger
 from gpipe_cli.launch.stop import OF_BATCH_SYSTEMS
-from gpipe_cli.parent import child_command, die_with_parent, outlive_parent
+from gpipe_cli.parent import die_with_parent, outlive_parent
+from gpipe_cli.position import Position
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 TICK_SECONDS = 0.02
+STOP = b"s"  # the command's word to a worker: end the run in order
+REPORT_SECONDS = 5.0  # that a failed worker waits for a command that does not read
 
 
-def bootstrap(function: str, *arguments: int) -> list[str]:
-    """Returns the command line that runs a function of this file; it reads the job from its input."""
-    integers = ", ".join(map(str, (os.getpid(), *arguments)))
-    return child_command(
-        f"import json; from gpipe_cli.launch.zygote import {function} as run; run(json.load(sys.stdin), {integers})"
-    )
-
-
-def hand_over(job: dict[str, Any], pipe: IO[bytes]) -> None:
-    """Writes the job to a new process's input; not to a file, which another user might change."""
-    with contextlib.suppress(BrokenPipeError), pipe:  # broken: the process has ended, which is reported elsewhere
-        pipe.write(json.dumps(job).encode())
-
-
-def run_zygote(job: dict[str, Any], parent: int) -> None:
+def run_zygote(job: dict[str, Any]) -> None:
     """Starts the workers of `job`, reports each one's end to the command, and leaves after the last.
 
-    Args:
-        parent: the command. Until the workers run, this process is killed with it (`child_command`).
+    Until the workers run, this process is killed with the command (`child_command`).
     """
     for number in (signal.SIGINT, signal.SIGTERM, *OF_BATCH_SYSTEMS):  # they may be sent to every process of a job
         signal.signal(number, signal.SIG_IGN)
-    control = socket.socket(fileno=job["control"])
+    command, control = os.getppid(), socket.socket(fileno=job["control"])
     control.set_inheritable(False)
     try:
         redirect_output(report.log_path(Path(job["directory"]), report.STARTER))
@@ -73,20 +62,20 @@ def run_zygote(job: dict[str, Any], parent: int) -> None:
         control.sendall(encode({"failed": asdict(report.failure_of(report.STARTER, error, {}))}))
         raise
     outlive_parent()  # to kill the workers and their children
-    _watch(workers, control, parent)
+    _watch(workers, control, command)
     os._exit(0)
 
 
-def _watch(workers: dict[int, int], control: socket.socket, parent: int) -> None:
+def _watch(workers: dict[int, int], control: socket.socket, command: int) -> None:
     """Reports each worker's end. When the command is gone, kills the group: workers, their children, this process."""
     while workers:
-        if os.getppid() != parent:
+        if os.getppid() != command:
             os.killpg(0, signal.SIGKILL)
         process, status = os.waitpid(-1, os.WNOHANG)
         if process in workers:
             code = os.waitstatus_to_exitcode(status)
             with contextlib.suppress(OSError):  # the command is gone: see above
-                control.sendall(encode({"rank": workers.pop(process), "exit_code": code, "time": time.time()}))
+                control.sendall(encode({"rank": workers.pop(process), "exit_code": code}))
         elif process == 0:
             time.sleep(TICK_SECONDS)
 
@@ -95,15 +84,12 @@ def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int
     """Returns the rank of each process id."""
     for module in job["preload"]:
         import_module(module)
-    if reason := _reason_not_to_fork():
-        control.sendall(encode({"warning": f"{reason}: workers start one by one, which takes longer"}))
     gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
     sys.stdout.flush()
     sys.stderr.flush()
     workers, parent = {}, os.getpid()
     for rank in range(job["workers"]):
-        # Not by `subprocess`, which may reap a child that `os.waitpid` waits for.
-        process = _spawn(job, rank) if reason else os.fork()
+        process = os.fork()
         if process == 0:
             control.close()
             run_worker(job, parent, rank)
@@ -113,32 +99,13 @@ def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int
     return workers
 
 
-def _spawn(job: dict[str, Any], rank: int) -> int:
-    """Returns the process id of a worker that is a new interpreter."""
-    command = bootstrap("run_worker", rank)
-    read_end, write_end = os.pipe()
-    process = os.posix_spawn(
-        command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, read_end, sys.stdin.fileno())]
-    )
-    os.close(read_end)
-    hand_over(job, os.fdopen(write_end, "wb"))
-    return process
+def encode(message: dict[str, Any]) -> bytes:
+    """Returns the message as one line. Scalars of numpy and torch become numbers, other foreign objects their `str`."""
+    return json.dumps(message, default=_plain).encode() + b"\n"
 
 
-def _reason_not_to_fork() -> str:
-    """Returns why a fork of this process would be dangerous; empty if it is safe. Linux only.
-
-    A forked child has one thread, so a lock that another thread of the parent held stays locked for ever, and a CUDA
-    driver that was in use cannot be used in a child at all.
-    """
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"importing the preloaded modules started {threads - 1} threads"
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
-            if str(descriptor.readlink()).startswith("/dev/nvidia"):
-                return "importing the preloaded modules initialised CUDA"
-    return ""
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -163,7 +130,12 @@ def run_worker(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
 
 def _run(job: dict[str, Any], rank: int) -> None:
     _keep_running_on_signals()
-    channel, messenger = _take_descriptors(job, rank)
+    channels, mailboxes = job["channels"], job["mailboxes"]
+    for other in set(range(job["workers"])) - {rank}:  # descriptors that only another worker may have
+        os.close(channels[other])
+        os.close(mailboxes[other][0])
+    os.set_inheritable(job["store"], False)
+    channel = Channel(channels[rank])
     context = Context(
         rank=rank,
         world_size=job["workers"],
@@ -172,16 +144,69 @@ def _run(job: dict[str, Any], rank: int) -> None:
         open_store=partial(_open_store, job["store"], job["workers"]),
         emit=lambda event: channel.send({"event": event}),
         stop_requested=channel.stop_requested,
-        messenger=messenger,
+        messenger=Messenger(rank, mailboxes[rank][0], [sending for _, sending in mailboxes]),
         where=open_place(job["places"], rank),
     )
     try:
         redirect_output(report.log_path(Path(job["directory"]), rank))
         logging.basicConfig(level=logging.INFO, format=report.LOG_LINE, force=True)
-        channel.finish(call_entry(job["entry"], context, job["config"], job["threads"]))
+        result = call_entry(job["entry"], context, job["config"], job["threads"])
+        channel.send_last(json.dumps({"finished": result}).encode() + b"\n")
     except BaseException as error:
-        channel.fail(report.failure_of(rank, error, context.where.known()))
+        failure = report.failure_of(rank, error, context.where.known())
+        channel.send_last(encode({"failed": asdict(failure)}), REPORT_SECONDS)  # no file: the disk may be full
         raise
+
+
+class Channel:
+    """Connects a worker to the command, which may read late or be gone, by JSON lines over a socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.setblocking(False)
+        self._pending = bytearray()
+        self._lock = threading.Lock()
+        self._stop = False
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message; never waits."""
+        line = encode(message)
+        with self._lock:
+            self._pending += line
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                del self._pending[: self._socket.send(self._pending)]
+        except BlockingIOError:
+            return  # the rest is sent with the next message
+        except OSError:
+            self._pending.clear()  # the command is gone; the zygote will end this process too
+
+    def stop_requested(self) -> bool:
+        """Returns whether the command has asked for the end of the run (it stays true)."""
+        if not self._stop:
+            try:
+                self._stop = STOP in self._socket.recv(16)
+            except OSError:  # nothing to read
+                return False
+        return self._stop
+
+    def send_last(self, line: bytes, seconds: float | None = None) -> None:
+        """Sends the message with which this worker ends, and waits until it is on its way."""
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.settimeout(seconds)
+            self._socket.sendall(bytes(self._pending) + line)
+            self._pending.clear()
+
+
+def open_place(descriptor: int, rank: int) -> Position:
+    """Returns the place of worker ``rank``, in the memory that the command reads; closes the descriptor."""
+    memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    os.close(descriptor)
+    return Position(memoryview(memory)[rank * Position.SIZE : (rank + 1) * Position.SIZE])
 
 
 def leave(code: int) -> NoReturn:
@@ -234,30 +259,10 @@ def _keep_running_on_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM)
-
-    def restore_in_child() -> None:
-        faulthandler.unregister(signal.SIGTERM)
-        _mask_sigterm(signal.SIG_UNBLOCK)
-
-    os.register_at_fork(
-        before=lambda: _mask_sigterm(signal.SIG_BLOCK),
-        after_in_parent=lambda: _mask_sigterm(signal.SIG_UNBLOCK),
-        after_in_child=restore_in_child,
-    )
-
-
-def _mask_sigterm(how: int) -> None:
-    signal.pthread_sigmask(how, {signal.SIGTERM})
-
-
-def _take_descriptors(job: dict[str, Any], rank: int) -> tuple[WorkerChannel, Messenger]:
-    """Takes this worker's own descriptors out of the job's, and closes those that only another worker may have."""
-    channels, mailboxes = job["channels"], job["mailboxes"]
-    for other in set(range(job["workers"])) - {rank}:
-        os.close(channels[other])
-        os.close(mailboxes[other][0])
-    os.set_inheritable(job["store"], False)
-    return WorkerChannel(channels[rank]), Messenger(rank, mailboxes[rank][0], [sending for _, sending in mailboxes])
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(signal.SIGTERM))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
 
 def _open_store(memory: int, workers: int) -> Store:

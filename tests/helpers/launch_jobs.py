@@ -14,7 +14,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from gpipe_cli.errors import ConfigurationError
@@ -54,13 +53,6 @@ def describe(context: Context, config: dict[str, Any]) -> dict[str, Any]:
     return {"rank": context.rank, "world_size": context.world_size, "config": config, **found}
 
 
-def all_reduce(context: Context, config: dict[str, Any]) -> float:
-    torch = _joined(context)
-    total = torch.tensor([float(context.rank + 1)])
-    torch.distributed.all_reduce(total)
-    return float(total)
-
-
 def deadlock(context: Context, config: dict[str, Any]) -> None:
     """Waits, on every rank, for a message that no rank sends."""
     torch = _joined(context)
@@ -91,10 +83,6 @@ def fail_on_full_disk(context: Context, config: dict[str, Any]) -> None:
     fill(Path(config["fill"]))
     print("a line that finds no room", flush=True)
     raise OSError(errno.ENOSPC, "No space left on device", "/shared/x")
-
-
-def return_unwritable(context: Context, config: dict[str, Any]) -> Any:
-    return {1, 2}
 
 
 def sleep(context: Context, config: dict[str, Any]) -> None:
@@ -150,24 +138,6 @@ def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
     _ready(context)
     while not context.stop_requested():
         time.sleep(0.02)
-
-
-def send_pickle(context: Context, config: dict[str, Any]) -> None:
-    """Sends a pickle that runs code from the culprit, where the other rank expects a value."""
-    import pickle
-
-    from gpipe_cli.distributed import exchange
-    from gpipe_cli.distributed.world import join_world
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (context.run_dir / "code has run",)
-
-    if context.rank == CULPRIT:
-        pickled = SimpleNamespace(encode=lambda: pickle.dumps(Evil()))
-        exchange.json = SimpleNamespace(dumps=lambda value: pickled, loads=lambda content: [])
-    join_world(context, 2, 1, "cpu", "auto").all_gather("a value")
-    time.sleep(120)
 
 
 def run_until_stopped(context: Context, config: dict[str, Any]) -> str:
