@@ -9,7 +9,6 @@ import logging
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -20,7 +19,6 @@ from gpipe_cli.errors import OF_PATHS, ConfigurationError, PlainError
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EROFS, errno.EINVAL, *OF_PATHS)
 SCARCE = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
-FEW_BYTES = 16_384
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a file that was not fetched
 DRAFT = ".partial-"  # the names of drafts, which a killed process leaves, begin with it
 
@@ -86,9 +84,9 @@ def refuse_pointer(path: Path) -> None:
         raise ConfigurationError(f"{path} is a pointer of Git LFS, not the file: fetch it with git lfs pull")
 
 
-def open_for_writing(path: Path, flags: int = os.O_RDWR | os.O_APPEND) -> int:
+def open_for_writing(path: Path) -> int:
     """Returns a descriptor of the file itself, made if it is not there; a link in its place is an OSError."""
-    return open_regular(path, flags | os.O_CREAT | os.O_NOFOLLOW)
+    return open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def locked(descriptor: int, wait: bool = False) -> bool:
@@ -146,32 +144,14 @@ class LogFile(logging.FileHandler):
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
 
-def prepare_directory(directory: Path) -> None:
-    """Makes a directory, and finds out whether a few small files can be written there.
-
-    Raises:
-        DiskError: they cannot.
-    """
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(FEW_BYTES))
-            file.flush()
-
-
 def cannot_write(path: Path, error: OSError) -> str:
     """Returns one line for the console: the file, the reason, and where it is room that lacks, how much is left."""
     reason = error.strerror or str(error)
-    left = f" ({room(path)})" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return f"{path} cannot be written: {reason}{left}"
-
-
-def room(path: Path) -> str:
-    """Returns the bytes and files that still fit where ``path`` is, or should be, for a message."""
-    place = next(place for place in (path.absolute(), *path.absolute().parents) if os.access(place, os.F_OK))
-    free = os.statvfs(place)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path} cannot be written: {reason}"
+    free = os.statvfs(next(place for place in (path.absolute(), *path.absolute().parents) if place.exists()))
     files = f", {free.f_favail:,} files" if free.f_files else ""
-    return f"room left: {free.f_bavail * free.f_frsize / 1e6:,.1f} MB{files}"
+    return f"{path} cannot be written: {reason} (room left: {free.f_bavail * free.f_frsize / 1e6:,.1f} MB{files})"
 
 
 def explain(error: BaseException) -> str | None:

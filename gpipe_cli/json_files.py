@@ -1,7 +1,6 @@
 """Reads JSON files, each against a model of its content, and names the damaged file and the place in it.
 
-A file may come from anywhere, and a crash may have left any bytes in it: only regular files are read, and only finite
-numbers in them where nothing else is said.
+A file may come from anywhere, and a crash may have left any bytes in it: only regular files are read.
 """
 
 import os
@@ -10,9 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import from_json
-from typing_extensions import Required, TypedDict
+from pydantic import TypeAdapter, ValidationError
 
 from gpipe_cli.disk import NotRegular, open_regular, read_bytes
 from gpipe_cli.errors import ConfigurationError, PlainError
@@ -25,31 +22,11 @@ class DamagedJson(ConfigurationError):
     """Raised for a file that does not fit its model; the message names the file and the place in it."""
 
 
-class StepRow(TypedDict, total=False):
-    """Describes a line of metrics.jsonl or evaluations.jsonl; the task's and the user's own numbers stand beside."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-    step: Required[int]
-    loss: float | None
-    seconds: float | None
-    bubble: float | None
-    bubble_predicted: float | None
-    examples_per_second: float | None
-    waiting_for_data_share: float | None
-    skipped_updates: int
-    breakdown: Numbers
-    cells: list[Numbers]
-    workers: list[Numbers]
-    samples: list[dict[str, str]]
-
-
-def read_json(path: Path, kind: type[T], finite: bool = True) -> T:
+def read_json(path: Path, kind: type[T]) -> T:
     """Returns the content of a file.
 
     Args:
         kind: what the file holds: a dataclass, a TypedDict, ``dict[str, Any]``.
-        finite: as in `parse_json`.
 
     Raises:
         DamagedJson: it holds something else, or is no regular file.
@@ -57,20 +34,15 @@ def read_json(path: Path, kind: type[T], finite: bool = True) -> T:
         OSError: it cannot be read.
     """
     try:
-        return parse_json(read_bytes(path), kind, finite)
+        return parse_json(read_bytes(path), kind)
     except NotRegular as error:
         raise DamagedJson(f"{path} is damaged: {error.strerror}") from error
     except ValueError as error:
         raise DamagedJson(f"{path} is damaged: {error}") from error
 
 
-def parse_json(content: bytes | str, kind: type[T], finite: bool = True) -> T:
-    """Returns the content of a JSON text; raises ValueError, which names the place that does not fit the model.
-
-    Args:
-        finite: refuses infinity and NaN, wherever `kind` itself would not.
-    """
-    from_json(content, allow_inf_nan=not finite)  # which validate_json takes anyway
+def parse_json(content: bytes | str, kind: type[T]) -> T:
+    """Returns the content of a JSON text; raises ValueError, which names the place that does not fit the model."""
     try:
         return cast(T, _reader(cast(Hashable, kind)).validate_json(content, strict=True))
     except ValidationError as error:
@@ -84,22 +56,29 @@ def _reader(kind: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(cast(Any, kind))
 
 
-def json_lines(lines: Iterable[bytes], kind: Any = StepRow) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yields each line with its JSON object; None where the line holds no `kind`, because it is damaged."""
+def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields each line with its JSON object; None where the line holds none, because it is damaged."""
     for line in lines:
         try:
-            yield line, parse_json(line, kind)
+            yield line, parse_json(line, dict[str, Any])
         except ValueError:
             yield line, None
 
 
-def read_rows(path: Path, kind: Any = StepRow) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file."""
+def read_rows(path: Path, most: int = 1 << 40) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file.
+
+    Args:
+        most: of a longer file, its last lines that are read, and about as many before, spread evenly.
+    """
     if not path.is_file():
         return [], []
-    with path.open("rb") as file:
-        found = [row for _, row in json_lines(file, kind)]
-    return [row for row in found if row is not None], [n for n, row in enumerate(found, 1) if row is None]
+    lines = path.read_bytes().splitlines()
+    end = max(0, len(lines) - most)
+    numbers = [*range(0, end, 1 + end // most), *range(end, len(lines))]
+    found = [row for _, row in json_lines(lines[number] for number in numbers)]
+    damaged = [1 + number for number, row in zip(numbers, found, strict=True) if row is None]
+    return [row for row in found if row is not None], damaged
 
 
 def json_rows(path: Path, kind: type[T]) -> Iterator[T]:

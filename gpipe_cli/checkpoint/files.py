@@ -22,10 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 from urllib.parse import quote
 
-from pydantic import Field, FiniteFloat
 from typing_extensions import TypedDict
 
 from ..disk import open_regular
@@ -99,8 +98,8 @@ class RunState:
 
     data_position: Json = None
     schedule: Json = None
-    scalars: Mapping[str, bool | int | FiniteFloat | None] = field(default_factory=dict)
-    configuration: Mapping[str, Mapping[str, Json] | str | bool | int | float | None] = field(default_factory=dict)
+    scalars: Mapping[str, bool | int | float | None] = field(default_factory=dict)
+    configuration: Mapping[str, Json] = field(default_factory=dict)
     data_fingerprint: str | None = None
     vocabularies: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,9 +108,9 @@ class Manifest(TypedDict):
     """Describes manifest.json."""
 
     format: int
-    step: Annotated[int, Field(ge=0)]
+    step: int
     state: RunState
-    layers: Annotated[list[LayerFile], Field(min_length=1)]
+    layers: list[LayerFile]
     versions: dict[str, str]
 
 
@@ -161,10 +160,6 @@ def step_directory(run_dir: Path, step: int) -> Path:
     return checkpoints_directory(run_dir) / f"step_{step:08d}"
 
 
-def partial_directory(run_dir: Path, step: int) -> Path:
-    return checkpoints_directory(run_dir) / f"step_{step:08d}{PARTIAL}"
-
-
 def layer_path(directory: Path, layer: str) -> Path:
     """Returns the file of one layer; characters that a file name cannot hold, such as ``/``, are percent-encoded."""
     return directory / "layers" / f"{quote(layer, safe='')}.safetensors"
@@ -195,29 +190,24 @@ def read_manifest(directory: Path) -> CheckpointInfo:
 
     Raises:
         NewerFormat: a later release has written it.
-        CheckpointError: it is missing or damaged, or of another step than its directory.
+        CheckpointError: it is missing or damaged.
     """
     path = directory / "manifest.json"
     try:
-        content = read_json(path, dict[str, Any], finite=False)
-        if isinstance(content.get("format"), int) and content["format"] > FORMAT:
+        content = read_json(path, dict[str, Any])
+        if content.get("format", 0) > FORMAT:
             raise NewerFormat(
                 f"{path} has format {content['format']}, and gpipe-cli {__version__} reads up to {FORMAT}: install "
                 "a later gpipe-cli. Nothing of the checkpoint was touched"
             )
-        manifest = read_json(path, Manifest, finite=False)  # a configuration may hold infinity: data.temperature
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
+        manifest = read_json(path, Manifest)
     except OSError as error:
-        raise CheckpointError(f"{path} is damaged: {error.strerror or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except DamagedJson as error:
         raise CheckpointError(str(error)) from error
     state, layers = manifest["state"], {layer.name: layer for layer in manifest["layers"]}
     state = replace(state, configuration=with_todays_names(state.configuration))
-    info = CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
-    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != info.step:
-        raise CheckpointError(f"{path} is damaged: it says step {info.step}, its directory step {step_of(directory)}")
-    return info
+    return CheckpointInfo(directory, manifest["step"], state, layers, manifest["versions"])
 
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,16 +235,24 @@ def problems(info: CheckpointInfo) -> list[str]:
     return found
 
 
-def problems_of(directory: Path) -> list[str]:
-    """Returns the sentences of `problems` for a directory, and one for a missing or damaged manifest.
+def read_whole(directory: Path) -> CheckpointInfo:
+    """Reads the manifest of a checkpoint whose files are all there at full size.
 
     Raises:
-        NewerFormat: a later release has written the checkpoint.
+        NewerFormat: a later release has written it.
+        CheckpointError: it cannot be used.
     """
-    try:
-        return problems(read_manifest(directory))
-    except CheckpointError as error:
-        return [str(error)]
+    info = read_manifest(directory)
+    if found := problems(info):
+        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}")
+    return info
+
+
+def is_whole(directory: Path) -> bool:
+    """Returns whether `read_whole` reads a checkpoint; raises NewerFormat as it does."""
+    with suppress(CheckpointError):
+        return bool(read_whole(directory))
+    return False
 
 
 def require_whole(info: CheckpointInfo, layer: str) -> None:
@@ -301,10 +299,10 @@ def latest(run_dir: Path) -> Choice:
     """
     warnings: list[str] = []
     for directory in reversed(step_directories(run_dir)):
-        found = problems_of(directory)
-        if not found:
-            return read_manifest(directory), [f"{text}; using {directory.name}" for text in warnings]
-        warnings.append(f"{directory.name} cannot be used: {shorten(found)}")
+        try:
+            return read_whole(directory), [f"{text}; using {directory.name}" for text in warnings]
+        except CheckpointError as error:
+            warnings.append(str(error))
     if warnings:
         raise CheckpointError(
             f"no checkpoint in {checkpoints_directory(run_dir)} can be used ({'; '.join(warnings)}): restore the files "
@@ -334,12 +332,28 @@ def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> 
     return choice if newest is None else latest(newest)
 
 
-def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
-    """Returns the checkpoint at ``path``, or the newest of the run there, and a warning for each damaged newer one.
+def find(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
+    """Returns a checkpoint, and a warning for each damaged newer one.
+
+    Args:
+        path: a run directory, or one checkpoint.
+        step: the checkpoint of a run directory: a number, "best" or "last".
 
     Raises:
         CheckpointError: there is none, or none that can be used.
     """
+    if step == "best":
+        if (chosen := best_step(path)) is None:
+            raise CheckpointError(f"{path} has recorded no best checkpoint: use step=last, or a step it has kept")
+        return open_checkpoint(step_directory(path, chosen)), []
+    if step != "last":
+        if not step.isdecimal():
+            raise CheckpointError(f"step={step}: use a number, best or last")
+        directory = step_directory(path, int(step))
+        if not directory.is_dir():
+            kept = ", ".join(str(step_of(kept)) for kept in step_directories(path))
+            raise CheckpointError(f"{path} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
+        return open_checkpoint(directory), []
     if STEP_NAME.fullmatch(path.name) is not None or (path / "manifest.json").is_file():  # one checkpoint, not a run
         return open_checkpoint(path), []
     found, warnings = latest(path)
@@ -351,31 +365,6 @@ def find(path: Path) -> tuple[CheckpointInfo, list[str]]:
     return found, warnings
 
 
-def choose(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
-    """Returns the checkpoint that a command is to use, and a warning for each damaged newer one.
-
-    Args:
-        path: a run directory, or one checkpoint.
-        step: the checkpoint of a run directory: a number, "best" or "last".
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    if step == "last":
-        return find(path)
-    if step == "best":
-        if (chosen := best_step(path)) is None:
-            raise CheckpointError(f"{path} has recorded no best checkpoint: use step=last, or a step it has kept")
-        return open_checkpoint(step_directory(path, chosen)), []
-    if not step.isdecimal():
-        raise CheckpointError(f"step={step}: use a number, best or last")
-    directory = step_directory(path, int(step))
-    if not directory.is_dir():
-        kept = ", ".join(str(step_of(kept)) for kept in step_directories(path))
-        raise CheckpointError(f"{path} has no checkpoint of step {step}; it has kept: {kept or 'none'}")
-    return open_checkpoint(directory), []
-
-
 def open_checkpoint(directory: Path) -> CheckpointInfo:
     """Reads the manifest of one checkpoint and checks that its files are there at full size.
 
@@ -383,18 +372,15 @@ def open_checkpoint(directory: Path) -> CheckpointInfo:
         CheckpointError: it cannot be used; the message names an older one of the same run, if any.
     """
     try:
-        info = read_manifest(directory)
+        return read_whole(directory)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {advice(directory)}") from error
-    if found := problems(info):
-        raise CheckpointError(f"{directory} cannot be used: {shorten(found)}. {advice(directory)}")
-    return info
 
 
 def advice(damaged: Path) -> str:
     """Returns a sentence that names an older checkpoint of the same run to use in place of a damaged one."""
     before = [path for path in step_directories(damaged.absolute().parent.parent) if path.name < damaged.name]
-    usable = next((path for path in reversed(before) if not problems_of(path)), None)
+    usable = next((path for path in reversed(before) if is_whole(path)), None)
     return "This run has no older checkpoint to use instead" if usable is None else f"Use {usable} instead"
 
 
@@ -417,7 +403,7 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
     """
     home, existing = checkpoints_directory(run_dir), step_directories(run_dir)
     for directory in existing:
-        problems_of(directory)  # raises NewerFormat; damaged ones may be there
+        is_whole(directory)  # raises NewerFormat; damaged ones may be there
     if existing and (resumed is None or resumed.path.resolve().parent != home.resolve()):
         raise CheckpointError(
             f"{home} already holds checkpoints, the newest of step {step_of(existing[-1])}, which this run would mix "
@@ -432,7 +418,7 @@ def require_writable_as_json(name: str, value: Json) -> None:
         ConfigurationError: a checkpoint that holds it could not be read again.
     """
     try:
-        parse_json(json.dumps(value), cast(Any, object), finite=False)
+        parse_json(json.dumps(value), cast(Any, object))
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{name}={shown(value)}: no checkpoint can hold this value: {error}") from error
 

@@ -49,7 +49,9 @@ def weight_files(path: Path) -> list[Path]:
     """
     places = [path] if path.is_file() else [path / form for name in NAMES for form in (name, _index(name))]
     first = next(place for place in places if place.is_file())  # a single file before its index, as transformers does
-    found = [path / name for name in _of_index(first)] if first.suffix == ".json" else [first]
+    found = [first]
+    if first.suffix == ".json":
+        found = [path / name for name in sorted(set(read_json(first, WeightIndex)["weight_map"].values()))]
     for file in found:
         if file.suffix not in SUFFIXES:
             raise CheckpointError(f"{file} holds no weights by its name: expected {', '.join(SUFFIXES)}, or a run")
@@ -66,16 +68,6 @@ class WeightIndex(TypedDict):
 
 def _index(name: str) -> str:
     return f"{name}.index.json"
-
-
-def _of_index(path: Path) -> list[str]:
-    try:
-        names = sorted(set(read_json(path, WeightIndex)["weight_map"].values()))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not names or any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{path} is no index of weights: its files must lie beside it")
-    return names
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------
@@ -101,13 +93,14 @@ def open_foreign(path: Path, warn: Callable[[str], None]) -> dict[str, SavedTens
     found: dict[str, SavedTensor] = {}
     for file in weight_files(path):
         refuse_pointer(file)
-        found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file, warn)
+        found |= open_safetensors(file) if file.suffix == ".safetensors" else _of_torch(file, warn)
     if not found:
         raise CheckpointError(f"{path} holds no tensors")
     return found
 
 
-def _of_safetensors(file: Path) -> dict[str, SavedTensor]:
+def open_safetensors(file: Path) -> dict[str, SavedTensor]:
+    """Returns the tensors of one file by their names, unread; raises CheckpointError for another or a damaged one."""
     from safetensors import SafetensorError, safe_open
 
     try:

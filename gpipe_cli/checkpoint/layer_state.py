@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,9 +27,10 @@ from torch.utils._pytree import tree_map_only
 from ..disk import whole_file
 from ..json_files import parse_json
 from ..layers import AGAIN, Owner, own_name
-from ..pipeline.cell import BuiltLayer
+from ..typed_section import flat
 from . import files
 from .files import CheckpointError, CheckpointInfo, LayerFile
+from .foreign import SavedTensor, open_safetensors
 
 OptimizerValue: TypeAlias = "Tensor | bool | int | float | str | None"
 PlainValues = dict[str, dict[str, bool | int | float | str | None]]  # of an optimizer, by parameter and key
@@ -141,19 +143,6 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str,
     return dict(module.named_parameters(remove_duplicate=False)), buffers
 
 
-def names_of_parameters(
-    own: Sequence[BuiltLayer], gather: Callable[[Iterable[Any]], list[Any]]
-) -> dict[str, list[str]]:
-    """Returns the names of each layer's parameters in the whole model; a tied one in every layer, under all its names.
-
-    Args:
-        own: layers of this worker.
-        gather: returns the values of all workers, which call it at the same time.
-    """
-    everyone = gather((layer.index, layer.name, [*named_tensors(layer.module)[0]]) for layer in own)
-    return {name: parameters for _, name, parameters in sorted(everyone)}
-
-
 def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Compares names, shapes and types of a layer's tensors with saved ones.
 
@@ -237,7 +226,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
     tensors: dict[str, dict[str, Tensor]] = {"weight": {}, "buffer": {}, "average": {}}
     try:
         with safe_open(info.layer_path(name), framework="pt", device="cpu") as file:
-            kept = parse_json((file.metadata() or {}).get("optimizer", "{}"), PlainValues, finite=False)
+            kept = parse_json((file.metadata() or {}).get("optimizer", "{}"), PlainValues)
             optimizer = {parameter: {**values} for parameter, values in kept.items()}
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 kind, _, rest = key.partition(":")
@@ -256,27 +245,34 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
     return LayerState(weights, tensors["buffer"], optimizer, tensors["average"], info.layers[name].tied)
 
 
-def shapes_of(info: CheckpointInfo, layer: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights and buffers in one layer's file by their names inside the layer.
-
-    Raises:
-        CheckpointError: it is no layer file.
-    """
-    try:
-        with safe_open(info.layer_path(layer), framework="pt", device="cpu") as file:
-            kinds = [(key, *key.partition(":")[::2]) for key in file.keys()]  # noqa: SIM118 (not a dict)
-            named = [(key, name) for key, kind, name in kinds if kind in ("weight", "buffer")]
-            return {name: tuple(file.get_slice(key).get_shape()) for key, name in named}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{info.layer_path(layer)} is not a layer file: {error}") from error
-
-
 def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
     """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
     files.require_whole(info, owner.layer)
-    with safe_open(info.layer_path(owner.layer), framework="pt", device="cpu") as file:
-        names = {kind: f"{kind}:{owner.parameter}" for kind in ("weight", "average")}
-        return {kind: file.get_tensor(key).clone() for kind, key in names.items() if key in file.keys()}  # noqa: SIM118
+    held = open_safetensors(info.layer_path(owner.layer))
+    names = {kind: f"{kind}:{owner.parameter}" for kind in ("weight", "average")}
+    return {kind: held[name].read().clone() for kind, name in names.items() if name in held}
+
+
+def open_run(info: CheckpointInfo, average: bool = True) -> dict[str, SavedTensor]:
+    """Returns weights and buffers of a checkpoint by their names in a plain state_dict, in model order; unread.
+
+    Args:
+        average: take the moving averages in place of those that have one.
+    """
+    load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
+
+    def read(layer: str, name: str) -> Tensor:
+        state = load(layer)
+        return (state.averaged if average else {**state.weights, **state.buffers})[name]
+
+    found: dict[str, SavedTensor] = {}
+    for layer, file in info.layers.items():
+        held = open_safetensors(info.layer_path(layer)).items()
+        shapes = {key.partition(":")[2]: saved.shape for key, saved in held if key.startswith(("weight:", "buffer:"))}
+        shapes |= {name: found[own_name(*owner)].shape for name, owner in file.tied.items()}
+        for name, shape in shapes.items():
+            found[own_name(layer, name)] = SavedTensor(shape, partial(read, layer, name))
+    return found
 
 
 def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, Tensor]:
@@ -288,15 +284,8 @@ def export_state_dict(info: CheckpointInfo, average: bool = False) -> dict[str, 
     Raises:
         CheckpointError: averages are wanted and the run kept none.
     """
-    exported: dict[str, Tensor] = {}
-    found = False
-    for layer in info.layers:
-        state = load_layer(info, layer)
-        found = found or bool(state.averages)
-        chosen = state.averaged if average else {**state.weights, **state.buffers}
-        exported.update({own_name(layer, name): tensor for name, tensor in chosen.items() if AGAIN not in name})
-    if average and not found:
+    if average and flat(info.state.configuration).get("trainer.average") is None:
         raise CheckpointError(
             f"{info.path} holds no averages, because its run kept none (trainer.average=null): leave out average=true"
         )
-    return exported
+    return {name: saved.read() for name, saved in open_run(info, average).items() if AGAIN not in name}

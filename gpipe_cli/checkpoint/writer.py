@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -36,14 +36,14 @@ class CheckpointWriter:
     Attributes:
         run_dir: the run directory, on a file system that all workers share.
         worker: this worker's number, 0 … workers−1. Worker 0 commits.
-        model: parameter names of every layer of the whole model, in model order; only worker 0 needs it.
+        model: names of all layers of the whole model, in its order; only worker 0 needs them.
         keep: how many checkpoints to keep beside the best one. For a while there is one more on disk.
         device: the kind of device that computes, as "cuda"; kept with every checkpoint.
     """
 
     run_dir: Path
     worker: int
-    model: Mapping[str, Collection[str]]
+    model: Sequence[str]
     keep: int = 2
     device: str = "cpu"
     _finished_step: int = -1
@@ -80,7 +80,7 @@ class CheckpointWriter:
             workers: the number of workers that wrote a part.
 
         Raises:
-            CheckpointError: what was saved is not the whole model, or a file is missing; the checkpoint stays partial.
+            CheckpointError: what was saved is not the whole model; the checkpoint stays partial.
             DiskError: it cannot be written.
         """
         self._raise_failure()
@@ -91,20 +91,16 @@ class CheckpointWriter:
         return files.read_manifest(final)
 
     def _complete(self, info: files.CheckpointInfo, workers: int) -> None:
-        directory, parts = files.partial_directory(self.run_dir, info.step), range(workers)
+        directory, parts = files.step_directory(self.run_dir, info.step).with_suffix(files.PARTIAL), range(workers)
         written: dict[str, files.LayerFile] = {}
         for path in (part_path(directory, worker) for worker in parts):
             written |= {file.name: file for file in read_json(path, list[files.LayerFile])}
-        saved = {*written, *(f"{layer}.{name}" for layer, file in written.items() for name in file.parameters)}
-        expected = {*self.model, *(f"{layer}.{name}" for layer, names in self.model.items() for name in names)}
-        if saved != expected:
+        if differing := written.keys() ^ {*self.model}:
             raise files.CheckpointError(
                 f"the checkpoint of step {info.step} is not the model and was not kept; not in both: "
-                + files.shorten(sorted(saved ^ expected))
+                + files.shorten(sorted(differing))
             )
         info = replace(info, path=directory, layers={name: written[name] for name in self.model})
-        if damaged := files.problems(info):
-            raise files.CheckpointError(f"the checkpoint of step {info.step} is not complete: {files.shorten(damaged)}")
         for worker in parts:
             part_path(directory, worker).unlink()
         write_manifest(info)
@@ -127,7 +123,7 @@ class CheckpointWriter:
     def _write(
         self, step: int, layers: Mapping[str, LayerState], after_each: Callable[[], None] = lambda: None
     ) -> None:
-        directory = files.partial_directory(self.run_dir, step)
+        directory = files.step_directory(self.run_dir, step).with_suffix(files.PARTIAL)
         with self._told("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
@@ -205,7 +201,7 @@ def prune(run_dir: Path, keep: int) -> None:
         if undamaged >= keep and files.step_of(directory) != best:
             with suppress(OSError):
                 _discard(directory)
-        elif not files.problems_of(directory):
+        elif files.is_whole(directory):
             undamaged += 1
     _delete(run_dir, files.DISCARDED)
 

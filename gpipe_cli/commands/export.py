@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_cli.checkpoint.files import choose
+from gpipe_cli.checkpoint.files import find
 from gpipe_cli.disk import whole_file, writing
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs.run_directory import require_writable
@@ -39,7 +39,7 @@ def _run(words: Sequence[str]) -> int:
     output = Path(line.own.get("output", "model.safetensors"))
     if output.suffix != ".safetensors":
         raise ConfigurationError(f"output={output}: the name must end in .safetensors")
-    info, warnings = choose(Path(line.run("gpipe-export")).expanduser(), line.own.get("step", "last"))
+    info, warnings = find(Path(line.run("gpipe-export")).expanduser(), line.own.get("step", "last"))
     if "output" not in line.own:
         output = info.run_dir / output
     if output.exists() and not (line.own.get("overwrite") and output.is_file()):

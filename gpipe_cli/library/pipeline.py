@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..checkpoint.files import RunState, choose
-from ..checkpoint.layer_state import layer_state, load_layer, names_of_parameters, restore_layer
+from ..checkpoint.files import RunState, find
+from ..checkpoint.layer_state import layer_state, load_layer, restore_layer
 from ..checkpoint.writer import CheckpointWriter
 from ..comparison.at_start import compare_at_start, is_traced, mean_loss, refuse_fewer
 from ..comparison.module_itself import Given, example_of, maker_of
@@ -220,8 +220,9 @@ class Pipeline(WorkerPipeline):
             ConfigurationError: ``extra`` holds something else.
             DiskError: the checkpoint cannot be written.
         """
-        model = names_of_parameters(self.layers, self.world.gather_from_workers)
-        writer = CheckpointWriter(Path(folder), self.world.rank, model, keep, self.world.device.type)
+        model = sorted(self.world.gather_from_workers([layer.index, layer.name] for layer in self.layers))
+        names = [name for _, name in model]
+        writer = CheckpointWriter(Path(folder), self.world.rank, names, keep, self.world.device.type)
         with self._together(), self._meeting():
             kept, own = packed(extra, "extra"), options_of(optimizer, self.named_parameters())
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -248,7 +249,7 @@ class Pipeline(WorkerPipeline):
             CheckpointError: the folder has no checkpoint, or one of another model.
         """
         with self._together(), self._meeting():
-            info, _ = choose(Path(folder))
+            info, _ = find(Path(folder))
             for layer in self.layers:
                 restore_layer(layer.name, layer.module, optimizer, load_layer(info, layer.name))
             self.steps_done, self.forwards = info.step, 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..checkpoint.compatibility import require_same_vocabularies, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, open_checkpoint, shorten
-from ..checkpoint.layer_state import LayerState, load_layer, names_of_parameters, restore_layer
+from ..checkpoint.layer_state import LayerState, load_layer, restore_layer
 from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
 from ..decoding.decoding import Decoder
@@ -54,14 +54,12 @@ class Assembly:
     Attributes:
         source: data source, on the first worker of each replica; None elsewhere.
         tokens: the source's special tokens; zeros where it has none.
-        layers: as `names_of_parameters` returns them.
         builders: builders of all layers.
     """
 
     settings: Settings
     source: Source | None
     tokens: SpecialTokens
-    layers: dict[str, list[str]]
     builders: Sequence[LayerBuilder]
     pipeline: WorkerPipeline
 
@@ -130,8 +128,7 @@ def assemble_model(
             journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
         if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
             journal.warn(COMPILED_BACKWARD)
-    layers = names_of_parameters(pipeline.layers, world.gather_from_workers)
-    return Assembly(settings, source, tokens, layers, builders, pipeline)
+    return Assembly(settings, source, tokens, builders, pipeline)
 
 
 def _warn_of_single_examples(
@@ -286,7 +283,7 @@ def load_same_model(info: CheckpointInfo, assembly: Assembly) -> None:
     Raises:
         CheckpointError: the model is another one, or a file is damaged.
     """
-    if differing := info.layers.keys() ^ assembly.layers.keys():
+    if differing := info.layers.keys() ^ {builder.name for builder in assembly.builders}:
         raise CheckpointError(
             f"{info.path} was made with another model, with other layers: {shorten(sorted(differing))}: give the model "
             "settings (model.*) it was made with"

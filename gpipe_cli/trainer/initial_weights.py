@@ -1,7 +1,6 @@
 """Loads the weights that a run begins with: of a run, or made elsewhere (`checkpoint.init_from`; paper, section 4)."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from ..checkpoint.compatibility import differences, other_vocabulary, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten
 from ..checkpoint.foreign import SavedTensor, is_foreign, match_names, open_foreign
-from ..checkpoint.layer_state import LayerState, load_layer, named_tensors, shapes_of
+from ..checkpoint.layer_state import named_tensors, open_run
 from ..layers import own_name
 from ..metrics.journal import Notices
 from ..pipeline.cell import BuiltLayer
@@ -36,9 +35,9 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     own = named_values(layers)
     model = dict(world.gather_from_workers((name, list(tensor.shape)) for name, tensor in own.items()))
     tied: dict[str, list[str]] = {}
-    for layer, ties in zip(assembly.layers, assembly.pipeline.cut.ties, strict=True):
+    for builder, ties in zip(assembly.builders, assembly.pipeline.cut.ties, strict=True):
         for name, owner in ties.items():
-            tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(layer, name))
+            tied.setdefault(own_name(*owner), [own_name(*owner)]).append(own_name(builder.name, name))
     aliases = [*tied.values(), *world.gather_from_workers(shared_names(own))]
     match = match_names(model, saved, aliases, left_out, path)
     for pattern in left_out:
@@ -61,22 +60,6 @@ def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: No
     if other := differences(before, now, OTHERS_MAY_DIFFER):
         keys = shorten([f"{key}: {shown(old)} there, {shown(new)} here" for key, (old, new) in other.items()])
         journal.message(f"checkpoint.init_from={info.path} was trained with other keys of the model ({keys})")
-
-
-def open_run(info: CheckpointInfo) -> dict[str, SavedTensor]:
-    """Returns weights and buffers, or their averages, of a checkpoint by their names in a plain state_dict; unread."""
-    load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
-    found: dict[str, SavedTensor] = {}
-    for layer, file in info.layers.items():
-        shapes = shapes_of(info, layer)
-        shapes |= {name: found[own_name(*owner)].shape for name, owner in file.tied.items()}
-        for name, shape in shapes.items():
-            found[own_name(layer, name)] = SavedTensor(shape, partial(_read, load, layer, name))
-    return found
-
-
-def _read(load: Callable[[str], LayerState], layer: str, name: str) -> Tensor:
-    return load(layer).averaged[name]
 
 
 def named_values(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def make_saver(
 ) -> Saver:
     """Makes the saver of checkpoints; replica 0 writes, the others hold the same weights."""
     world, keep = assembly.world, assembly.settings.checkpoint.keep
-    layers, run_dir, device = assembly.layers, context.run_dir, world.device.type
+    layers, run_dir, device = [builder.name for builder in assembly.builders], context.run_dir, world.device.type
     writer = CheckpointWriter(run_dir, world.worker, layers, keep, device) if world.replica == 0 else None
     state = RunState(
         configuration=config["settings"],

@@ -127,7 +127,7 @@ class Verification:
 
 
 def _checker(assembly: Assembly, spill: Spill) -> Checker:
-    settings, cut, names = assembly.settings, assembly.pipeline.cut, list(assembly.layers)
+    settings, cut, names = assembly.settings, assembly.pipeline.cut, [builder.name for builder in assembly.builders]
     owners = {
         (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
         for index, tied in enumerate(cut.ties)

@@ -14,12 +14,11 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from checkpoint_tools import Layers, make_layers, names_of, restore, save
+from checkpoint_tools import Layers, make_layers, restore, save
 from own_model import WORDS, layers
 from run_files import bytes_of, rows
 
 from gpipe_cli.checkpoint import files as checkpoint_files
-from gpipe_cli.checkpoint import layer_state as layer_states
 from gpipe_cli.checkpoint import writer as checkpoint_writer
 from gpipe_cli.checkpoint.files import CheckpointError, NewerFormat, RunState
 from gpipe_cli.checkpoint.layer_state import layer_state, load_layer
@@ -37,10 +36,6 @@ def layer_file(run_dir: Path, step: int, layer: str) -> Path:
 
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
-
-
-def call_it_step_1000(checkpoint: Path) -> None:
-    checkpoint.rename(checkpoint.with_name("step_00001000"))
 
 
 def flip_last_bit(path: Path) -> None:
@@ -62,26 +57,21 @@ def test_a_worker_reads_only_the_files_of_its_own_layers(tmp_path: Path, monkeyp
     """A checkpoint that rank 0 had to read would take hours: 72 GB for six billion parameters."""
     opened: list[str] = []
 
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def open_noted(path: Path, *arguments: Any, **named: Any) -> Any:
-            opened.append(unquote(path.name.partition(".safetensors")[0]))
-            return function(path, *arguments, **named)
+    def noted(path: Path) -> str:
+        opened.append(unquote(path.name.partition(".safetensors")[0]))
+        return sha256_of(path)
 
-        return open_noted
-
-    monkeypatch.setattr(checkpoint_files, "sha256_of", noted(checkpoint_files.sha256_of))
-    monkeypatch.setattr(layer_states, "safe_open", noted(layer_states.safe_open))
+    monkeypatch.setattr(checkpoint_files, "sha256_of", noted)
     layers, cells = make_layers(), [["embed", "block/1"], ["relu", "head"]]
-    writers = [CheckpointWriter(tmp_path, worker, names_of(layers)) for worker in range(2)]
+    writers = [CheckpointWriter(tmp_path, worker, [*layers]) for worker in range(2)]
     for writer, own in zip(writers, cells, strict=True):
         writer.begin(1, {name: layer_state(layers[name], None) for name in own})
         writer.wait()
-    assert opened == [*cells[0], *cells[1]]
     info = writers[0].commit(1, RunState(), workers=2)
     assert checkpoint_files.latest(tmp_path)[0] == info
     assert opened == [*cells[0], *cells[1]]
     load_layer(info, "head")
-    assert opened[4:] == ["head", "head"]  # its checksum, then its tensors
+    assert opened[4:] == ["head"]
 
 
 def die(*_: object, **__: object) -> None:
@@ -178,11 +168,8 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (cut_short, "layers/head.safetensors", r"head\.safetensors has \d+ bytes instead of \d+"),
         (Path.unlink, "layers/head.safetensors", r"head\.safetensors is missing"),
         (cut_short, "manifest.json", r"manifest\.json is damaged"),
-        (Path.unlink, "manifest.json", r"manifest\.json is missing"),
-        (call_it_step_1000, "", "it says step 2, its directory step 1000"),
+        (Path.unlink, "manifest.json", r"manifest\.json cannot be read: No such file"),
         (replaced('"versions": {', '"versions": {"torch": [],'), "manifest.json", r"versions\.torch: Input"),
-        (replaced('"best_step": null', '"best": Infinity'), "manifest.json", r"damaged: state\.scalars\.best"),
-        (replaced(r'"layers": \[.*\]', '"layers": []'), "manifest.json", r"layers: List should have at least 1 item"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -229,22 +216,6 @@ def test_a_flipped_bit_is_found_by_the_worker_that_loads_it(tmp_path: Path, caps
     named = checkpoint_files.step_directory(run, 2)
     assert train.main([*words, "trainer.steps=6", f"checkpoint.resume={named}"]) == 0
     assert [row["step"] for row in rows(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    ("target", "left"), [("gpipe_cli.data.images.source.ImageSource", ["flip"]), ("mine.Data", None)]
-)
-def test_keys_of_the_first_release_that_went_are_left_out_of_our_own_data(
-    target: str, left: list[str] | None, tmp_path: Path
-) -> None:
-    kept = {"broken_images_limit": 20, "flip": True}
-    save(tmp_path, 2, make_layers())
-    manifest = checkpoint_files.step_directory(tmp_path, 2) / "manifest.json"
-    content = json.loads(manifest.read_text())
-    content["state"]["configuration"] = {"data": {"_target_": target, **kept}}
-    manifest.write_text(json.dumps(content))
-    read: Any = checkpoint_files.read_manifest(manifest.parent).state.configuration["data"]
-    assert [*read] == ["_target_", *(left or kept)]
 
 
 def own_layers(limit: float = 1.0) -> list[LayerBuilder]:

@@ -12,12 +12,10 @@ import parallel_folder
 import pytest
 from inline_run import train_inline
 from refusals import refusal_of
-from text_sources import prepared
 
 from gpipe_cli.checkpoint.compatibility import MAY_DIFFER, differences, require_compatible, require_same_data
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, Json, RunState, find
 from gpipe_cli.config import Settings
-from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.schedule.orders import KINDS
@@ -113,31 +111,3 @@ def test_a_run_whose_text_was_edited_does_not_go_on(tmp_path: Path) -> None:
         resume = (f"checkpoint.resume={find(run_dir)[0].path}", "checkpoint.allow_changes=[data]")
         train_inline(run_dir, *words, "trainer.steps=2", *resume)
     assert (run_dir / "vocabulary" / "source.model").read_bytes() == kept
-
-
-def test_a_run_goes_on_with_its_text_named_otherwise(tmp_path: Path) -> None:
-    root, run_dir = parallel_folder.plain(tmp_path / "text"), tmp_path / "run"
-    words = ["debug=tiny", "data=parallel_text", f"data.cache_dir={tmp_path}", "task.generation=null"]
-    words += ["trainer.evaluate_every=null", "trainer.evaluate_first=false"]
-    older = "~data.strict"  # a run from before there was the key
-    train_inline(run_dir, *words, older, f"data.root={root}", "trainer.steps=1")
-    files = {"train": "train", "dev": "valid", "test": "test"}
-    words += [f"data.{split}={{de: {root}/{name}.de}}" for split, name in files.items()]
-    words.append(f"checkpoint.resume={find(run_dir)[0].path}")
-    assert train_inline(run_dir, *words, "data.strict=true", "trainer.steps=2")[0]["steps"] == 2
-
-
-# --- fingerprints
-
-
-def text(root: Path, cache: Path) -> str:
-    keys = {"source_vocabulary": 300, "target_vocabulary": 300, "cache_dir": str(cache)}
-    return prepared(ParallelTextSource, root, keys).fingerprint()
-
-
-def test_text_has_the_same_fingerprint_wherever_it_lies_until_it_is_edited(tmp_path: Path) -> None:
-    here, there = (parallel_folder.plain(tmp_path / name) for name in ("here", "there"))
-    first = text(here, tmp_path / "cache")
-    assert text(there, tmp_path / "elsewhere") == first
-    edit(there / "train.de")
-    assert text(there, tmp_path / "elsewhere") != first

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.checkpoint.files import CheckpointError, RunState, latest
-from gpipe_cli.checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
+from gpipe_cli.checkpoint.layer_state import layer_state, load_layer, restore_layer
 from gpipe_cli.checkpoint.writer import CheckpointWriter
 from gpipe_cli.commands import export
 
@@ -53,7 +53,7 @@ def test_dtypes_empty_tensors_and_numbers_keep_their_bits(tmp_path: Path) -> Non
 
 def test_the_snapshot_is_of_the_moment_of_begin(tmp_path: Path) -> None:
     layers = tools.make_layers()
-    writer = CheckpointWriter(tmp_path, 0, tools.names_of(layers))
+    writer = CheckpointWriter(tmp_path, 0, [*layers])
     before = tools.bits(layers["embed"].weight)  # type: ignore[arg-type]
     writer.begin(1, {name: layer_state(layer, None) for name, layer in layers.items()})
     with torch.no_grad():
@@ -106,10 +106,10 @@ def test_an_optimizer_whose_state_cannot_be_stored_is_named() -> None:
 def test_a_checkpoint_that_is_not_the_whole_model_is_never_complete(tmp_path: Path) -> None:
     layers = tools.make_layers()
     states = {name: layer_state(layer, None) for name, layer in layers.items() if name != "head"}
-    writer = CheckpointWriter(tmp_path, 0, tools.names_of(layers))
-    writer.begin(1, {**states, "embed": LayerState({"weight": torch.zeros(6, 4)})})
+    writer = CheckpointWriter(tmp_path, 0, [*layers])
+    writer.begin(1, states)
     writer.wait()
-    with pytest.raises(CheckpointError, match=r"not in both: embed\.bias, head, head\.weight$"):
+    with pytest.raises(CheckpointError, match=r"not in both: head$"):
         writer.commit(1, RunState(), 1)
     assert latest(tmp_path)[0] is None
 

@@ -36,10 +36,6 @@ def parameters_of(layers: Mapping[str, nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers.values() for parameter in layer.parameters()]
 
 
-def names_of(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    return {name: [parameter for parameter, _ in layer.named_parameters()] for name, layer in layers.items()}
-
-
 def train(layers: Layers, optimizer: Optimizer, steps: Sequence[int]) -> None:
     for step in steps:
         hidden = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
@@ -55,7 +51,7 @@ def save(
 ) -> CheckpointInfo:
     """Saves everything as the only worker; ``best``: the step with the best evaluation so far."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    writer = CheckpointWriter(run_dir, 0, names_of(layers), keep)
+    writer = CheckpointWriter(run_dir, 0, [*layers], keep)
     writer.begin(step, {name: layer_state(layer, optimizer) for name, layer in layers.items()})
     writer.wait()
     info = writer.commit(step, RunState(data_position={"epoch": step}, scalars={"best_step": best}), workers=1)
