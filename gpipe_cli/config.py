@@ -21,6 +21,7 @@ from gpipe_cli.typed_section import (
     Bytes,
     Count,
     CountOrZero,
+    Depth,
     NotNegative,
     PartAboveZero,
     Positive,
@@ -97,9 +98,9 @@ class PipelineConfig:
     cost: Literal["flops", "parameters", "declared", "profile"]
     devices: Annotated[list[WorkerDevice], Field(min_length=1)] | None
     memory: Bytes | None
-    workers: Literal["auto"] | Count
+    workers: Literal["auto"] | Depth
     replicas: Count
-    threads: Count
+    threads: Depth
     backend: Literal["auto", "gloo", "nccl"]
     device: Literal["auto", "cpu", "cuda"]
     sync_batchnorm: bool

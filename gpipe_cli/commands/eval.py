@@ -88,7 +88,7 @@ def evaluate(words: Sequence[str]) -> int:
     began = time.monotonic()
     with Console(1, "auto") as console:
         console.warn(*run.warnings)
-        console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.lines[0]}")
+        console.say(f"{run.info.path}, step {run.info.step}, {split}; {run.prepared.line}")
         found = dict(run.launch("gpipe_cli.inference.evaluate:main", config, folder, console) or {})
         console.say("\n".join(["", *as_text(found), "", f"{time.monotonic() - began:.0f} s; report: {folder}"]))
     return 0

@@ -43,7 +43,7 @@ def answer_lines(
     with ExitStack() as stack:
         run = open_run(line.run(command), line.overrides, own.get("step", "last"), own.get("trust", ()))
         config = configure(run)
-        for text in (*run.warnings, *run.prepared.lines):
+        for text in (*run.warnings, run.prepared.line):
             say(text)
         write = partial(write_answers, scores=own.get("scores", False), one_line=prompt is None)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gpipe-lines-")))

@@ -87,13 +87,10 @@ def _say(text: str) -> None:
 def _run(words: Sequence[str], program: EntryPoint | None) -> int:
     line = read_words(words, options=OF_HYDRA, runs=False)
     from gpipe_cli.jobs import job, sweep, torchrun
-    from gpipe_cli.jobs.configuration import require_utf8_files
 
     started_at = time.monotonic() - time.process_time()  # Python's start and the imports so far are CPU time
     program = program or job.EntryPoint()
-    if line.folder:
-        require_utf8_files(line.folder)
-    with torchrun.own_places() as places:
+    with torchrun.own_places(line.overrides) as places:
         if line.has(*ANSWERED_BY_HYDRA):
             sweep.ask_hydra(line, program, places, lambda _: None)
             return 0

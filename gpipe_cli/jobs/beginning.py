@@ -1,9 +1,12 @@
-"""Finds the checkpoint, or the weights made elsewhere, that a run begins from. Imports no torch."""
+"""Finds what a run begins from: a checkpoint, or weights made elsewhere, and again after a death. Imports no torch."""
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +18,20 @@ from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatibl
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run
 from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
 from gpipe_cli.config import Settings
+from gpipe_cli.disk import write_whole
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import Prepared
+from gpipe_cli.json_files import read_rows
 from gpipe_cli.launch.join import restart_count
+from gpipe_cli.launch.report import WorkerFailed
 from gpipe_cli.typed_section import flat
 
 if TYPE_CHECKING:
     from gpipe_cli.terminal.console import Console
+
+RESTARTS = "restarts.jsonl"  # one line for each restart
+
+log = logging.getLogger(__name__)
 
 
 def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict[str, Any]:
@@ -113,3 +123,68 @@ def _resumed(prepared: Prepared, run_dir: Path, console: Console) -> CheckpointI
     if found is not None:
         require_compatible(found, _as_begun(config, found), checkpoint.allow_changes)
     return found
+
+
+# -- again after a death -----------------------------------------------------------------------------------------------
+
+
+class Restarts:
+    """Decides whether a run starts again after a failure, and from which checkpoint.
+
+    A killed worker or a lost connection is worth a restart every time. After any other failure one restart is tried:
+    if the same failure comes again before a new checkpoint is saved, it ends the run. What the run has found out itself
+    (a wrong configuration, a loss that is not finite) ends it at once.
+
+    Args:
+        config: plain values, with the checkpoint to resume from.
+
+    Attributes:
+        settings: the configuration of the next start, plain values.
+        records: one for each restart of the run so far, for summary.json.
+        begun: True once the run's directory holds no checkpoints but those of this run.
+    """
+
+    def __init__(self, config: dict[str, Any], run_dir: Path, console: Console) -> None:
+        self._allowed, self._first, self.settings = config["launch"]["restarts"], config, config
+        self._count, self._last = 0, ("", -1)  # restarts of this command; cause and step of the last failure
+        self._run_dir, self._console = run_dir, console
+        goes_on = config["checkpoint"]["resume"] is not None or restart_count()
+        self.begun = False
+        self.records = read_rows(run_dir / RESTARTS)[0] if goes_on else []
+        if restart_count() and torchrun.is_first():  # torchrun has started this process again
+            self._report("a rank ended", "", f"torchrun's restart {restart_count()}", self._newest_checkpoint()[1])
+
+    def prepare_next(self, failed: WorkerFailed) -> None:
+        """Chooses the settings of the next start.
+
+        Raises:
+            WorkerFailed: this one: no restart is left, or none would help.
+        """
+        self._count += 1
+        failure = failed.failure
+        if failure is None or failure.is_plain or self._count > self._allowed:
+            raise failed
+        checkpoint, step = self._newest_checkpoint()
+        before, self._last = self._last, (failure.cause, step)
+        if not failure.from_outside and before == self._last:
+            self._console.warn("no restart: this failure came twice, and no checkpoint was saved in between")
+            raise failed
+        log.info("%s", failure.text)
+        self._report(failure.cause, failure.place, f"restart {self._count} of {self._allowed}", step)
+        self.settings = {**self._first, "checkpoint": checkpoint}
+
+    def _newest_checkpoint(self) -> tuple[dict[str, Any], int]:
+        """Returns the section `checkpoint` with which the run starts again, and the step from which it continues."""
+        section: dict[str, Any] = self._first["checkpoint"]
+        newest = checkpoints.latest(self._run_dir)[0] if self.begun else None
+        if newest is not None:
+            weights: dict[str, Any] = {"resume": str(newest.path.absolute()), "init_from": None, "init_except": []}
+            return {**section, **weights}, newest.step
+        return section, 0 if section["resume"] is None else checkpoints.read_manifest(Path(section["resume"])).step
+
+    def _report(self, cause: str, place: str, count: str, step: int) -> None:
+        """Prints and records one restart, for summary.json and in a file for the case that the run is resumed."""
+        self._console.warn(f"{cause}: {count} from step {step}")
+        self.records.append({"time": time.time(), "cause": cause, "place": place or None, "from_step": step})
+        with suppress(OSError):
+            write_whole(self._run_dir / RESTARTS, "".join(f"{json.dumps(record)}\n" for record in self.records))

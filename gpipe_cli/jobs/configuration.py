@@ -3,31 +3,26 @@
 A value is checked with all others, so those are told together. No torch is imported.
 """
 
-import copy
-import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 import gpipe_cli.conf
 from gpipe_cli.config import FREE_FORM, Settings, known_keys
 from gpipe_cli.data.images.layout import class_folder, folders_in
-from gpipe_cli.disk import read_bytes
-from gpipe_cli.errors import NO_UTF8, ConfigurationError, Problems
+from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun, trust
-from gpipe_cli.jobs.machine import choose_workers, missing_data, too_much
-from gpipe_cli.launch.join import joined
+from gpipe_cli.jobs.machine import choose_workers, require_data
 from gpipe_cli.launch.stop import stop_noted
 from gpipe_cli.typed_section import nearest, typed, unknown_key
 
@@ -70,28 +65,12 @@ class Prepared:
 
     Attributes:
         config: plain values, with the number of workers in place of "auto".
-        lines: printed before the run begins.
+        line: about the workers, printed before the run begins.
     """
 
     config: dict[str, Any]
     settings: Settings
-    lines: list[str]
-
-
-def require_utf8_files(folder: str) -> None:
-    """Refuses a folder of YAML files that is not there, or has one that is not UTF-8, which Hydra would not name.
-
-    Raises:
-        ConfigurationError: it names the folder, or the file and the line.
-    """
-    if not Path(folder).is_dir():
-        raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
-    for path in sorted(Path(folder).rglob("*.yaml")):
-        try:
-            read_bytes(path).decode()
-        except UnicodeDecodeError as error:
-            line = error.object.count(b"\n", 0, error.start) + 1
-            raise ConfigurationError(f"{path}, line {line}: it is not UTF-8") from error
+    line: str
 
 
 def for_hydra(words: Sequence[str]) -> list[str]:
@@ -101,11 +80,8 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     `_target_` no key needs a plus.
 
     Raises:
-        ConfigurationError: a word is not UTF-8, which no file of a run can hold; or an option is null or a number
-            (Hydra does not name its group).
+        ConfigurationError: an option is null or a number (Hydra does not name its group).
     """
-    if strange := [word for word in words if re.search(NO_UTF8, word)]:
-        raise ConfigurationError(f"{strange[0]} is not UTF-8: rename what it names, or type a link to it")
     if old := next((word for word in words if word in RENAMED), None):
         raise ConfigurationError(f"{old} has another name by now: type {RENAMED[old]}")
     words = [word for word in words if word not in ("experiment=null", "debug=null")]  # there is none, then
@@ -125,10 +101,7 @@ def composed(config_name: str, words: Sequence[str], folder: str | None = None) 
 
 def without_hydra(config: DictConfig) -> DictConfig:
     """Returns a composed configuration without Hydra's own node."""
-    ours = copy.copy(config)
-    with open_dict(ours):
-        ours.pop("hydra")
-    return ours
+    return OmegaConf.masked_copy(config, cast(list[str], [key for key in config if key != "hydra"]))
 
 
 def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | None = None) -> DictConfig:
@@ -142,18 +115,15 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
     Raises:
         ConfigurationError: a word or a file is wrong.
     """
-    if folder:
-        require_utf8_files(folder)
-    begin: Callable[..., Any] = partial(initialize_config_module, "gpipe_cli.conf")
-    search = list[str]()
-    if folder and (Path(folder) / f"{config_name}.yaml").is_file():  # Hydra looks for it where it begins alone
-        begin = partial(initialize_config_dir, str(Path(folder).absolute()))
-        search = ["hydra.searchpath=[pkg://gpipe_cli.conf]"]
-    elif folder:
-        search = [f"hydra.searchpath=[file://{Path(folder).absolute()}]"]
+    if folder and not Path(folder).is_dir():
+        raise ConfigurationError(f"--config-dir {folder}: there is no such folder")
+    places = [CONF, *([Path(folder).absolute()] if folder else [])]
+    if (places[-1] / f"{config_name}.yaml").is_file():  # Hydra looks for it in the first place alone
+        places.reverse()
+    search = [f"hydra.searchpath=[file://{place}]" for place in places[1:]]
     GlobalHydra.instance().clear()
     try:
-        with stop_noted(), begin(version_base="1.3"):
+        with stop_noted(), initialize_config_dir(str(places[0]), version_base="1.3"):
             config = compose(config_name, [*for_hydra(words), *search], return_hydra_config=True)
     except Exception as error:
         raise ConfigurationError(in_one_line(error, words)) from error
@@ -177,7 +147,8 @@ def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | N
     """
     values = plain(config)
     settings = Settings.from_config(values)
-    Problems([*too_much(settings), *(missing_data(settings) if trains else ())]).refuse()
+    if trains:
+        require_data(settings)
     trust.look_here(trust.targets(values) if trusted is None else trusted)
     pipeline = settings.pipeline
     workers, line = choose_workers(pipeline, settings.launch.inline, torchrun.world_size())
@@ -187,10 +158,7 @@ def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | N
     values["pipeline"] = {**values["pipeline"], **chosen}
     left = [key for key in pipeline.auto if key not in chosen]
     settings = replace(settings, pipeline=replace(pipeline, **chosen, auto=left))
-    lines = [line]
-    if joined() and settings.launch.restarts:
-        lines.append("launch.restarts does nothing here: torchrun watches the workers")
-    return Prepared(values, settings, lines)
+    return Prepared(values, settings, line)
 
 
 def resolved(config: DictConfig, key: str) -> str:
@@ -212,19 +180,9 @@ def plain(config: DictConfig) -> dict[str, Any]:
         ConfigurationError: a value is missing, or refers to nothing.
     """
     try:
-        values = dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
+        return dict(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))  # type: ignore[arg-type]  # its keys are texts
     except OmegaConfBaseException as error:
         raise ConfigurationError(in_one_line(error)) from error
-    return {key: _with_nan_as_name(value) if key in ("data", "task") else value for key, value in values.items()}
-
-
-def _with_nan_as_name(value: Any) -> Any:
-    """Returns a value of the data with the language nan as a text: Hydra reads it as a number."""
-    if isinstance(value, dict):
-        return {_with_nan_as_name(key): _with_nan_as_name(of) for key, of in value.items()}
-    if isinstance(value, list):
-        return [_with_nan_as_name(of) for of in value]
-    return "nan" if isinstance(value, float) and math.isnan(value) else value
 
 
 # -- what Hydra says ---------------------------------------------------------------------------------------------------

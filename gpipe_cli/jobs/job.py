@@ -19,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.checkpoint.files import step_directories, step_of
 from gpipe_cli.jobs import torchrun
-from gpipe_cli.jobs.beginning import with_checkpoint
+from gpipe_cli.jobs.beginning import RESTARTS, Restarts, with_checkpoint
 from gpipe_cli.jobs.configuration import Prepared, composed_with_hydra, prepare, resolved, without_hydra
 from gpipe_cli.jobs.page import PLAN, write_page
-from gpipe_cli.jobs.restarts import RESTARTS, Restarts
 from gpipe_cli.jobs.run_directory import RunRecord, require_writable, sole_writer, where_it_is
 from gpipe_cli.launch.join import join, joined
 from gpipe_cli.launch.report import WorkerFailed
@@ -74,10 +73,10 @@ def run_once(line: Words, program: EntryPoint, started_at: float, places: Sequen
     config.hydra.mode = RunMode.RUN
     HydraConfig.instance().set_config(config)
     prepared = prepare(without_hydra(config), trains=True)
-    above = require_writable("hydra.run.dir", resolved(config, "hydra.run.dir"))
+    require_writable("hydra.run.dir", resolved(config, "hydra.run.dir"))
 
     def run(composed: DictConfig) -> int:
-        return run_job(composed, program, started_at, prepared, above)[0]
+        return run_job(composed, program, started_at, prepared)[0]
 
     # Hydra makes the directory, opens train.log, and calls what a user has put into hydra.callbacks.
     context = HydraContext(cast(Any, None), callbacks := Callbacks(config))  # only a sweep loads further configurations
@@ -93,8 +92,6 @@ def run_job(
     program: EntryPoint,
     started_at: float,
     prepared: Prepared | None = None,
-    above: Sequence[Path] = (),
-    jobs: int | None = None,
 ) -> tuple[int, float]:
     """Runs one job to its end, in the directory that Hydra has made.
 
@@ -102,8 +99,6 @@ def run_job(
         composed: without Hydra's own node.
         started_at: time of the start by `time.monotonic`; each job of a sweep has its own.
         prepared: the same, checked; None: a job of a sweep, which is checked here, so that the table has its refusal.
-        above: folders around the directory that were made for it.
-        jobs: number of the sweep's jobs, where it is known.
 
     Returns:
         The exit code, and the final loss for Hydra's sweepers (NaN when the job failed).
@@ -118,11 +113,11 @@ def run_job(
     if OmegaConf.select(composed, "verify.format") == "json":
         sys.stdout = sys.stderr  # standard output gets the report and nothing else
     logging.raiseExceptions = False  # a train.log that cannot be written prints no tracebacks between the lines
-    record = RunRecord(run_dir, composed, keep=is_sweep, above=above)
+    record = RunRecord(run_dir, composed, keep=is_sweep)
     with Console(*_console_settings(composed), silent=not torchrun.is_first(), brief=is_sweep) as console:
         if is_sweep:
             words = " ".join(word.lstrip("+") for word in place.overrides.task)
-            console.say(f"\njob {place.job.num}{f' of 0 to {jobs - 1}' if jobs else ''}  {words}")
+            console.say(f"\njob {place.job.num}  {words}")
         try:
             with sole_writer(run_dir), record:
                 prepared = prepared or prepare(composed)
@@ -151,7 +146,9 @@ def _run_workers(
     """Runs the workers, again after a failure if that can help; returns the entry point's result on rank 0."""
     run_dir = record.run_dir
     config: dict[str, Any] = {"settings": with_checkpoint(prepared, run_dir, console), "started_at": started_at}
-    for line in (_choices(), *prepared.lines):
+    choices = HydraConfig.get().runtime.choices  # a model brings along others than the defaults
+    options = " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
+    for line in (options, prepared.line):
         console.detail(line)
     restarts = Restarts(config["settings"], run_dir, console)
     events = _Events(record, restarts, console)
@@ -160,19 +157,13 @@ def _run_workers(
             started = {**config, "settings": restarts.settings, "restarts": restarts.records}
             try:
                 if joined():
-                    return join(torchrun.ENTRY, torchrun.wrap(program.entry, started), run_dir, events)
+                    return join(torchrun.ENTRY, {"entry": program.entry, "config": started}, run_dir, events)
                 return launch_program(program, started, run_dir, events)
             except WorkerFailed as failed:
                 restarts.prepare_next(failed)  # or raises it
     except (KeyboardInterrupt, SystemExit):
         console.say(f"{_how_to_go_on(run_dir, program)}\n{where_it_is(run_dir)}")
         raise
-
-
-def _choices() -> str:
-    """Returns the option of each group as words: a model brings along others than the defaults."""
-    choices = HydraConfig.get().runtime.choices
-    return " ".join(f"{group}={choices[group]}" for group in GROUPS if choices.get(group))
 
 
 @dataclass(frozen=True)
@@ -190,6 +181,7 @@ class _Events:
         kind, run_dir = event.get("kind"), self.record.run_dir
         if kind == "begun":
             self.record.begin()
+            self.restarts.begun = True
             for earlier in (PLAN, *((RESTARTS,) if not self.restarts.records else ())):
                 (run_dir / earlier).unlink(missing_ok=True)
         elif kind == "drawn":
@@ -206,7 +198,9 @@ def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
     saved = step_directories(run_dir)
     if program.conclude is not None or not saved:
         return "stopped before its end; no step is saved"
-    key, folder = torchrun.own_place()
+    place = HydraConfig.get()
+    is_sweep = place.mode == RunMode.MULTIRUN
+    key, folder = ("hydra.sweep.dir", place.sweep.dir) if is_sweep else ("hydra.run.dir", place.runtime.output_dir)
     words = shlex.join([f"{key}={typed(relative_paths(folder))}", "checkpoint.resume=auto"])
     return f"stopped before its end; step {step_of(saved[-1])} is saved. To go on, type the same with {words}"
 

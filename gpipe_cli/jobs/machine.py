@@ -1,54 +1,39 @@
-"""Chooses the number of workers by the devices, and refuses values beyond this machine. No torch."""
+"""Chooses the number of workers by the devices, and looks for the files of data. No torch."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from gpipe_cli.config import ROUND_ROBIN, PipelineConfig, Settings
-from gpipe_cli.cpu import usable_cores, usable_memory
+from gpipe_cli.cpu import usable_cores
 from gpipe_cli.data.images.layout import unsplit
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.gpus import count_gpus
-from gpipe_cli.jobs import torchrun
 from gpipe_cli.schedule.own_lists import is_file, read_lists, why_not_for
 from gpipe_cli.terminal.text import plural
 from gpipe_cli.typed_section import shown
 
-THREADS_OF_A_CORE = 8  # at most: a run may go on, with the same number of threads, on a smaller machine
-WORKER_BYTES = 32 << 20  # that a worker needs at least, without its part of the model
 
+def require_data(settings: Settings) -> None:
+    """Looks for the files and folders of our data sources.
 
-def too_much(settings: Settings) -> Iterator[str]:
-    """Yields a line for each value that this machine cannot run."""
-    pipeline, cores, memory = settings.pipeline, os.cpu_count() or 1, usable_memory()
-    most = max(16, THREADS_OF_A_CORE * cores)
-    if pipeline.threads > most:
-        yield f"pipeline.threads={pipeline.threads}: this machine has {cores} cores, use at most {most}"
-    number = (1 if pipeline.workers == "auto" else pipeline.workers) * pipeline.replicas
-    if torchrun.world_size() is None and number * WORKER_BYTES > memory:
-        yield (
-            f"pipeline.workers={pipeline.workers} × pipeline.replicas={pipeline.replicas}: {number:,} processes need "
-            f"at least {number * WORKER_BYTES / 1e9:,.0f} GB of memory, this machine has {memory / 1e9:,.0f} GB"
-        )
-
-
-def missing_data(settings: Settings) -> Iterator[str]:
-    """Yields a line for each file or folder of our data sources that is not there."""
+    Raises:
+        ConfigurationError: one is not there.
+    """
     data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
     if not data["_target_"].startswith(kinds):
         return
     if data.get("root") in (None, "") and not data.get("train"):  # an unset variable of the shell is ""
-        yield "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
-        return
+        raise ConfigurationError(
+            "data.root is not set: type data.root=FOLDER, the folder that holds the data (docs/data.md)"
+        )
     for key in ("root", "evaluation_root", "tokenizer"):
         names = data[key] if isinstance(data.get(key), list) else [data.get(key)]
         for name in filter(None, names):
             if not os.access(Path(str(name)).expanduser(), os.F_OK):
-                yield f"data.{key}={shown(data[key])}: there is no {name}"
-                return
+                raise ConfigurationError(f"data.{key}={shown(data[key])}: there is no {name}")
     two_splits = data.get("dataset") in ("image_folder", "imagenet") and data.get("held_out") is None
     if two_splits and (line := unsplit(Path(str(data["root"])).expanduser(), data["folders"])):
-        yield line
+        raise ConfigurationError(line)
 
 
 def most_workers(pipeline: PipelineConfig) -> tuple[int, str]:

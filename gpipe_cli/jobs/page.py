@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_cli.disk import read_bytes
 from gpipe_cli.jobs.trust import OURS, PATHS, SECTIONS
-from gpipe_cli.json_files import DamagedJson, json_lines, read_json, skipped
+from gpipe_cli.json_files import DamagedJson, read_json, read_rows, skipped
 from gpipe_cli.svg import Curve, Drawing, draw_shares, plot, running_means
 from gpipe_cli.terminal.document import Block, Document, Facts, Grid, Image, Images, Lines
 from gpipe_cli.terminal.evaluated import by_class, by_language
@@ -21,7 +21,7 @@ from gpipe_cli.terminal.text import duration, number, percent, relative_paths, s
 from gpipe_cli.typed_section import typed
 
 PAGE, PLAN, CLASSES = "report.html", "plan.json", "classes.json"
-WHOLE, TAIL = 16 << 20, 1 << 20  # bytes: a larger file of rows is not read as a whole, while it grows; its end is
+WHOLE = 16 << 20  # bytes of a picture that are read at most
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 MEASURED = 20  # last steps, for the median of their speeds
 WORTH_IT = 0.02  # a plan that is less faster is none
@@ -44,29 +44,23 @@ def run_page(folder: Path, running: bool = False) -> Document:
     Args:
         running: summary.json, if it is there, is that of the run which this one continues.
     """
-    (rows, damage), (evaluations, more) = (_rows(folder / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
+    read = {name: read_rows(folder / name, MOST_POINTS) for name in ("metrics.jsonl", "evaluations.jsonl")}
+    notes = [skipped(folder / name, damaged) for name, (_, damaged) in read.items() if damaged]
+    (rows, _), (evaluations, _) = read.values()
     run, planned = read_run(folder, running), folder / PLAN
     plan: Row = {}
     with suppress(OSError, DamagedJson):  # the page then names the command that makes it anew
         plan = read_json(planned, dict[str, dict[str, Any]])
     parts = {
         "Did it work": chain(
-            _did_it_work(run, rows), [Lines([] if running else damage + more)], _evaluated(folder, rows, evaluations)
+            _did_it_work(run, rows), [Lines([] if running else notes)], _evaluated(folder, rows, evaluations)
         ),
         "Where did the time go": _where_time_went(run, rows, plan.get("own") or {}),
         "What would make it faster": _what_would_be_faster(run, plan),
         "What it was": _what_it_was(run),
     }
-    blocks = [block for title, part in parts.items() for block in (Lines([title], "## "), *_as_far_as_known(part))]
+    blocks = [block for title, part in parts.items() for block in (Lines([title], "## "), *part)]
     return Document(f"{folder.absolute().name}: {run.outcome}", blocks)
-
-
-def _as_far_as_known(part: Iterator[Block]) -> Iterator[Block]:
-    """Yields the blocks of a part; says so where values in the run's files are none that a run writes."""
-    try:
-        yield from part
-    except Exception as error:
-        yield Lines([f"The rest of this part cannot be made of the run's files ({type(error).__name__}: {error})."])
 
 
 def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
@@ -134,18 +128,13 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
     measured, same, shares = (summary.get(key, last.get(key)) for key in ("bubble", "bubble_predicted", "breakdown"))
     if shares:
         yield draw_shares({"measured": shares}, "Where a step goes")
-    yield Facts(
-        [
-            ("bubble, measured", measured and percent(measured)),
-            ("bubble, planned with the same durations", same and percent(same)),
-            ("bubble, planned from the layers", percent(own["bubble"]) if own else None),
-            ("a step, measured", seconds_text(last["seconds"]) if last else None),
-            ("a step, planned from the layers", seconds_text(own["step_seconds"]) if own else None),
-            ("its update, measured", last.get("update_seconds") and seconds_text(last["update_seconds"])),
-            ("its update, planned", own.get("update_seconds") and seconds_text(own["update_seconds"])),
-            ("waited for data", percent(last["waiting_for_data_share"]) if last else None),
-        ]
-    )
+    compared = [
+        ["bubble", percent(measured), percent(same), percent(own.get("bubble"))],
+        ["a step", _time(last.get("seconds")), "", _time(own.get("step_seconds"))],
+        ["its update", _time(last.get("update_seconds")), "", _time(own.get("update_seconds"))],
+        ["waiting for data", percent(last.get("waiting_for_data_share")), "", ""],
+    ]
+    yield Grid(["", "measured", "planned with the same durations", "planned from the layers"], compared)
     cells = summary.get("cells") or [{"cell": cell, "seconds": of} for cell, of in enumerate(last.get("cells", ()))]
     spent = [cell["seconds"] or {} for cell in cells]
     times = [name for name in TIMES if any(seconds.get(name) for seconds in spent)]
@@ -165,6 +154,10 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
         yield Grid(["worker", "memory planned", "memory used"], memory)
         if summary.get("device", "cpu") == "cpu":
             yield Lines(["Both are with a process's own memory: Python, libraries; planned as half a GB."])
+
+
+def _time(seconds: float | None) -> str:
+    return seconds_text(seconds) if seconds else "-"
 
 
 def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
@@ -231,41 +224,12 @@ def _longer(run: FinishedRun, folder: str) -> list[str]:
     own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
     words = [*_train(run), *(word for word in run.words if not word.startswith(own))]
     words += [f"hydra.run.dir={typed(folder)}", "checkpoint.resume=auto"]
-    if not steps:
-        return words
-    follows = run.settings.get("lr_schedule.steps") in (steps, "${trainer.steps}")
-    changed = ["lr_schedule.steps"] if follows else []
-    changed += ["trainer.steps"] if (run.settings.get("model.drop_path_keep") or 1) < 1 else []
-    return [
-        *words,
-        f"trainer.steps={2 * steps}",
-        *([f"checkpoint.allow_changes=[{','.join(changed)}]"] * bool(changed)),
-    ]
+    if steps:
+        words += [f"trainer.steps={2 * steps}", "checkpoint.allow_changes=[lr_schedule,trainer.steps]"]
+    return words
 
 
 def _foreign(run: FinishedRun) -> list[str]:
     """Returns the code of the user's that a checkpoint of the run calls."""
     found = (value for key, value in run.settings.items() if key.split(".")[0] in SECTIONS and "_target_" in key)
     return list(dict.fromkeys(str(value) for value in found if value not in OURS))
-
-
-def _rows(path: Path) -> tuple[list[Row], list[str]]:
-    """Returns the rows of a file, and a line about those that are damaged.
-
-    Of a long file some that are spread evenly, its first one, and those at its end are read.
-    """
-    if not path.is_file():
-        return [], []
-    lines, size = list[bytes](), path.stat().st_size
-    with path.open("rb") as file:
-        if size > WHOLE:
-            lines.append(file.readline(TAIL))
-            for place in range(0, size - TAIL, -(-size // MOST_POINTS)):
-                file.seek(place)
-                file.readline(TAIL)  # the rest of a line
-                lines.append(file.readline(TAIL))
-            file.seek(size - TAIL)
-        lines += file.readlines()
-    found = [row for _, row in json_lines(lines)]
-    damaged = [number for number, row in enumerate(found, 1) if row is None and size <= WHOLE]
-    return [row for row in found if row is not None], [skipped(path, damaged)] if damaged else []

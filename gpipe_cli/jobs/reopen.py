@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.checkpoint.compatibility import with_vocabulary
-from gpipe_cli.checkpoint.files import CheckpointInfo, choose
+from gpipe_cli.checkpoint.files import CheckpointInfo, find
 from gpipe_cli.config import TYPED
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import trust
@@ -88,7 +88,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
     """
     if joined():
         raise ConfigurationError("it starts its own workers: call it without torchrun")
-    info, warnings = choose(Path(checkpoint).expanduser(), step)
+    info, warnings = find(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
     keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # the first never is recorded
     with info.named(keys):

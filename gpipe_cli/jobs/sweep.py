@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,10 @@ import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs are a package of their own
 
-from gpipe_cli.disk import write_whole, writing
+from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.jobs import torchrun
 from gpipe_cli.jobs.configuration import composed_with_hydra, for_hydra, in_one_line, resolved
@@ -32,45 +32,31 @@ from gpipe_cli.terminal.runs import compare, find_runs
 from gpipe_cli.typed_section import typed
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """Describes a sweep.
-
-    Attributes:
-        jobs: their number; None if the sweeper decides on the way.
-        words: overrides for Hydra: the directory, and the keys that are left out of the names of the jobs' folders.
-    """
-
-    directory: Path
-    jobs: int | None
-    words: list[str]
-
-
 def run_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> int:
     """Runs all jobs, and ends with their table; returns the exit code.
 
     Raises:
         ConfigurationError: the configuration of the sweep, or of its first job, is wrong.
     """
-    sweep = open_sweep(line, program, places)
+    directory, more = open_sweep(line, program, places)
     codes: list[int] = []
 
     def task(composed: DictConfig) -> float:
         codes.append(FAILED)
         with signals.suspended():
-            codes[-1], loss = run_job(composed, program, time.monotonic(), jobs=sweep.jobs)
+            codes[-1], loss = run_job(composed, program, time.monotonic())
         return loss
 
     try:
         with stop_noted() as signals:
-            ask_hydra(line, program, [*places, *sweep.words], task)
+            ask_hydra(line, program, [*places, *more], task)
     finally:
-        code = end_sweep(sweep)
+        code = end_sweep(directory)
     return code or (FAILED if any(codes) else 0)  # a refused job leaves an earlier run's record as it was
 
 
-def open_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> Sweep:
-    """Makes the sweep's directory, counts its jobs, and names their folders by the keys that are swept.
+def open_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> tuple[Path, list[str]]:
+    """Makes the sweep's directory; returns it, and overrides that name the jobs' folders by the keys that are swept.
 
     Raises:
         ConfigurationError: a word is wrong, or nothing can be written there.
@@ -79,19 +65,14 @@ def open_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> Sweep
         words = OverridesParser.create().parse_overrides(for_hydra(line.overrides))
     except HydraException as error:
         raise ConfigurationError(in_one_line(error)) from error
-    swept = [word for word in words if word.is_sweep_override()]
-    others = [str(word.input_line) for word in words if word not in swept]
+    fixed = [word for word in words if not word.is_sweep_override()]
     name = line.value("--config-name", "-cn") or program.config_name
-    config = composed_with_hydra(name, [*others, *places], line.folder)
+    config = composed_with_hydra(name, [*(str(word.input_line) for word in fixed), *places], line.folder)
     directory = Path(resolved(config, "hydra.sweep.dir"))
     require_writable("hydra.sweep.dir", directory)
-    with writing(multirun := directory / "multirun.yaml"):
-        multirun.unlink(missing_ok=True)  # Hydra would write through a link
-    counted = all(word.is_choice_sweep() or word.is_range_sweep() for word in swept)
-    jobs = math.prod(len(list(word.sweep_iterator())) for word in swept) if counted else None
-    fixed = [word.key_or_group for word in words if word not in swept and not word.is_hydra_override()]
-    excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]"
-    return Sweep(directory.absolute(), jobs, [f"hydra.sweep.dir={typed(str(directory))}", excluded])
+    keys = ",".join(word.key_or_group for word in fixed if not word.is_hydra_override())
+    excluded = f"hydra.job.config.override_dirname.exclude_keys=[{keys}]"
+    return directory.absolute(), [f"hydra.sweep.dir={typed(str(directory))}", excluded]
 
 
 def ask_hydra(line: Words, program: EntryPoint, more: Sequence[str], task: Callable[[DictConfig], Any]) -> None:
@@ -100,40 +81,29 @@ def ask_hydra(line: Words, program: EntryPoint, more: Sequence[str], task: Calla
     Raises:
         ConfigurationError: Hydra refuses a word or a file.
     """
-    began = False
-
-    def run(composed: DictConfig) -> Any:
-        nonlocal began
-        began = True
-        return task(composed)
-
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises exceptions instead of printing them and exiting
     before = sys.argv
     sys.argv = [before[0], *line.options, *for_hydra(line.overrides), *more]
     try:
-        hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=program.config_name)(run)()
-    except Exception as error:
-        if began or (isinstance(error, OSError) and error.errno):
-            raise  # a fault of the program, or what Hydra prints for --cfg cannot be written
+        hydra.main(version_base="1.3", config_path="pkg://gpipe_cli.conf", config_name=program.config_name)(task)()
+    except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
         raise ConfigurationError(in_one_line(error)) from error
     finally:
         sys.argv = before
 
 
-def end_sweep(sweep: Sweep) -> int:
+def end_sweep(directory: Path) -> int:
     """Prints the table of all jobs and writes it as sweep.json; returns the exit code."""
     if not torchrun.is_first():
         return 0
-    runs = find_runs([sweep.directory])[0]
+    runs = find_runs([directory])[0]
     table = compare(runs)
-    document = table.document(sweep.directory)
-    content = {"sweep": str(sweep.directory), "swept": table.differing, "jobs": table.facts}
-    write_whole(sweep.directory / "sweep.json", json.dumps(content, indent=1) + "\n")
-    missing = (sweep.jobs or 0) - len(runs)
-    more = f"\n{missing} more were not started" if missing > 0 else ""
+    document = table.document(directory)
+    content = {"sweep": str(directory), "swept": table.differing, "jobs": table.facts}
+    write_whole(directory / "sweep.json", json.dumps(content, indent=1) + "\n")
     with suppress(OSError):
-        document.save(sweep.directory / PAGE)
+        document.save(directory / PAGE)
     with suppress(OSError):  # nobody reads it
         tables = Document("", [document.blocks[0], *table.matrix()]).text()
-        show(f"\n{tables}{more}\n\n{where_it_is(sweep.directory)}")
-    return 0 if runs and missing <= 0 and all(run.status == "done" for run in runs) else FAILED
+        show(f"\n{tables}\n\n{where_it_is(directory)}")
+    return 0 if runs and all(run.status == "done" for run in runs) else FAILED

@@ -8,27 +8,22 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 from gpipe_cli.disk import LogFile
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.join import joined, lasting_store, restart_count
+from gpipe_cli.launch.join import joined
 from gpipe_cli.launch.report import LOG_LINE, log_path
-from gpipe_cli.typed_section import typed
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.context import Context
 
 ENTRY = "gpipe_cli.jobs.torchrun:enter"
-KEY, DIRECTORY = "rank_0_decides", "directory"  # in the store
-PAUSE = 0.2  # seconds between two looks for what rank 0 has decided
+PAUSE = 0.2  # seconds between two looks for a directory
 SHARED_SECONDS = 10.0  # until rank 0's run directory must be seen on the other machines
 HEAD_START = 2.0  # seconds; torchrun ends all ranks when one has failed, and rank 0 must print the reason first
 
@@ -44,18 +39,21 @@ def world_size() -> int | None:
 
 
 @contextmanager
-def own_places() -> Iterator[list[str]]:
-    """Yields the overrides of Hydra's directories.
+def own_places(words: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the overrides of Hydra's directories beside those in ``words``: ranks above 0 have an empty one of theirs.
 
-    Rank 0 of a job that torchrun has started again keeps its directory; ranks above 0 write to an empty one of theirs.
+    Raises:
+        ConfigurationError: torchrun may start the job again, which would not find its directory.
     """
-    if not is_first():
-        with tempfile.TemporaryDirectory(prefix="gpipe-") as folder:
-            places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
-            yield [*places, "hydra/job_logging=disabled"]
+    typed_place = any(word.startswith(("hydra.run.dir=", "hydra.sweep.dir=")) for word in words)
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not typed_place:
+        raise ConfigurationError("with torchrun --max-restarts type hydra.run.dir=FOLDER: a restart goes on there")
+    if is_first():
+        yield []
         return
-    store = lasting_store() if restart_count() else None
-    yield [] if store is None or not store.check([DIRECTORY]) else [store.get(DIRECTORY).decode()]
+    with tempfile.TemporaryDirectory(prefix="gpipe-") as folder:
+        places = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+        yield [*places, "hydra/job_logging=disabled"]
 
 
 def refuse_separate_directories(context: Context) -> None:
@@ -91,35 +89,13 @@ def log_of_rank(context: Context) -> None:
     root.setLevel(logging.INFO)
 
 
-def own_place() -> tuple[str, str]:
-    """Returns the key and the path of this command's directory: of a sweep the one of all its jobs."""
-    place = HydraConfig.get()
-    if place.mode == RunMode.MULTIRUN:
-        return "hydra.sweep.dir", place.sweep.dir
-    return "hydra.run.dir", place.runtime.output_dir
-
-
-def wrap(entry: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with which `enter` calls the real entry point.
-
-    They have the override that leads to this command's directory of runs again.
-    """
-    key, path = own_place()
-    return {"entry": entry, "config": config, "directory": f"{key}={typed(str(Path(path).absolute()))}"}
-
-
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:
-    """Calls the real entry point, on every rank, with the run directory and configuration of rank 0.
+    """Calls the real entry point, "entry", on every rank with the run directory and configuration, "config", of rank 0.
 
     Each rank has composed its own, with another `${now:}`, another environment or other checkpoints in sight.
     """
-    if context.rank == 0:
-        context.store.set(KEY, json.dumps([str(context.run_dir), wrapped["config"]]))
-        if (lasting := lasting_store()) is not None:
-            lasting.set(DIRECTORY, wrapped["directory"])
-    while not context.store.check([KEY]):  # as long as rank 0 takes
-        time.sleep(PAUSE)
-    run_dir, config = json.loads(context.store.get(KEY))
+    own = json.dumps([str(context.run_dir), wrapped["config"]])
+    run_dir, config = json.loads(context.decide("rank_0_decides", own, lambda everyone: everyone[0]))
     context.run_dir = Path(run_dir)
     refuse_separate_directories(context)
     log_of_rank(context)

@@ -6,6 +6,7 @@ Names are compared as a whole: Hydra resolves attributes of what a module import
 `gpipe_cli.data.images.digits.Path.unlink` begins like a name of gpipe-cli.
 """
 
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -54,10 +55,9 @@ def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None
     Raises:
         ConfigurationError: a text of the recorded configuration contains ``${``.
     """
-    texts = (text for entry in _entries(recorded) for text in entry if isinstance(text, str))
-    if (found := next((text for text in texts if "${" in text), None)) is not None:
+    if "${" in json.dumps(dict(recorded)):
         raise ConfigurationError(
-            f"{checkpoint}/manifest.json: its configuration has the text {found!r}; no run writes ${{…}} there, so the "
+            f"{checkpoint}/manifest.json: its configuration holds an interpolation; no run writes ${{…}} there, so the "
             "file was changed: use another copy of the checkpoint"
         )
 
@@ -81,11 +81,6 @@ def refuse_foreign(config: Mapping[str, Any], trusted: Sequence[str], checkpoint
         )
 
 
-def _paths(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of the section that name files, with their values."""
-    return {f"data.{key}": data[key] for key in PATHS if data.get(key) is not None and not [*targets(data[key])]}
-
-
 def refuse_unnamed_paths(
     data: Mapping[str, Any], named: Sequence[str], recorded: Mapping[str, Any], checkpoint: Path
 ) -> None:
@@ -99,9 +94,8 @@ def refuse_unnamed_paths(
     Raises:
         ConfigurationError: it names the keys with their values, and what to type.
     """
-    found = _paths(data)
-    values = {key: flat({key: value}) for key, value in found.items()}
-    trained_on = [key for key, parts in values.items() if all(recorded.get(of) == parts[of] for of in parts)]
+    found = {f"data.{key}": data[key] for key in PATHS if data.get(key) is not None and not [*targets(data[key])]}
+    trained_on = [key for key, value in found.items() if flat({key: value}).items() <= recorded.items()]
     if unnamed := [key for key in found if not {key, "data"} & {*named, *trained_on}]:
         words = " ".join(f"{key}={typed(found[key])}" for key in unnamed)
         raise ConfigurationError(
@@ -112,15 +106,9 @@ def refuse_unnamed_paths(
 
 def targets(value: Any) -> Iterator[str]:
     """Yields every `_target_`, at any depth."""
-    return (str(item) for key, item in _entries(value) if key == "_target_")
-
-
-def _entries(value: Any, key: Any = None) -> Iterator[tuple[Any, Any]]:
-    """Yields this value and all values in it, each with its key (None in a list)."""
-    yield key, value
     if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _entries(item, name)
+        for key, item in value.items():
+            yield from [str(item)] if key == "_target_" else targets(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _entries(item)
+            yield from targets(item)

@@ -186,4 +186,3 @@ def test_an_output_where_nothing_can_be_written_is_refused(
         assert call(["run", f"output={place}/x.safetensors" if name == "export" else f"output={place}"]) == 2
         said = capsys.readouterr()
         assert said.err.startswith(f"gpipe-{name}: output={place}") and (said.err.count("\n"), said.out) == (1, "")
-    assert not Path("above").exists()

@@ -91,7 +91,7 @@ def test_broken_runs_are_named_and_the_others_shown(sweep: Path, tmp_path: Path,
     os.truncate(killed / ".hydra" / "config.yaml", 1 << 40)
     rows = report(tmp_path / "out", sweep, tmp_path / "nowhere")
     status = [row["outcome"] for row in rows]
-    assert "summary.json is damaged: EOF while parsing" in status[0]
+    assert "summary.json is damaged: Invalid JSON: EOF while parsing" in status[0]
     assert status[4] == "failed: ValueError: no"
     assert status[5].split("; ")[:2] == ["not finished, 1 steps on record", "config.yaml cannot be read"]
     assert status[5].endswith("metrics.jsonl: damaged and skipped: line 2")

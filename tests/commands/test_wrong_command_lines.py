@@ -31,7 +31,7 @@ CASES = {  # command line to what the answer must contain
     "train 'logging.trackers=[{a: 1}]'": "logging.trackers=[{a:1}]",
     "train optimizer=adam optimizer.fused=maybe": "optimizer.fused=maybe: should be a valid boolean",
     "train optimizer.rest.eps=abc": "optimizer.rest.eps=abc: should be a valid number",
-    f"train hydra.run.dir=above/{'a' * 300}/run": "hydra.run.dir",
+    f"train hydra.run.dir={'a' * 300}/run": "hydra.run.dir",
     "train checkpoint.resume=nowhere": "checkpoint.resume: nowhere holds no complete checkpoint",
     f"train checkpoint.resume={'a' * 300}": "a/manifest.json: File name too long",
     f"train data=parallel_text data.root={'a' * 300}": "data.root=",
@@ -143,13 +143,6 @@ def test_what_is_wrong_with_a_file_of_the_user_s_is_told(text: str, said: str, h
     assert import_module("gpipe_cli.commands.train").main(["--config-dir=conf", "experiment=mine"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
-
-
-def test_a_file_that_is_not_utf8_is_named(here: Path, capsys: Capture) -> None:
-    (here / "conf" / "experiment").mkdir(parents=True)
-    (here / "conf" / "experiment" / "mine.yaml").write_bytes(b"# caf\xe9\n")
-    assert import_module("gpipe_cli.commands.plan").main(["--config-dir", "conf", "experiment=mine"]) == 2
-    assert "mine.yaml, line 1: it is not UTF-8\n" in capsys.readouterr().err
 
 
 def test_the_record_of_a_run_that_cannot_be_read_is_named(here: Path) -> None:

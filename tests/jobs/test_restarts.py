@@ -19,7 +19,7 @@ from run_files import rows
 
 from benchmarks.gpu.checks import same_end
 from gpipe_cli.checkpoint.files import step_directory
-from gpipe_cli.jobs.restarts import RESTARTS, Restarts
+from gpipe_cli.jobs.beginning import RESTARTS, Restarts
 from gpipe_cli.launch.report import Failure, WorkerFailed
 from gpipe_cli.terminal.console import Console
 
@@ -49,6 +49,7 @@ class Script:
                 self.starts.append(made.settings)
                 if steps:
                     save(self.run_dir, steps.pop(0), make_layers())
+                    made.begun = True
                 if failure is None:
                     break
                 made.prepare_next(failure)
@@ -98,13 +99,13 @@ def test_an_exception_is_tried_once_more_at_each_place(steps: tuple[int, ...], s
 def test_under_torchrun_a_restart_finds_its_run_and_continues_it_bit_for_bit(tmp_path: Path) -> None:
     words = [*WORDS, "pipeline.K=2", "trainer.steps=8", "checkpoint.every=2", "trainer.average=null"]
     train_inline(tmp_path / "whole", *words, "++model.middle=Dying")
-    started = [*TORCHRUN, "--max-restarts=1", *TRAIN, *words, "model.middle=Dying", "launch.restarts=1"]
+    run_dir = tmp_path / "run"
+    started = [*TORCHRUN, "--max-restarts=1", *TRAIN, *words, "model.middle=Dying", f"hydra.run.dir={run_dir}"]
     said = succeeded(run(*started, cwd=tmp_path, HOW="kill"))
-    (run_dir,) = (tmp_path / "runs").iterdir()
     assert same_end(tmp_path / "whole", run_dir)
     (record,) = json.loads((run_dir / "summary.json").read_text())["restarts"]
     assert record["from_step"] in (2, 4)
-    assert record["cause"] == "a process was killed"
+    assert record["cause"] == "a rank ended"
     assert f"torchrun's restart 1 from step {record['from_step']}" in said
 
 
