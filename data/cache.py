@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ..disk import explain, locked, open_for_writing, open_regular, whole_file, writing
-from ..errors import ConfigurationError
+from ..disk import DRAFT, cache_folder, locked, open_for_writing, whole_file, writing
 from .source import Report, no_report
 
 T = TypeVar("T")
@@ -36,12 +35,27 @@ def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], re
     return read(path)
 
 
-def remove(path: Path) -> None:
-    """Removes a file, a folder or a link, but not the file that the link leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def made_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
+    """Returns a folder of the cache, which `make(draft)` fills first unless it is there.
+
+    Raises:
+        DiskError: the cache cannot be written.
+    """
+    path = cache_folder(cache_dir) / name
+    with writing_cache(path.parent):
+        if path.exists():
+            return path
+        with sole_maker(path, report):
+            if not path.exists():  # another process may have made it meanwhile
+                draft = path.with_name(f"{DRAFT}{path.name}")
+                shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+                draft.mkdir()
+                try:
+                    make(draft)
+                    draft.rename(path)
+                finally:
+                    shutil.rmtree(draft, ignore_errors=True)
+    return path
 
 
 @contextmanager
@@ -58,53 +72,12 @@ def sole_maker(path: Path, report: Report) -> Iterator[None]:
         os.close(lock)
 
 
-def save_array(path: Path, array: npt.NDArray[Any]) -> None:
-    """Writes an array to a file."""
-    with whole_file(path) as draft:
-        np.save(draft, array)
+def append(path: Path, numbers: npt.NDArray[Any]) -> None:
+    """Writes numbers at the end of a file."""
+    with path.open("ab") as file:
+        file.write(np.ascontiguousarray(numbers).data)
 
 
-class GrowingArray:
-    """Writes an array of one dimension to a .npy file, one part after the other.
-
-    Attributes:
-        size: numbers written so far.
-    """
-
-    def __init__(self, path: Path, kind: npt.DTypeLike) -> None:
-        self.size, self._kind, self._file = 0, np.dtype(kind), path.open("wb")
-        self._write_header()
-
-    def append(self, numbers: npt.NDArray[Any]) -> None:
-        """Writes further numbers."""
-        self._file.write(np.ascontiguousarray(numbers, self._kind).data)
-        self.size += len(numbers)
-
-    def close(self) -> None:
-        """Writes the length into the file's header, for which numpy leaves room."""
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
-
-    def _write_header(self) -> None:
-        about = {"descr": np.lib.format.dtype_to_descr(self._kind), "fortran_order": False, "shape": (self.size,)}
-        np.lib.format.write_array_header_1_0(self._file, about)
-
-
-def open_array(path: Path) -> npt.NDArray[Any]:
-    """Returns the integers in a file, mapped into memory; raises ConfigurationError for a damaged file."""
-    try:
-        os.close(open_regular(path))  # numpy would wait for a pipe
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
-        if array.dtype.kind not in "iu":
-            raise ValueError(f"it holds {array.dtype}")
-    except Exception as error:  # of a dozen types
-        if explain(error):
-            raise
-        raise damaged(path, error) from error
-    return array
-
-
-def damaged(path: Path, error: object) -> ConfigurationError:
-    """Returns the refusal of a damaged file of a prepared corpus."""
-    return ConfigurationError(f"{path} is damaged ({error}): delete its corpus, which is then made anew")
+def open_array(path: Path, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns the numbers in a file, mapped into memory."""
+    return np.asarray(np.memmap(path, kind, "r")) if path.stat().st_size else np.empty(0, kind)

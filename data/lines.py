@@ -1,13 +1,11 @@
 """Finds files of text, and opens them as lines: plain, compressed, or the records of a file as lines of JSON."""
 
 import bz2
-import csv
 import importlib
 import io
 import json
 import lzma
 import re
-import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import zstandard
 
 from ..disk import refuse_pointer
 from ..errors import ConfigurationError
+from .defects import BadLine
 from .records import ROWS_OF, UNREADABLE, json_array
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -30,7 +29,6 @@ SPLITS = {"train": "train", "dev": "dev", "val": "dev", "valid": "dev", "validat
 SPLITS |= {"test": "test", "devtest": "test"}  # of a corpus, by the words that name them
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
-NO_FORMAT = (ValueError, SyntaxError, LookupError, RecursionError, csv.Error, struct.error)  # raised by readers
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
 PACKED_BLOCK = 1 << 16  # bytes that are unpacked at once
 
@@ -77,10 +75,8 @@ def reading(path: Path) -> Iterator[BinaryIO]:
             yield file
     except ConfigurationError:
         raise
-    except NO_FORMAT as error:
-        raise ConfigurationError(f"{path} is no {ending_of(path)} that can be read ({error})") from error
-    except Exception as error:  # a torn archive raises OSError, EOFError or an error of its kind
-        raise ConfigurationError(f"{path}: cannot be read ({error}): no access, or a torn archive") from error
+    except Exception as error:  # each library raises its own
+        raise ConfigurationError(f"{path}: cannot be read ({error}): torn, of another format, or no access") from error
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -158,13 +154,19 @@ class _Blocks(io.RawIOBase):
         return given
 
 
-def decoded(line: bytes) -> tuple[str, str | None]:
-    """Returns a line's text, and the kind of the defect that makes it unusable (see `defects.KINDS`)."""
+def decoded(line: bytes, side: int = 0) -> str:
+    """Returns a line's text, without a byte order mark.
+
+    Raises:
+        BadLine: it is no text.
+    """
     try:
-        text = line.decode()
-    except UnicodeDecodeError:
-        return "", "undecodable"
-    return text, "nul" if "\0" in text else None
+        text = line.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        raise BadLine("undecodable", side=side) from error
+    if "\0" in text:
+        raise BadLine("nul", side=side)
+    return text
 
 
 def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
@@ -174,30 +176,34 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
         key: that chooses the names; for messages.
 
     Raises:
-        ValueError: it says what is wrong with the line.
+        BadLine: it says what is wrong with the line.
     """
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON ({error})") from error
+        raise BadLine("malformed", f"is no JSON ({error})") from error
     if not isinstance(content, dict):
-        raise ValueError("is no JSON object")
+        raise BadLine("malformed", "is no JSON object")
     if UNREADABLE in content:
-        raise ValueError(content[UNREADABLE])
+        raise BadLine("malformed", content[UNREADABLE])
     below = content.get("translation")
     content = {**(below if isinstance(below, dict) else {}), **content}
+    texts = {name: text for name, text in content.items() if isinstance(text, str)}
     for name in names:
-        if not isinstance(content.get(name), str):
-            known = ", ".join(name for name, value in content.items() if isinstance(value, str))
-            raise ValueError(f"has no text under {name!r} ({key}), only under: {known or 'nothing'}")
-        content[name].encode()  # a UnicodeEncodeError is a ValueError: half of a surrogate pair, which JSON can write
-    return [content[name] for name in names]
+        if name not in texts:
+            known = ", ".join(texts) or "nothing"
+            raise BadLine("malformed", f"has no text under {name!r} ({key}), only under: {known}")
+        if "\0" in texts[name]:
+            raise BadLine("nul")
+        if re.search("[\ud800-\udfff]", texts[name]):  # which JSON can write
+            raise BadLine("malformed", "has half of a surrogate pair")
+    return [texts[name] for name in names]
 
 
 def language_in(line: bytes, column: str) -> str | None:
     """Returns the language that a record names in a column; None: it names none."""
     try:
-        (found,) = texts_in(line.removeprefix(BYTE_ORDER_MARK).decode(), [column], "data.language_column")
-    except ValueError:
+        (found,) = texts_in(decoded(line), [column], "data.language_column")
+    except BadLine:
         return None
     return found if re.fullmatch(LANGUAGE, found) else None

@@ -85,16 +85,13 @@ def _messages(catalogue: Any) -> Iterator[Row]:
 
 def _tmx(file: BinaryIO) -> Iterator[Row]:
     for unit, _ in _elements(file, "tu"):
-        texts = [one for one in unit if _name(one) == "tuv"]
-        segments = (next((part for part in one if _name(part) == "seg"), _MISSING) for one in texts)
-        languages = (one.get(_LANGUAGE) or one.get("lang") or "" for one in texts)
-        yield _by_language(zip(languages, map(_text, segments), strict=True))
+        texts = unit.findall("{*}tuv")
+        yield _by_language((one.get(_LANGUAGE) or one.get("lang") or "", _text(_child(one, "seg"))) for one in texts)
 
 
 def _xliff(file: BinaryIO) -> Iterator[Row]:
     for unit, given in _elements(file, "trans-unit", "segment"):
-        sides = {_name(child): child for child in unit}
-        source, target = sides.get("source", _MISSING), sides.get("target", _MISSING)
+        source, target = _child(unit, "source"), _child(unit, "target")
         is_open = given.get("translate") == "no" or {unit.get("state"), target.get("state")} & _UNTRANSLATED
         row = {"source": _text(source), "target": "" if is_open else _text(target)}
         of_source = source.get(_LANGUAGE) or given.get("source-language") or given.get("srcLang", "")
@@ -110,6 +107,10 @@ def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
             row.setdefault(name, text)
         row[language] = text
     return row
+
+
+def _child(element: Any, name: str) -> Any:
+    return next(element.iterfind(f"{{*}}{name}"), _MISSING)
 
 
 def _text(element: Any) -> str:
@@ -157,5 +158,4 @@ def json_array(file: BinaryIO) -> Iterator[Row]:
 
 
 ROWS_OF: dict[str, Rows] = {".po": _po, ".mo": _mo, ".tmx": _tmx, ".xliff": _xliff, ".xlf": _xliff, ".csv": _csv}
-READING = 2  # raised when a file would give other records
 CATALOGUES, MEMORIES = (".po", ".mo"), (".tmx", ".xliff", ".xlf")

@@ -1,4 +1,9 @@
-"""Draws the order of sentences: temperature sampling (paper, section 5) that can start at any place."""
+"""Draws the order of sentences, by temperature (paper, section 5), and deals them over mini-batches.
+
+Each mini-batch is a sample of all lengths; its micro-batches have similar lengths and equal cost. Lengths are padded to
+few widths, and numbers of pairs are rounded. So there are few shapes to allocate, to send to other workers, and to
+compile for. Only whole numbers are computed, so every platform makes the same mini-batches.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,6 +16,13 @@ import numpy.typing as npt
 from .source import permutation
 
 Item = TypeVar("Item")
+Numbers = npt.NDArray[np.int64]
+
+PAD_MULTIPLE = 8
+FINE_WIDTHS = 128  # up to here every multiple of 8 is a width, from here on there are four between n and 2n
+GROUPS = 4  # of a mini-batch; with more, one of four micro-batches would span several and be padded more
+ROUNDS = 6  # more change little
+LEAST = 8  # a group has at least an eighth of the mean number of pairs
 
 
 def temperature_shares(sizes: Sequence[int], temperature: float) -> npt.NDArray[np.float64]:
@@ -133,3 +145,119 @@ class EvenSample(Generic[Item]):
         while len(self.kept) > self._most:
             self.stride *= 2
             self.kept = [entry for entry in self.kept if entry[0] % self.stride == 0]
+
+
+# -- mini-batches ------------------------------------------------------------------------------------------------------
+
+
+def width_of(lengths: Numbers) -> Numbers:
+    """Returns the widths that sequences of these lengths are padded to: 8, 16 … 128, 160 … 256, 320 …"""
+    octaves = np.ceil(np.log2(np.maximum(lengths, FINE_WIDTHS) / FINE_WIDTHS)).astype(np.int64)
+    step = np.where(octaves > 0, FINE_WIDTHS // 8 << np.maximum(octaves, 1), PAD_MULTIPLE)
+    return np.asarray(-(-lengths // step) * step)
+
+
+def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> list[list[Numbers]]:
+    """Deals pairs over `count` mini-batches; returns the pairs' numbers in each group of each mini-batch.
+
+    The pairs are sorted by width and cut into four parts, and each part into as many groups as there are mini-batches.
+    A mini-batch gets one group of each part, short sentences first; its groups have nearly equal padded tokens. Every
+    other part is dealt from its end, so that the mini-batches have similar mean lengths.
+
+    Args:
+        source, target: lengths with the end token, of at least `count` pairs.
+        equal_pairs: mini-batches have equal numbers of pairs; else all groups have nearly equal padded tokens.
+    """
+    width = width_of(target)
+    # Source lengths rise in one width and fall in the next, so that a group that spans two has similar sources.
+    _, bucket = np.unique(width, return_inverse=True)
+    padded = width_of(source)
+    order = np.lexsort((np.where(bucket % 2, -padded, padded), width))
+    tokens = np.cumsum((padded + width)[order])
+    pairs = len(order) // count
+    parts = min(GROUPS, pairs)
+    if equal_pairs:
+        bounds = _bounds_of_equal_pairs(tokens, parts, count)
+    else:
+        least = max(1, pairs // (LEAST * parts))
+        bounds = _apart(_rounded(_places_of_shares(tokens, parts * count)), len(order), least)
+    groups = np.split(order, bounds[1:-1])
+    return [
+        [groups[number] for number in column] for column in _turned(np.arange(parts * count).reshape(parts, count)).T
+    ]
+
+
+def least_pairs(mean: int) -> int:
+    """Returns the fewest pairs of a mini-batch that `dealt` makes if they have `mean` pairs on average."""
+    parts = min(GROUPS, mean)
+    return parts * max(1, mean // (LEAST * parts))
+
+
+def micro_batches(groups: Sequence[int], count: int) -> list[slice]:
+    """Divides a mini-batch into consecutive micro-batches, each an equal share of its groups.
+
+    Args:
+        groups: pairs of each group, at least `count` in all.
+    """
+    ends = np.cumsum([0, *groups])
+    return [slice(first, last) for first, last in pairwise(_apart(_shares(ends, count), int(ends[-1]), 1).tolist())]
+
+
+def _bounds_of_equal_pairs(tokens: Numbers, parts: int, count: int) -> Numbers:
+    """Returns where each group ends, from 0 on; mini-batches have equal pairs, and each equal tokens in its groups.
+
+    The pairs of a group are inverse to their mean tokens. These depend on where the group lies, and so on the pairs of
+    the groups before it; some rounds make both agree.
+
+    Args:
+        tokens: of the first pair, the first two pairs, and so on.
+    """
+    pairs = len(tokens) // count
+    step = _step(pairs)
+    to_here = np.array([0, *tokens])
+    sizes = np.full((parts, count), pairs // parts)
+    for _ in range(ROUNDS):
+        bounds = np.cumsum([0, *sizes.flat])
+        rates = (sizes << 32) // np.diff(to_here[bounds]).reshape(sizes.shape)  # pairs a token
+        ends = np.cumsum(_turned(rates), axis=0)
+        ends = (pairs * ends // ends[-1] + step // 2) // step * step
+        sizes = _turned(np.stack([np.diff(_apart(np.array([0, *of]), pairs, 1)) for of in ends.T], axis=1))
+    return np.cumsum([0, *sizes.flat])
+
+
+def _turned(parts: Numbers) -> Numbers:
+    """Returns parts [parts, groups] with every other one from its end."""
+    return np.stack([row[:: -1 if part % 2 else 1] for part, row in enumerate(parts)])
+
+
+def _places_of_shares(tokens: Numbers, count: int) -> Numbers:
+    """Returns after how many pairs each of `count` equal shares of the tokens ends, from 0 on.
+
+    Args:
+        tokens: of the first pair, the first two pairs, and so on.
+    """
+    return np.asarray(np.searchsorted(tokens, tokens[-1] * np.arange(count + 1) // count, side="right"))
+
+
+def _shares(ends: Numbers, count: int) -> Numbers:
+    """Returns where each of `count` equal shares of the groups ends, from 0 on; so do `ends`, those of the groups."""
+    group, rest = np.divmod(np.arange(count + 1) * (len(ends) - 1), count)
+    return np.asarray(ends[group] + np.diff(ends, append=ends[-1])[group] * rest // count)
+
+
+def _rounded(bounds: Numbers) -> Numbers:
+    """Returns bounds at similar places with few different distances."""
+    steps = np.array([1, *map(_step, np.diff(bounds).tolist())])
+    return np.asarray((bounds + steps // 2) // steps * steps)
+
+
+def _apart(bounds: Numbers, last: int, least: int) -> Numbers:
+    """Moves bounds so that they are at least `least` apart and end at `last`."""
+    fewest = least * np.arange(len(bounds))
+    moved = np.maximum.accumulate(np.array([*bounds[:-1], last]) - fewest) + fewest
+    return np.asarray(np.minimum(moved, last - fewest[::-1]))
+
+
+def _step(pairs: int) -> int:
+    """Returns the power of two in (pairs/64, pairs/32], at least 1."""
+    return int(1 << max(0, (pairs // 32).bit_length() - 1))

@@ -208,16 +208,13 @@ def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
 
 def read_ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
     """Yields the same items in the same order; a background thread makes up to `depth` of them early."""
-    end = object()
-    with_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-    waiting: deque[Future[Any]] = deque()
+    end, thread = object(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+    waiting: deque[Future[Any]] = deque(thread.submit(next, items, end) for _ in range(depth))
     try:
         while True:
-            while len(waiting) <= depth:
-                waiting.append(with_thread.submit(next, items, end))
-            item = waiting.popleft().result()
-            if item is end:
+            waiting.append(thread.submit(next, items, end))
+            if (item := waiting.popleft().result()) is end:
                 return
             yield item
     finally:
-        with_thread.shutdown(wait=True, cancel_futures=True)
+        thread.shutdown(wait=True, cancel_futures=True)

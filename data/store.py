@@ -1,11 +1,10 @@
 """Reads and writes a corpus of sentence pairs on disk: token ids in one array, vocabularies, held-out texts.
 
-    store.json                      languages, the parts that were shuffled, counts of lengths; written last
+    store.json                      languages, the parts that were shuffled, counts of lengths, defects of the text
     source.model, target.model      vocabularies, or .json; none of the target if both sides share one
-    dev.jsonl, test.jsonl           [language, item, source, target] in each line
-    defects.json                    {"counts": {language: {kind: count}}, …}: what was found when the store was made
-    ids.npy                         uint16 or uint32: source ids, then target ids, of one pair after the other
-    ends.npy                        int64: 0, and where each of these sequences ends in ids.npy
+    held_out.jsonl                  [split, language, item, source, target] in each line
+    ids                             uint16 or uint32: source ids, then target ids, of one pair after the other
+    ends                            int64: 0, and where each of these sequences ends in ids
 
 The pairs of one language follow those of the other. The arrays are mapped into memory. Opening a store reads store.json
 and the vocabularies only, so neither time nor memory grows with the corpus; batches are formed without reading ids.
@@ -14,9 +13,9 @@ and the vocabularies only, so neither time nor memory grows with the corpus; bat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,44 +24,38 @@ import numpy.typing as npt
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from ..disk import write_whole
 from ..json_files import json_rows, read_json
-from .cache import GrowingArray, damaged, open_array
+from .cache import append, open_array
+from .defects import Defects
+from .sampling import width_of
 from .source import fingerprint_of
-from .token_batches import width_of
 from .vocabulary import FILES, read_both
 
-FORMAT = 4  # raised when the same parameters would give other bytes
-IDS, ENDS = "ids.npy", "ends.npy"
+FORMAT = 5  # raised when the same parameters would give other bytes
+IDS, ENDS, HELD_OUT = "ids", "ends", "held_out.jsonl"
 LONGEST = 65_535  # tokens of a sentence: lengths are stored in two bytes
+BLOCK = 65_536  # pairs that are read together, in random order; the order of the largest block is held in memory
 
-Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+TokenKind = type[np.unsignedinteger[Any]]
 Lengths = npt.NDArray[np.uint16]
+Pairs = tuple[Tokens, Lengths]
 Numbers = npt.NDArray[np.int64]
-Ragged = tuple[Numbers, Numbers]
-"""Token ids of several sequences, one after the other, and the length of each sequence."""
+
+
+def token_kind(*vocabularies: Sized) -> TokenKind:
+    """Returns the type of the ids in a store: ids above 65,535 need four bytes."""
+    return np.uint32 if max(map(len, vocabularies)) > 65_536 else np.uint16
 
 
 class HeldOutPair(NamedTuple):
     """Holds a held-out sentence; `item` is its number, equal for languages that translate the same English."""
 
+    split: str
     language: str
     item: int
     source: str
     target: str
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Describes the layout of the pairs.
-
-    Attributes:
-        block: pairs that are read together, in random order; the order of the largest block is held in memory.
-        shard: pairs that are shuffled together, a multiple of `block`; about 50 tokens per pair make 100 MB.
-    """
-
-    block: int = 65_536
-    shard: int = 16 * 65_536
 
 
 @dataclass(frozen=True)
@@ -83,11 +76,12 @@ class LanguageSummary:
 
 
 class StoreDescription(TypedDict):
-    """Describes store.json."""
+    """Describes store.json; `lines`: pairs of lines that were read."""
 
     block: Annotated[int, Field(ge=1)]
     languages: dict[str, LanguageSummary]
-    made_of: dict[str, Any]
+    lines: int
+    defects: Defects
 
 
 class Store:
@@ -97,21 +91,19 @@ class Store:
         languages: the summary of each language, in the order of store.json.
         source_vocabulary, target_vocabulary: the same object if the sides share one.
         block: pairs of a block.
-        drawn: number of pairs of training files that are held out for each split.
+        lines: pairs of lines of the training files.
+        defects: found when the store was made.
     """
-
-    JSON = StoreDescription
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         description = read_json(folder / "store.json", StoreDescription)
         self.block, self.languages = description["block"], description["languages"]
-        self.drawn: dict[str, int] = description["made_of"].get("drawn", {})
+        self.lines, self.defects = description["lines"], description["defects"]
         self.source_vocabulary, self.target_vocabulary = read_both(folder)
         self._first = np.cumsum([0, *self.sizes.values()])  # pairs before each language
-        self._ids, self._ends = (open_array(folder / name) for name in (IDS, ENDS))
-        if (last := 2 * int(self._first[-1])) + 1 != len(self._ends) or self._ends[last] != len(self._ids):
-            raise damaged(folder / ENDS, "it is not that of its ids")
+        kind = token_kind(self.source_vocabulary, self.target_vocabulary)
+        self._ids, self._ends = open_array(folder / IDS, kind), open_array(folder / ENDS, np.int64)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -140,47 +132,33 @@ class Store:
         """Returns the number in the store of pair `indices[i]` of language number `languages[i]`, for every i."""
         return np.asarray(self._first[languages] + indices)
 
-    def lengths(self, pairs: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the tokens of each pair's source and target, without beginning and end tokens."""
-        first, second, third = self._bounds(pairs)
-        return second - first, third - second
+    def lengths(self, pairs: Numbers) -> Numbers:
+        """Returns the tokens of each pair's source and target [pairs, 2], without beginning and end tokens."""
+        return np.stack([self._ends[2 * pairs + side + 1] - self._ends[2 * pairs + side] for side in (0, 1)], axis=1)
 
-    def gather(self, pairs: Numbers) -> tuple[Ragged, Ragged]:
-        """Returns the ids of the pairs' sources and targets."""
-        first, second, third = self._bounds(pairs)
-        source, target = ((start, end - start) for start, end in ((first, second), (second, third)))
-        return self._gather(*source), self._gather(*target)
-
-    def _bounds(self, pairs: Numbers) -> list[Numbers]:
-        """Returns where the source of each pair begins in the ids, where it ends, and where the target ends."""
-        return [np.asarray(self._ends[2 * pairs + place]) for place in range(3)]
-
-    def _gather(self, starts: Numbers, lengths: Numbers) -> Ragged:
-        return self._ids[places_of(starts, lengths)].astype(np.int64), lengths
+    def gather(self, pairs: Numbers) -> tuple[list[Tokens], list[Tokens]]:
+        """Returns the ids of each pair's source and of each pair's target."""
+        bounds = [self._ends[2 * pairs + place].tolist() for place in range(3)]
+        source, target = (zip(bounds[side], bounds[side + 1], strict=True) for side in (0, 1))
+        return [self._ids[first:last] for first, last in source], [self._ids[first:last] for first, last in target]
 
     def held_out(self, split: str) -> Iterator[HeldOutPair]:
         """Yields all held-out sentences of "dev" or "test", language after language."""
-        return json_rows(self.folder / f"{split}.jsonl", HeldOutPair)
+        return (pair for pair in json_rows(self.folder / HELD_OUT, HeldOutPair) if pair.split == split)
 
 
-def interleave(
-    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], wide: bool
-) -> tuple[Tokens, Lengths]:
-    """Returns the ids of pairs as a store holds them, and their lengths; `wide`: ids above 65,535 need four bytes."""
-    lengths = np.array([(len(s), len(t)) for s, t in zip(sources, targets, strict=True)], np.uint16).reshape(-1, 2)
-    ids = chain.from_iterable(chain.from_iterable(zip(sources, targets, strict=True)))
-    return np.fromiter(ids, np.uint32 if wide else np.uint16, int(lengths.sum(dtype=np.int64))), lengths
+def interleave(pairs: Sequence[Sequence[Sequence[int]]], kind: TokenKind) -> Pairs:
+    """Returns the ids of pairs (source, target) as a store holds them, and their lengths."""
+    lengths = np.array([[len(ids) for ids in pair] for pair in pairs], np.uint16).reshape(-1, 2)
+    ids = chain.from_iterable(chain.from_iterable(pairs))
+    return np.fromiter(ids, kind, int(lengths.sum(dtype=np.int64))), lengths
 
 
-def places_of(starts: Numbers, lengths: Numbers) -> Numbers:
-    """Returns the places of the tokens of sequences that begin at `starts`, one sequence after the other."""
-    offsets = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return np.asarray(offsets + np.arange(len(offsets)))
-
-
-def pair_ends(lengths: Lengths) -> Numbers:
-    """Returns 0 and, for each pair, where it ends in tokens."""
-    return np.concatenate([[0], np.cumsum(lengths.sum(1, dtype=np.int64))])
+def shuffled(tokens: Tokens, lengths: Lengths, order: Numbers) -> Pairs:
+    """Returns pairs in another order."""
+    ends = np.cumsum(lengths.sum(1, dtype=np.int64)).tolist()
+    of_pairs = [tokens[first:last] for first, last in pairwise([0, *ends])]
+    return np.concatenate([tokens[:0], *(of_pairs[pair] for pair in order.tolist())]), lengths[order]
 
 
 class StoreWriter:
@@ -188,17 +166,14 @@ class StoreWriter:
 
     Args:
         folder: that becomes the store.
-        wide: whether there are ids above 65,535, which need four bytes.
 
     Attributes:
         languages: the summary of each language so far.
     """
 
-    def __init__(self, folder: Path, wide: bool) -> None:
-        self._folder = folder
-        self._ids = GrowingArray(folder / IDS, np.uint32 if wide else np.uint16)
-        self._ends = GrowingArray(folder / ENDS, np.int64)
-        self._ends.append(np.zeros(1, np.int64))
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._tokens = folder, 0
+        append(folder / ENDS, np.zeros(1, np.int64))
         self.languages: dict[str, LanguageSummary] = {}
 
     def add(self, language: str, tokens: Tokens, lengths: Lengths) -> None:
@@ -210,16 +185,18 @@ class StoreWriter:
         for width in np.unique(widths).tolist():
             chosen, before = targets[widths == width], summary.widths.get(str(width), (0, 0))
             summary.widths[str(width)] = [before[0] + len(chosen), before[1] + int(chosen.sum())]
-        self._ends.append(self._ids.size + np.cumsum(lengths.reshape(-1), dtype=np.int64))
-        self._ids.append(tokens)
+        append(self._folder / ENDS, self._tokens + np.cumsum(lengths.reshape(-1), dtype=np.int64))
+        append(self._folder / IDS, tokens)
+        self._tokens += len(tokens)
 
-    def finish(self, block: int, made_of: Mapping[str, object]) -> None:
-        """Closes the arrays and writes store.json, which makes the folder a store."""
-        self._ids.close()
-        self._ends.close()
+    def finish(self, held_out: Sequence[HeldOutPair], defects: Defects, block: int = BLOCK, lines: int = 0) -> None:
+        """Writes the held-out pairs, and store.json, see `StoreDescription`."""
+        rows = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in held_out)
+        (self._folder / HELD_OUT).write_text(rows, encoding="utf-8")
         summaries = {
             code: {"shards": of.shards, "widths": {width: of.widths[width] for width in sorted(of.widths, key=int)}}
             for code, of in self.languages.items()
         }
-        description = {"format": FORMAT, "block": block, "languages": summaries, "made_of": made_of}
-        write_whole(self._folder / "store.json", json.dumps(description, indent=1, ensure_ascii=False))
+        about = {"format": FORMAT, "block": block, "lines": lines, "defects": vars(defects)}
+        text = json.dumps({**about, "languages": summaries}, indent=1, ensure_ascii=False)
+        (self._folder / "store.json").write_text(text, encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from itertools import chain, count, groupby, islice
+from itertools import count, groupby, islice
 from operator import attrgetter
 from typing import Any
 
@@ -18,21 +18,21 @@ import torch
 from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch
 from .prepared import PreparedSource
-from .sampling import TemperatureSampler, temperature_shares
-from .source import Batch, HeldOutSample, Report, evaluation_parts, permutation, read_ahead, slices_of_replica
-from .store import HeldOutPair, Ragged, Store
-from .token_batches import dealt, least_pairs, micro_batches, width_of
+from .sampling import TemperatureSampler, dealt, least_pairs, micro_batches, temperature_shares, width_of
+from .source import Batch, HeldOutSample, evaluation_parts, permutation, read_ahead, slices_of_replica
+from .store import HeldOutPair, Store
 from .vocabulary import BOS, EOS, PAD
 
 CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64  # sentences of a micro-batch
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
+Sequences = Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]]
 LOOKED_AT = 16  # mini-batches of a prepared text, for its usual lengths
 
 
 class PairSource(PreparedSource):
-    """Yields temperature-sampled mini-batches of pairs. Subclasses open the store.
+    """Yields temperature-sampled mini-batches of pairs. `prepare` of a subclass opens the store and calls `_use`.
 
     A mini-batch is a sample of all lengths. Its micro-batches hold pairs of similar lengths, and have nearly equal
     numbers of padded tokens.
@@ -72,21 +72,12 @@ class PairSource(PreparedSource):
         self.evaluation_per_language = evaluation_per_language
         self.evaluation_split = evaluation_split
 
-    def _open(self, report: Report) -> Store:
-        raise NotImplementedError
-
     def _first_held_out(self, language: str, wanted: int) -> int:
         """Returns where a choice of `wanted` of the language's held-out sentences begins."""
         return 0
 
-    def prepare(self, report: Report) -> None:
-        """Builds the corpus unless it is there, and opens it.
-
-        Raises:
-            ConfigurationError: the vocabulary does not suit the corpus, or `max_length` leaves a language no pair.
-        """
-        store = self._open(report)
-        self._use(store)
+    def _use(self, store: Store) -> None:
+        super()._use(store)
         self.sizes = store.sizes
         if self._batch_tokens is not None:
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
@@ -131,12 +122,12 @@ class PairSource(PreparedSource):
     def evaluation(self, M: int) -> Iterator[Batch]:
         """Yields `evaluation_per_language` held-out sentences of each language, shortest first."""
         samples = self.held_out(self.evaluation_split, self.evaluation_per_language)
-        targets = self._store.target_vocabulary.encode([sample.reference for sample in samples])
+        targets = self.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
         sides = [samples[i].source_ids[:-1] for i in order], [targets[i] for i in order]
         for parts in evaluation_parts(len(order), EVALUATION_BATCH * M, M):
-            made = [_micro_batch(*(_ragged(side[part.start : part.stop]) for side in sides)) for part in parts]
+            made = [_micro_batch(*(side[part.start : part.stop] for side in sides)) for part in parts]
             yield Batch(made, parts[0].start)
 
     def held_out(self, split: str = "dev", per_language: int | None = None) -> list[HeldOutSample]:
@@ -144,14 +135,18 @@ class PairSource(PreparedSource):
 
         The choice depends on the language alone. Sources longer than `max_length` are left out.
         """
-        languages = groupby(self._store.held_out(split), attrgetter("language"))
+        languages = groupby(self._held_out_pairs(split), attrgetter("language"))
         chosen = [pair for code, pairs in languages for pair in self._chosen(code, list(pairs), per_language)]
-        sources = self._store.source_vocabulary.encode([pair.source for pair in chosen])
+        sources = self.encode([pair.source for pair in chosen])
         return [
-            HeldOutSample(pair.language, pair.source, pair.target, [*ids, EOS])
+            HeldOutSample(pair.language, pair.source, pair.target, ids)
             for pair, ids in zip(chosen, sources, strict=True)
-            if len(ids) < self._max_length
+            if len(ids) <= self._max_length
         ]
+
+    def _held_out_pairs(self, split: str) -> Iterator[HeldOutPair]:
+        """Yields all held-out pairs, language after language."""
+        return self._store.held_out(split)
 
     def _chosen(self, code: str, pairs: list[HeldOutPair], per_language: int | None) -> list[HeldOutPair]:
         if per_language is None:
@@ -174,8 +169,7 @@ class PairSource(PreparedSource):
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             pairs = self._store.locate(*sampler.items(number))
-            source, target = self._store.lengths(pairs)
-            batches = dealt(source + 1, target + 1, len(pairs) // self._pairs, self._batch_tokens is None)
+            batches = dealt(*(self._store.lengths(pairs) + 1).T, len(pairs) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
             for place in range(batch, len(batches)):
                 groups = batches[order[place]]
@@ -193,25 +187,15 @@ def _mean_target(store: Store, temperature: float) -> float:
     return float(sum(share * sum(tokens for _, tokens in of.widths.values()) / of.pairs for share, of in summaries))
 
 
-def _ragged(sequences: Sequence[Sequence[int]]) -> Ragged:
-    lengths = np.array([len(ids) for ids in sequences], np.int64)
-    return np.fromiter(chain.from_iterable(sequences), np.int64, int(lengths.sum())), lengths
+def _micro_batch(sources: Sequences, targets: Sequences) -> MicroBatch:
+    return (_rows(sources, (), (EOS,)), _rows(targets, (BOS,), ())), (_rows(targets, (), (EOS,)),)
 
 
-def _micro_batch(source: Ragged, target: Ragged) -> MicroBatch:
-    ends, begins, outs = _grid(source, 0), _grid(target, 1), _grid(target, 0)
-    rows = np.arange(len(ends))
-    ends[rows, source[1]] = EOS
-    outs[rows, target[1]] = EOS
-    begins[:, 0] = BOS
-    return (torch.from_numpy(ends), torch.from_numpy(begins)), (torch.from_numpy(outs),)
-
-
-def _grid(ragged: Ragged, shift: int) -> npt.NDArray[np.int64]:
-    """Returns the sequences as rows, moved right by `shift`, padded to a width with room for one more token."""
-    ids, lengths = ragged
-    width = int(width_of(lengths.max() + 1))
-    grid = np.full((len(lengths), width), PAD, np.int64)
-    columns = np.arange(width)[None, :] - shift
-    grid[(columns >= 0) & (columns < lengths[:, None])] = ids
-    return grid
+def _rows(sequences: Sequences, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
+    """Returns sequences as rows, each between further tokens, padded to one of few widths."""
+    width = width_of(np.array(max(map(len, sequences)) + 1))
+    rows = np.full((len(sequences), int(width)), PAD, np.int64)
+    for row, ids in zip(rows, sequences, strict=True):
+        first, last = len(before), len(before) + len(ids)
+        row[:first], row[first:last], row[last : last + len(after)] = before, ids, after
+    return torch.from_numpy(rows)

@@ -5,6 +5,7 @@ knows padding, the unknown piece, beginning and end by the ids 0 to 3; those of 
 """
 
 import io
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -90,15 +91,13 @@ def _refusal(error: str, key: str, size: int, coverage: float) -> str:
     return f"data.{key}={size}: SentencePiece could not train a vocabulary on this corpus: {reason}"
 
 
-def smaller_notice(key: str, wanted: int, vocabulary: Sized) -> str | None:
-    """Returns a warning if a vocabulary has fewer pieces than the key under `data` asks for."""
-    if len(vocabulary) == wanted:
-        return None
-    return (
-        f"data.{key}={wanted}, but the text supports {len(vocabulary):,} pieces only, so "
-        f"{wanted - len(vocabulary):,} rows of the model's tables stay unused: use data.{key}={len(vocabulary)} "
-        "for a smaller model"
-    )
+def warn_if_smaller(key: str, wanted: int, vocabulary: Sized, log: logging.Logger) -> None:
+    """Warns if a vocabulary has fewer pieces than the key under `data` asks for."""
+    if (pieces := len(vocabulary)) < wanted:
+        unused = (
+            f"{wanted - pieces:,} rows of the model's tables stay unused: use data.{key}={pieces} for a smaller model"
+        )
+        log.warning("data.%s=%d, but the text supports %s pieces only, so %s", key, wanted, f"{pieces:,}", unused)
 
 
 class Vocabulary:

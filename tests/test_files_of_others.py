@@ -14,9 +14,7 @@ from own_model import WORDS
 
 from gpipe_cli.commands import eval as evaluate
 from gpipe_cli.commands import plan, train, translate
-from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
-from gpipe_cli.data.images.tars import read_tars
-from gpipe_cli.data.lines import reading
+from gpipe_cli.data.cldr.source import CorpusParameters, open_store
 from gpipe_cli.data.source import no_report
 from gpipe_cli.disk import DiskError, write_whole, writing
 from gpipe_cli.errors import ConfigurationError, PlainError
@@ -106,35 +104,10 @@ def test_the_words_of_a_run_bring_in_no_files_of_its_own(tmp_path: Path) -> None
         plan.advise(str(tmp_path), [])
 
 
-@pytest.mark.parametrize("name", ["store.json", "defects.json", "files.json", "dev.jsonl", "ids.npy"])
-@pytest.mark.parametrize("content", ["", "[]", '{"block": [], "languages": {}}', '{"counts": {"fr": [1]}}', "[" * 9999])
-def test_a_damaged_corpus_is_made_anew(content: str, name: str, tmp_path: Path) -> None:
-    whole = open_store(CORPUS, str(tmp_path), print)
-    before = whole.fingerprint()
-    (whole.folder / name).write_text(content)
-    said = list[str]()
-    assert open_store(CORPUS, str(tmp_path), lambda text, *_: said.append(text)).fingerprint() == before
-    assert f"{name} is damaged" in said[0]
-
-
-def test_a_pipe_in_place_of_a_file_is_named(tmp_path: Path) -> None:
-    os.mkfifo(pipe := tmp_path / "a.yaml")
-    for read in (lambda: read_tars([pipe], no_report), lambda: reading(pipe).__enter__()):
-        with pytest.raises(PlainError, match=r"a\.yaml: .*it is no regular file"):
-            read()
-    corpus = open_store(CORPUS, str(tmp_path), no_report).folder
-    (corpus / "files.json").unlink()  # as of an earlier release
-    for name in ("dev.jsonl", "source.model"):
-        (corpus / name).unlink()
-        os.mkfifo(corpus / name)
-        with pytest.raises(PlainError, match=f"{name}: it is no regular file"):
-            list(open_store(CORPUS, str(tmp_path), no_report).held_out("dev"))
-
-
 def test_a_cache_that_is_deleted_while_it_is_used_is_told(tmp_path: Path) -> None:
     corpus = open_store(CORPUS, str(tmp_path), no_report)
     shutil.rmtree(corpus.folder)
-    with pytest.raises(PlainError, match=r"dev\.jsonl was there and has been deleted: continue the run"):
+    with pytest.raises(PlainError, match=r"held_out\.jsonl was there and has been deleted: continue the run"):
         list(corpus.held_out("dev"))
 
 

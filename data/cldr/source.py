@@ -1,24 +1,123 @@
-"""Yields mini-batches of the CLDR corpus: translation into English (`data=cldr`), or text (`data=cldr_text`)."""
+"""Yields mini-batches of the CLDR corpus: translation into English (`data=cldr`), or text (`data=cldr_text`).
 
+The corpus is built once for each CLDR version and parameters, as a store in the cache.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from ...cpu import usable_cores
+from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens
-from ..prepared import PreparedSource
+from ..cache import made_folder
+from ..defects import Defects
+from ..prepared import PreparedSource, digest_of, in_processes
+from ..sampling import temperature_shares
 from ..source import Report, permutation
-from ..store import Numbers, Store, places_of
+from ..store import FORMAT, LONGEST, HeldOutPair, Store, StoreWriter, interleave, token_kind
 from ..translation import PairSource
-from ..vocabulary import BOS, EOS, PAD
+from ..vocabulary import BOS, EOS, PAD, Vocabulary, train_vocabulary, warn_if_smaller
 from ..windows import WindowSource
-from .corpus import CorpusParameters, open_store
-from .languages import RANK, check_languages
+from .languages import RANK, check_languages, corpus_size
+from .pairs import Pair, held_out_pairs, train_pairs
+from .strings import cldr_version
+
+log = logging.getLogger(__name__)
 
 PACKED_AT_ONCE = 20_000  # pairs
+VOCABULARY_PAIRS = 56_000  # given to SentencePiece: more cost time and change little
+VOCABULARY_TEMPERATURE = 5.0
+SMALL = 50_000  # pairs, which one process composes in about two seconds
+
+
+@dataclass(frozen=True)
+class CorpusParameters:
+    """Holds all that decides a corpus, besides CLDR's version."""
+
+    languages: tuple[str, ...]
+    largest: int
+    smallest: int
+    vocabulary: int  # at most 65,536: ids are stored in two bytes
+    seed: int
+    max_length: int = LONGEST  # tokens of a side with its end token; longer pairs are left out
+    smaller_vocabulary: bool = False  # where the corpus supports fewer pieces
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the wanted number of training pairs of each language."""
+        return {code: corpus_size(code, self.largest, self.smallest) for code in self.languages}
+
+    def folder(self) -> str:
+        return f"translation-{cldr_version()}-{digest_of(FORMAT, asdict(self))}"
+
+
+def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Report) -> Store:
+    """Returns the corpus; builds it first if it is not in the cache (about 25 s on two cores for all 102 languages).
+
+    Warns if the vocabulary is smaller than asked for, or if more than one pair in a thousand was too long.
+
+    Raises:
+        ConfigurationError: the vocabulary size does not fit the corpus, or `max_length` leaves a language no pair.
+        DiskError: the cache cannot be written.
+    """
+    make = partial(_build, parameters, report=report)
+    store = Store(made_folder(cache_dir, parameters.folder(), make, report))
+    warn_if_smaller("vocabulary", parameters.vocabulary, store.source_vocabulary, log)
+    used, left_out = sum(store.sizes.values()), store.defects.counts["too_long"]
+    if 1_000 * left_out > used:
+        counts = f"{left_out:,} of {used + left_out:,} pairs"
+        log.warning("%s are left out: longer than data.max_length=%d tokens", counts, parameters.max_length)
+    return store
+
+
+def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
+    sizes, seed, corpus = parameters.sizes, parameters.seed, dict[str, list[Pair]]()
+    small = sum(sizes.values()) < SMALL
+    with in_processes(1 if small else usable_cores()) as run_all:  # their number changes no byte
+        drawn = run_all(train_pairs, [(code, size, seed) for code, size in sizes.items()])
+        for code, pairs in zip(sizes, drawn, strict=True):
+            report("translation corpus: sentences", len(corpus), len(sizes))
+            corpus[code] = pairs
+        jobs = [(code, split, seed) for split in ("dev", "test") for code in sizes]
+        found = zip(jobs, run_all(held_out_pairs, jobs), strict=True)
+        held_out = [HeldOutPair(split, code, *pair) for (code, split, _), pairs in found for pair in pairs]
+    report("translation corpus: vocabulary", 0, 1)
+    sentences, smaller = _vocabulary_sentences(corpus), parameters.smaller_vocabulary
+    model = train_vocabulary(sentences, parameters.vocabulary, smaller=smaller)
+    (folder / "source.model").write_bytes(model)
+    vocabulary, writer, defects = Vocabulary(model), StoreWriter(folder), Defects()
+    for code, pairs in corpus.items():
+        report("translation corpus: token ids", len(writer.languages), len(corpus))
+        sides = [vocabulary.encode([pair[side] for pair in pairs]) for side in (0, 1)]
+        kept = [ids for ids in zip(*sides, strict=True) if max(map(len, ids)) < parameters.max_length]
+        if not kept:
+            raise ConfigurationError(f"data.max_length={parameters.max_length} leaves no pair of language '{code}'")
+        if len(kept) < len(pairs):
+            defects.counts["too_long"] += len(pairs) - len(kept)
+        writer.add(code, *interleave(kept, token_kind(vocabulary)))
+    shutil.copyfile(Path(__file__).with_name("cldr.NOTICE"), folder / "NOTICE")
+    writer.finish(held_out, defects)
+    report("translation corpus", 1, 1)
+
+
+def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:
+    """Yields both sides of pairs drawn with temperature, so that small languages get pieces of their own."""
+    wanted = min(VOCABULARY_PAIRS, sum(map(len, corpus.values())))
+    shares = temperature_shares([len(pairs) for pairs in corpus.values()], VOCABULARY_TEMPERATURE)
+    for pairs, share in zip(corpus.values(), shares, strict=True):
+        for number in range(max(1, int(share * wanted))):
+            yield from pairs[number % len(pairs)]
 
 
 class TranslationSource(PairSource):
@@ -65,8 +164,9 @@ class TranslationSource(PairSource):
         self.parameters = CorpusParameters(codes, *sizes, corpus_seed, max_length, smaller_vocabulary)
         self._cache_dir = cache_dir
 
-    def _open(self, report: Report) -> Store:
-        return open_store(self.parameters, self._cache_dir, report)
+    def prepare(self, report: Report) -> None:
+        """Builds the corpus unless it is cached, and opens it; see `open_store`."""
+        self._use(open_store(self.parameters, self._cache_dir, report))
 
     def _first_held_out(self, language: str, wanted: int) -> int:
         """Returns another start for each language, because all share the same English items."""
@@ -116,24 +216,14 @@ class TextSource(WindowSource, PreparedSource):
         store = open_store(self.parameters, self._cache_dir, report)
         self._use(store)
         order = permutation(sum(store.sizes.values()), self._seed, "stream")
-        pieces = []
+        pieces, end = list[npt.NDArray[Any]](), np.array([EOS], np.uint16)
         for first in range(0, len(order), PACKED_AT_ONCE):
             report("text: one stream of tokens", first, len(order))
-            pieces.append(_packed(store, order[first : first + PACKED_AT_ONCE]))
+            for texts in zip(*store.gather(order[first : first + PACKED_AT_ONCE]), strict=True):
+                pieces += [part for ids in texts for part in (ids, end)]
         self._training = np.concatenate(pieces)
         self._require_a_window()
         languages = groupby(store.held_out("dev"), attrgetter("language"))
         chosen = [pair for _, pairs in languages for pair in islice(pairs, self._evaluation_per_language)]
         ids = self.encode([text for pair in chosen for text in (pair.source, pair.target)])
         self._held_out = np.array([token for of_text in ids for token in (*of_text, EOS)], np.int64)
-
-
-def _packed(store: Store, pairs: Numbers) -> npt.NDArray[np.uint16]:
-    """Returns source, end token, target, end token of each pair."""
-    sides = store.gather(pairs)
-    lengths = np.stack([side[1] + 1 for side in sides], axis=1).reshape(-1)
-    starts = (np.cumsum(lengths) - lengths).reshape(-1, 2)
-    row = np.full(int(lengths.sum()), EOS, np.uint16)
-    for column, (tokens, of_side) in enumerate(sides):
-        row[places_of(starts[:, column], of_side)] = tokens
-    return row

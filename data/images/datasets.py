@@ -1,7 +1,12 @@
-"""Opens the paper's image data sets (section 4) on disk."""
+"""Opens image data sets on disk: image folders, shards, and those of the paper's section 4 that torchvision lists.
 
+An image folder has one folder for each split, in it one for each class, with the images at any depth: ImageNet's form.
+"""
+
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
@@ -10,10 +15,12 @@ import torch
 
 from ...errors import ConfigurationError
 from ..source import Report
-from .files import ImageArray, ImageFiles, Images
-from .folders import read_folder
-from .layout import split_root, unsplit
+from ..tree import files_below, in_short, refuse_dead_links, visible_entries
+from .files import ImageArray, ImageFiles
+from .layout import SUFFIXES, folders_in, has_suffix, split_root
 from .tars import read_tars, tars_of
+
+log = logging.getLogger(__name__)
 
 Splits = tuple[Mapping[str, Any], Mapping[str, Any]]  # arguments for training and evaluation
 CIFAR: Splits = {"train": True}, {"train": False}
@@ -35,7 +42,7 @@ Name = Literal[
 
 def open_images(
     dataset: str, root: str | None, folders: Sequence[str], held_out: float | None, report: Report
-) -> tuple[Images, Images]:
+) -> tuple[ImageFiles, ImageFiles]:
     """Returns the training and the evaluation images of a data set.
 
     Args:
@@ -55,25 +62,20 @@ def open_images(
             return _from_torchvision(*TORCHVISION[dataset], place)
         if held_out is not None:
             return _held_out(split_root(place, folders[0]), folders, held_out, report)
-        return _on_disk(split_root(place, folders[0]), folders, report)
+        place = split_root(place, folders[0])
+        train = _read_split(place, folders[0], report)
+        return train, _read_split(place, folders[1], report, train.class_names)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}. docs/images.md says what belongs there and where it is from") from error
 
 
-def _on_disk(root: Path, folders: Sequence[str], report: Report) -> tuple[Images, Images]:
-    """Returns the images of both splits, in class folders or in tars."""
-
-    def read(folder: str, tars: Sequence[Path], known: Sequence[str] | None = None) -> Images:
-        return read_tars(tars, report, known) if tars else read_folder(root / folder, report, known)
-
-    train_tars, evaluation_tars = tars_of(root, folders)
-    if not train_tars and (line := unsplit(root, folders)):
-        raise ConfigurationError(line)
-    train = read(folders[0], train_tars)
-    return train, read(folders[1], evaluation_tars, train.class_names)
+def _read_split(root: Path, folder: str, report: Report, known: Sequence[str] | None = None) -> ImageFiles:
+    """Returns the images of a split, in class folders or in tars; ``known``: see `read_folder`."""
+    tars = tars_of(root, folder)
+    return read_tars(tars, report, known) if tars else read_folder(root / folder, report, known)
 
 
-def _held_out(root: Path, folders: Sequence[str], share: float, report: Report) -> tuple[Images, Images]:
+def _held_out(root: Path, folders: Sequence[str], share: float, report: Report) -> tuple[ImageFiles, ImageFiles]:
     """Returns class folders in two parts; an image's part follows from its content, whatever its name or neighbours.
 
     Raises:
@@ -95,7 +97,7 @@ def _held_out(root: Path, folders: Sequence[str], share: float, report: Report) 
     return every.only([not out for out in held]), every.only(held)
 
 
-def _from_torchvision(kind: str, splits: Splits, root: Path) -> tuple[Images, Images]:
+def _from_torchvision(kind: str, splits: Splits, root: Path) -> tuple[ImageFiles, ImageFiles]:
     from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
 
     opened = []
@@ -109,7 +111,7 @@ def _from_torchvision(kind: str, splits: Splits, root: Path) -> tuple[Images, Im
     return train, evaluation
 
 
-def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
+def _images(dataset: Any, root: Path, classes: Sequence[str]) -> ImageFiles:
     """Returns torchvision's list of images; all files are decoded by `files.decode`, which names a broken image."""
     if hasattr(dataset, "data"):
         return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
@@ -118,3 +120,54 @@ def _images(dataset: Any, root: Path, classes: Sequence[str]) -> Images:
     else:
         paths, labels = getattr(dataset, "_image_files", None) or dataset._images, dataset._labels
     return ImageFiles(root, [os.path.relpath(path, root) for path in paths], labels, classes)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def read_folder(split: Path, report: Report, known: Sequence[str] | None = None) -> ImageFiles:
+    """Returns the images of one split; warns of files of other kinds.
+
+    Args:
+        split: folder with a folder for each class.
+        known: names of the classes, in the order of their numbers; None: those of the folders.
+
+    Raises:
+        ConfigurationError: the folder, class folders or the images of a class are missing, or a class is not known;
+            the message says what was found.
+    """
+    refuse_dead_links([split])
+    if not split.is_dir():
+        found = in_short(sorted(path.name for path in split.parent.glob("*")))
+        raise ConfigurationError(f"data.root={split.parent} has no folder '{split.name}', only {found}")
+    classes = in_order(entry.name for entry in visible_entries(split) if entry.is_dir())
+    if not classes:
+        found = in_short(sorted(path.name for path in split.iterdir()))
+        raise ConfigurationError(f"{split} has no class folders, only {found}: sort its images into one folder a class")
+    numbers = {name: label for label, name in enumerate(known or classes)}
+    names, labels, others, begin = list[str](), list[int](), list[str](), len(f"{split}/")
+    for done, name in enumerate(classes):
+        report(f"listing the images of {split}", done, len(classes))
+        found = [entry.path[begin:] for entry in files_below(split / name, has_suffix)]
+        images = [path for path in found if has_suffix(path)]
+        if not images:
+            raise ConfigurationError(f"{split} has class folders without an image ({', '.join(SUFFIXES)}): {name} …")
+        if name not in numbers:
+            raise ConfigurationError(f"{split / images[0]} is of class '{name}', which the training images have not")
+        names += images
+        labels += [numbers[name]] * len(images)
+        others += [path for path in found if not has_suffix(path)]
+    report(f"listing the images of {split}", len(classes), len(classes))
+    if known is None and len(classes) == 1:
+        below = in_short([path.name for path in folders_in(split / classes[0])])
+        told = "%s: all images are of one class, '%s'; the folders in it (%s) may be the classes: see data.root"
+        log.warning(told, split, classes[0], below)
+    if others:
+        log.warning("%s: %d files are left out, no images: %s", split, len(others), in_short(others))
+    return ImageFiles(split, names, labels, [*numbers])
+
+
+def in_order(classes: Iterable[str]) -> list[str]:
+    """Returns names of classes in the order of their labels: numbers by their size, so that 10 comes after 2."""
+    names = sorted(classes)
+    return sorted(names, key=int) if all(re.fullmatch("[0-9]+", name) for name in names) else names

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,38 +28,13 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "PPM", "TIFF")  # others, as EPS
 class BrokenImage(ConfigurationError):
     """Raised when an image cannot be decoded; the message names it."""
 
-
-class Images(ABC):
-    """Reads one split of a data set.
-
-    Attributes:
-        labels: int64 [n], numbers of `class_names`.
-        bits: number of bits that images of 16 bits use; None: as the file says, else 16.
-    """
-
-    bits: int | None = None
-
-    def __init__(self, labels: Sequence[int], class_names: Sequence[str]) -> None:
-        self.labels, self.class_names = np.asarray(labels, np.int64), tuple(class_names)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Returns a digest of the names and order of the images; their contents are not read."""
-
-    @abstractmethod
-    def read(self, index: int) -> Tensor:
-        """Returns image `index` as uint8 [3, H, W].
-
-        Raises:
-            BrokenImage: it cannot be decoded.
-        """
+    def __str__(self) -> str:
+        """Returns the message without the traceback of a loader process, which PyTorch puts before it."""
+        return super().__str__().rpartition(f"{type(self).__name__}: ")[2].rstrip()
 
 
-class ImageFiles(Images):
-    """Reads image files under one folder.
+class ImageFiles:
+    """Reads one split of a data set, image files under one folder.
 
     Args:
         root: the folder.
@@ -68,11 +42,17 @@ class ImageFiles(Images):
             as a million strings, because loader processes would copy the memory of every string they touch.
         labels: number of each file's class.
         class_names: the names of the classes, by label.
+
+    Attributes:
+        labels: int64 [n], numbers of `class_names`.
     """
 
     def __init__(self, root: Path, names: Sequence[str], labels: Sequence[int], class_names: Sequence[str]) -> None:
-        super().__init__(labels, class_names)
+        self.labels, self.class_names = np.asarray(labels, np.int64), tuple(class_names)
         self._root, self._names = root, np.array([os.fsencode(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(self.labels)
 
     def paths(self) -> Iterator[Path]:
         """Yields the path of every image."""
@@ -84,14 +64,20 @@ class ImageFiles(Images):
         return ImageFiles(self._root, names, self.labels[np.array(chosen)].tolist(), self.class_names)
 
     def fingerprint(self) -> str:
+        """Returns a digest of the names and order of the images; their contents are not read."""
         names = self._names.tolist()
         ends = np.cumsum([0, *map(len, names)], dtype=np.int64)
         return fingerprint_of(b"".join(names), ends.tobytes(), self.labels.tobytes())
 
     def read(self, index: int) -> Tensor:
+        """Returns image `index` as uint8 [3, H, W].
+
+        Raises:
+            BrokenImage: it cannot be decoded.
+        """
         path, file = self._file(index, os.fsdecode(self._names[index]))
         try:
-            return decode(file, self.bits)
+            return decode(file)
         except Exception as error:  # a decoder may raise anything on a broken file
             if path.is_file():
                 refuse_pointer(path)
@@ -105,11 +91,11 @@ class ImageFiles(Images):
         return self._root / name, self._root / name
 
 
-class ImageArray(Images):
+class ImageArray(ImageFiles):
     """Reads images of one size from memory: uint8 [n, 3, H, W]."""
 
     def __init__(self, images: Tensor, labels: Sequence[int], class_names: Sequence[str]) -> None:
-        super().__init__(labels, class_names)
+        super().__init__(Path(), (), labels, class_names)
         self._images = images
 
     def fingerprint(self) -> str:
@@ -119,14 +105,11 @@ class ImageArray(Images):
         return self._images[index]
 
 
-def decode(file: Path | BinaryIO, bits: int | None = None) -> Tensor:
+def decode(file: Path | BinaryIO) -> Tensor:
     """Decodes an image of any format and colours, turned as its EXIF data say, to uint8 [3, H, W].
 
     It uses Pillow: torchvision's own decoder, a little faster, is deprecated. The channels stay last in memory, because
     torchvision then resizes bytes fastest.
-
-    Args:
-        bits: see `Images`.
 
     Raises:
         Exception: anything that Pillow raises for a broken or very large file, or numbers without a known range.
@@ -140,10 +123,10 @@ def decode(file: Path | BinaryIO, bits: int | None = None) -> Tensor:
             image.load()
             with suppress(Exception):  # damaged EXIF data raise anything
                 ImageOps.exif_transpose(image, in_place=True)
-            return torch.from_numpy(np.array(_bytes_of(image, bits))).permute(2, 0, 1)
+            return torch.from_numpy(np.array(_bytes_of(image))).permute(2, 0, 1)
 
 
-def _bytes_of(image: PillowImage, bits: int | None) -> PillowImage:
+def _bytes_of(image: PillowImage) -> PillowImage:
     """Returns the image in 8-bit RGB, on white; one channel of 16 bits or of floats from 0 to 1 is scaled to bytes.
 
     Pillow's `convert` would clip them instead: 16 bits would become white, and floats black.
@@ -152,11 +135,9 @@ def _bytes_of(image: PillowImage, bits: int | None) -> PillowImage:
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN_BITS):
         values = np.asarray(image).astype(np.uint32)
-        told = getattr(image, "tag_v2", {}).get(BITS_OF_TIFF, (16,))[0]
-        if bits is None and told == 16 and 0 < values.max() < 2**12:
-            raise ValueError("at most 12 of its 16 bits are used: set data.bits=12 or 10, or 16 if it is so dark")
+        bits = getattr(image, "tag_v2", {}).get(BITS_OF_TIFF, (16,))[0]
         values[values == image.info.get("transparency", -1)] = 2**16 - 1  # the value that a PNG calls transparent
-        image = Image.fromarray(np.minimum(values >> ((bits or told) - 8), 255).astype(np.uint8))
+        image = Image.fromarray(np.minimum(values >> (bits - 8), 255).astype(np.uint8))
     elif image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     elif image.mode == "F":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..tree import visible_entries
+from ..tree import in_short, visible_entries
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 
@@ -11,12 +11,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".
 def has_suffix(name: str) -> bool:
     """Returns True for a file name that ends as an image's."""
     return name.lower().endswith(SUFFIXES)
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Returns the first names, and how many there are, as text."""
-    shown = ", ".join(sorted(names)[:4])
-    return f"{shown}, … ({len(names)} in all)" if len(names) > 4 else shown or "nothing"
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -48,7 +42,7 @@ def unsplit(root: Path, splits: Sequence[str]) -> str | None:
     classes = [folder for folder in folders_in(place) if any(has_suffix(of.name) for of in visible_entries(folder))]
     if (place / splits[0]).is_dir() or not classes:
         return None
-    names = some_of([folder.name for folder in classes])
+    names = in_short([folder.name for folder in classes])
     return (
         f"data.root={place} has no folder '{splits[0]}', but folders of images: {names}. If these are the classes, "
         "data.held_out=0.1 evaluates on a tenth of their images; else name the splits by data.folders=[…,…]"

@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import one_hot
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from ...cpu import usable_cores
 from ...disk import write_whole
@@ -21,19 +21,11 @@ from ...micro_batch import MicroBatch
 from ...typed_section import Count, CountOrZero, Examples, NotNegative, Part, PartAboveZero, Pixels
 from ..source import Batch, Report, read_ahead
 from ..torch_datasets import DatasetSource, stack_examples
-from .datasets import Name, open_images
-from .files import BrokenImage, ImageFiles, Images
-from .folders import read_folder
+from .datasets import Name, open_images, read_folder
+from .files import ImageFiles
 from .transforms import Transform, evaluation_transform, mixture, training_transform
 
 MOST_WORKERS = 16  # chosen by "auto": more would only fill the memory with mini-batches
-
-Example: TypeAlias = "tuple[Tensor, int] | BrokenImage"
-"""One transformed image, uint8 [3, S, S], and its label."""
-
-MixedExample: TypeAlias = "tuple[Tensor, Tensor] | BrokenImage"
-"""One transformed image, uint8 [3, S, S], and the shares of the classes, float32 [classes]."""
-
 
 CLASSES = "classes.json"  # in a run's folder of vocabularies: the names of the classes
 
@@ -92,7 +84,6 @@ class ImageSource(SquareImages):
         crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing: see `transforms.training_transform`.
         mixup, cutmix: see `transforms.mixture`; each training image is then mixed with another of the data set, which
             is drawn, and targets are the classes' shares, float32 [b, classes], in evaluations too.
-        bits: number of bits that images of 16 bits use, as 12; None: as the file says, else 16.
         evaluation_crop: share of height and width that evaluation keeps.
         workers: loader processes of a replica; "auto": as many as its share of the machine's cores, at most 16.
         seed: decides order and augmentation.
@@ -121,7 +112,6 @@ class ImageSource(SquareImages):
         evaluation_crop: Annotated[float, Field(ge=0.01, le=1)] = 1.0,
         workers: Literal["auto"] | CountOrZero = "auto",
         seed: int = 0,
-        bits: Annotated[int, Field(ge=8, le=16)] | None = None,
     ) -> None:
         if crop_area is not None and crop_area[0] > crop_area[1]:
             raise ConfigurationError(f"data.crop_area={list(crop_area)}: the least share comes first")
@@ -131,7 +121,7 @@ class ImageSource(SquareImages):
         self._augmentation = (crop_area, flip, brightness, chroma, cutout, rand_augment, random_erasing)
         self._mixed = (mixup, cutmix, classes) if mixup or cutmix else None
         self._batch_size, self._drop_last, self._seed = batch_size, drop_last, seed
-        self._loaders, self._bits = workers, bits
+        self._loaders = workers
 
     def prepare(self, report: Report) -> None:
         """Finds the images and checks that all are there.
@@ -141,14 +131,13 @@ class ImageSource(SquareImages):
         """
         train, evaluation = open_images(self._dataset, self._root, self._folders, self._held_out, report)
         self._check_counts(train, evaluation)
-        train.bits = evaluation.bits = self._bits
         self._names, self.class_names = train.fingerprint(), train.class_names
         augmented = TransformedImages(train, training_transform(self._image_size, *self._augmentation))
         plain = TransformedImages(evaluation, evaluation_transform(self._image_size, self._evaluation_crop))
         examples: tuple[Dataset[Any], Dataset[Any]] = augmented, plain
         if self._mixed is not None:
             examples = MixedImages(augmented, *self._mixed), MixedImages(plain, 0, 0, self._classes)
-        super().__init__(*examples, self._batch_size, self._drop_last, cast(Any, collate), seed=self._seed)
+        super().__init__(*examples, self._batch_size, self._drop_last, seed=self._seed)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields mini-batches without end; a position is `{"epoch": e, "batch": b}`, the next one to read."""
@@ -165,61 +154,63 @@ class ImageSource(SquareImages):
         return self._names
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields the same mini-batches; with loader processes the next ones are made while one is trained on.
+        """Returns the same mini-batches; with loader processes the next ones are made while one is trained on.
 
         Loader processes are two micro-batches ahead each, which can be less than a mini-batch. Without them,
         examples are read in this process, where only the training thread may seed the generators.
-
-        Raises:
-            BrokenImage: an image cannot be decoded.
         """
-        for batch in read_ahead(batches) if self._workers else batches:
-            for loaded in cast("list[MicroBatch | BrokenImage]", batch.micro_batches):
-                if isinstance(loaded, BrokenImage):
-                    raise loaded
-            yield batch
+        return read_ahead(batches) if self._workers else batches
 
-    def _check_counts(self, train: Images, evaluation: Images) -> None:
+    def _check_counts(self, train: ImageFiles, evaluation: ImageFiles) -> None:
         found, counts = len(train.class_names), [len(train), len(evaluation)]
-        wrong = ""
         if found != self._classes:
-            wrong = f"{found} classes, but data.classes={self._classes}: if these are all, set data.classes={found}"
-        elif self._expected is not None and counts != list(self._expected):
+            raise ConfigurationError(
+                f"data.root={self._root} has {found} classes, but data.classes={self._classes}: if these are all, set "
+                f"data.classes={found}"
+            )
+        if self._expected is not None and counts != list(self._expected):
             wanted = " and ".join(map(str, self._expected))
-            wrong = f"{counts[0]} training and {counts[1]} evaluation images, not {wanted}"
-            wrong += " (data.images): unpack it again, or set data.images=null to use what is there"
-        if wrong:
-            raise ConfigurationError(f"data.root={self._root} has {wrong}")
+            raise ConfigurationError(
+                f"data.root={self._root} has {counts[0]} training and {counts[1]} evaluation images, not {wanted} "
+                "(data.images): unpack it again, or set data.images=null to use what is there"
+            )
 
 
-class ImagesToPredict(ImageSource):
-    """Yields images without labels, in order, as an evaluation sees them; for training one mini-batch, all black.
+class ImagesOfRun(ImageSource):
+    """Yields images for a trained model, in order, as an evaluation sees them; for training one mini-batch, all black.
 
     Args:
-        files: paths of the images.
         vocabularies: the run's folder, with the names of its classes; runs of earlier releases have none.
-        image_size, evaluation_crop, bits, batch_size: as in `ImageSource`.
+        image_size, evaluation_crop, batch_size: as in `ImageSource`.
+        files: paths of images without labels.
+        test: in place of them a folder with a folder for each class; labels are the numbers that these have in the run.
     """
 
     def __init__(
         self,
-        files: Sequence[str],
         vocabularies: str,
         image_size: Pixels,
         batch_size: Examples = 64,
         evaluation_crop: float = 1.0,
-        bits: int | None = None,
+        files: Sequence[str] = (),
+        test: str | None = None,
     ) -> None:
-        self._image_size, self._batch_size, self._seed, self._loaders = image_size, batch_size, 0, "auto"
+        self._image_size, self._batch_size, self._evaluation_crop = image_size, batch_size, evaluation_crop
+        self._seed, self._loaders, self._files, self._test = 0, "auto", files, test
         if (kept := Path(vocabularies) / CLASSES).is_file():
             self.class_names = json.loads(kept.read_text(encoding="utf-8"))
-        images = ImageFiles(Path(), files, [0] * len(files), ())
-        images.bits = bits
-        self._evaluation_set = TransformedImages(images, evaluation_transform(image_size, evaluation_crop))
-        self._collate = cast(Any, collate)
 
     def prepare(self, report: Report) -> None:
-        """Does nothing: the files are named."""
+        """Finds the images.
+
+        Raises:
+            ConfigurationError: there are none, or a class is not the run's.
+        """
+        images = ImageFiles(Path(), self._files, [0] * len(self._files), ())
+        if self._test is not None:
+            images = read_folder(Path(self._test), report, self.class_names)
+        self._evaluation_set = TransformedImages(images, evaluation_transform(self._image_size, self._evaluation_crop))
+        self._collate = stack_examples
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
         """Yields the one mini-batch, which shows the shapes."""
@@ -230,55 +221,32 @@ class ImagesToPredict(ImageSource):
         """Writes nothing: the classes are those of the run."""
 
 
-class ImagesToTest(ImagesToPredict):
-    """Yields the images of class folders, with the numbers that their classes have in a run.
-
-    Args:
-        test: a folder with a folder for each class.
-        vocabularies, image_size, evaluation_crop, bits, batch_size: as in `ImagesToPredict`.
-    """
-
-    def __init__(self, test: str, vocabularies: str, image_size: Pixels, **settings: Any) -> None:
-        super().__init__([], vocabularies, image_size, **settings)
-        self._test, self._bits, self._crop = Path(test), settings.get("bits"), settings.get("evaluation_crop", 1.0)
-
-    def prepare(self, report: Report) -> None:
-        """Finds the images.
-
-        Raises:
-            ConfigurationError: there are none, or a class is not the run's.
-        """
-        images = read_folder(self._test, report, self.class_names)
-        images.bits = self._bits
-        self._evaluation_set = TransformedImages(images, evaluation_transform(self._image_size, self._crop))
-
-
 # -- in loader processes -----------------------------------------------------------------------------------------------
 
 
-class TransformedImages(Dataset[Example]):
-    """Reads and transforms images.
+class TransformedImages(Dataset[tuple[Tensor, int]]):
+    """Reads and transforms images; an example is uint8 [3, S, S] and its label.
 
     Args:
         images: the images to read.
         transform: turns bytes into bytes; draws from torch's global generator.
     """
 
-    def __init__(self, images: Images, transform: Transform) -> None:
+    def __init__(self, images: ImageFiles, transform: Transform) -> None:
         self._images, self._transform = images, transform
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitem__(self, index: int) -> Example:
-        try:
-            return self._transform(self._images.read(index)), int(self._images.labels[index])
-        except BrokenImage as error:
-            return error  # raised here, it would come with the traceback of a loader process
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._transform(self._images.read(index)), int(self._images.labels[index])
 
 
-class MixedImages(Dataset[MixedExample]):
-    """Mixes each image with another, which is drawn; where neither alpha is given, it only makes shares of labels."""
+class MixedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Mixes each image with another, which is drawn; where neither alpha is given, it only makes shares of labels.
+
+    An example is uint8 [3, S, S] and the shares of the classes, float32 [classes].
+    """
 
     def __init__(self, images: TransformedImages, mixup: float, cutmix: float, classes: int) -> None:
         self._images, self._classes, self._mix = images, classes, mixture(mixup, cutmix, classes)
@@ -286,22 +254,13 @@ class MixedImages(Dataset[MixedExample]):
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitem__(self, index: int) -> MixedExample:
-        chosen = [index] if self._mix is None else [index, int(torch.randint(len(self._images), ()))]
-        pair = [self._images[place] for place in chosen]
-        for read in pair:
-            if isinstance(read, BrokenImage):
-                return read
-        images, labels = cast("tuple[Tensor, Tensor]", default_collate(pair))
-        if self._mix is not None:
-            return self._mix(images, labels)
-        return images[0], one_hot(labels, self._classes)[0].float()
-
-
-def collate(examples: list[Example | MixedExample]) -> MicroBatch | BrokenImage:
-    """Returns a micro-batch: uint8 [b, 3, S, S] and labels or their shares; or the first broken image."""
-    broken = next((example for example in examples if isinstance(example, BrokenImage)), None)
-    return stack_examples(examples) if broken is None else broken
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self._mix is None:
+            image, label = self._images[index]
+            return image, one_hot(torch.tensor(label), self._classes).float()
+        chosen = (index, int(torch.randint(len(self._images), ())))
+        images, labels = zip(*(self._images[place] for place in chosen), strict=True)
+        return self._mix(torch.stack(images), torch.tensor(labels))
 
 
 def loader_workers(workers: int | str, replicas: int) -> int:

@@ -9,45 +9,40 @@ import io
 import os
 import re
 import tarfile
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from ...disk import cache_folder, open_regular, refuse_pointer
+from ...disk import cache_folder, refuse_pointer
 from ...errors import ConfigurationError
 from ..cache import made, writing_cache
 from ..source import Report, fingerprint_of
-from ..tree import refuse_dead_links, visible_entries
+from ..tree import in_short, refuse_dead_links, visible_entries
 from .files import ImageFiles
-from .folders import numbered
-from .layout import SUFFIXES, some_of
+from .layout import SUFFIXES
 
 CLASS = ".cls"  # ending of the file that holds an image's label, a number from 0
-KEYS = ("names", "places", "labels")  # of an index
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
+
+Index = npt.NDArray[Any]
+"""Of each image: bytes "name" and "label", and where it lies: number of the "tar", "first" byte in it, "size"."""
 
 
 class ImagesInTars(ImageFiles):
-    """Reads images that lie in tar files of one folder; for the rest see `ImageFiles`.
+    """Reads images that lie in tar files of one folder; for the rest see `ImageFiles`."""
 
-    Args:
-        places: int64 [n, 3] of each image: number of the tar, first byte in it, bytes.
-    """
-
-    def __init__(
-        self,
-        tars: Sequence[Path],
-        places: npt.NDArray[np.int64],
-        names: Sequence[str],
-        labels: Sequence[int],
-        class_names: Sequence[str],
-    ) -> None:
-        super().__init__(tars[0].parent, names, labels, class_names)
-        self._tars, self._places = tars, places
+    def __init__(self, tars: Sequence[Path], index: Index, known: Sequence[str] | None) -> None:
+        names = [os.fsdecode(name) for name in index["name"].tolist()]
+        labels = index["label"].tolist()
+        classes = known or [str(number) for number in range(max(labels) + 1)]
+        for name, label in zip(names, labels, strict=True):
+            if label >= len(classes):
+                raise ConfigurationError(f"{name} is of class '{label}', which the training images have not")
+        super().__init__(tars[0].parent, names, labels, classes)
+        self._tars, self._places = tars, index[["tar", "first", "size"]]
 
     def _file(self, index: int, name: str) -> tuple[Path, BinaryIO]:
         tar, first, size = self._places[index].tolist()
@@ -55,19 +50,8 @@ class ImagesInTars(ImageFiles):
             return self._tars[tar] / name, io.BytesIO(os.pread(file.fileno(), size, first))
 
 
-def tars_of(root: Path, splits: Sequence[str]) -> list[list[Path]]:
-    """Returns the tar files that hold each split: those in its folder if that has only tars, or those with its name.
-
-    Raises:
-        ConfigurationError: one has the names of two splits.
-    """
-    found = [_tars_of(root, split) for split in splits]
-    if both := [path.name for path in found[0] if path in found[1]]:
-        raise ConfigurationError(f"data.root={root}: {some_of(both)} may be of each of data.folders: rename it")
-    return found
-
-
-def _tars_of(root: Path, split: str) -> list[Path]:
+def tars_of(root: Path, split: str) -> list[Path]:
+    """Returns the tar files that hold a split: those in its folder if that has only tars, or those with its name."""
     if (root / split).is_dir():
         files = [Path(entry) for entry in visible_entries(root / split)]
         unpacked = any(path.is_dir() or path.name.lower().endswith(SUFFIXES) for path in files)
@@ -79,7 +63,7 @@ def _tars_of(root: Path, split: str) -> list[Path]:
 
 
 def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> ImagesInTars:
-    """Returns the images of a split in tar files.
+    """Returns the images of a split in tar files; their index is made again when a file's size or time has changed.
 
     Args:
         tars: its files.
@@ -88,89 +72,51 @@ def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None 
     Raises:
         ConfigurationError: a tar is damaged, or an image has no class or one that is not known; the message names it.
     """
-    index = _kept_index(tars, report)
-    names, places, labels = [os.fsdecode(name) for name in index["names"].tolist()], index["places"], index["labels"]
-    if not names:
-        raise ConfigurationError(f"{some_of([str(tar) for tar in tars])}: no image in it ({', '.join(SUFFIXES)})")
-    in_folders = [f"{label}/{name}" for label, name in zip(labels.tolist(), names, strict=True)]
-    classes = known or [str(number) for number in range(labels.max() + 1)]
-    return ImagesInTars(tars, places, names, *numbered(in_folders, classes, tars[0].parent))
-
-
-def _kept_index(tars: Sequence[Path], report: Report) -> dict[str, npt.NDArray[Any]]:
-    """Returns the index of tar files from the cache; it is made again when a file's size or time has changed."""
     states = [(str(tar.resolve()), tar.stat().st_size, tar.stat().st_mtime_ns) for tar in tars]
-    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES, CLASS]).encode())}.npz"
-
-    def make(draft: Path) -> None:
-        np.savez(draft, **_index(tars, report))
-
+    kept = cache_folder(None) / "tars" / f"{fingerprint_of(repr([states, SUFFIXES, CLASS]).encode())}.npy"
     with writing_cache(kept.parent):
-        return made(kept, make, _read_index, report)
+        index = made(kept, lambda draft: np.save(draft, _index(tars, report)), np.load, report)
+    if not len(index):
+        raise ConfigurationError(f"{in_short([str(tar) for tar in tars])}: no image in it ({', '.join(SUFFIXES)})")
+    return ImagesInTars(tars, index, known)
 
 
-def _read_index(kept: Path) -> dict[str, npt.NDArray[Any]]:
-    with os.fdopen(open_regular(kept), "rb") as file, np.load(file) as arrays:
-        return {key: arrays[key] for key in KEYS}
-
-
-def _index(tars: Sequence[Path], report: Report) -> dict[str, Any]:
-    """Lists the images in some tar files.
-
-    Returns:
-        "names": bytes [n], of each image in its tar; "places": see `ImagesInTars`; "labels": int64 [n], from files
-        beside the images.
-    """
-    names, places, labels = list[bytes](), list[tuple[int, int, int]](), list[int]()
+def _index(tars: Sequence[Path], report: Report) -> Index:
+    rows, longest = list[tuple[bytes, int, int, int, int]](), 1
     for number, tar in enumerate(tars):
-        images, classes = dict[str, tuple[int, int]](), dict[str, int]()
+        report(f"listing the images of {tar}", number, len(tars))
         refuse_pointer(tar)
-        with os.fdopen(open_regular(tar), "rb") as file:
-            for name, first, size in _members(file, tar):
-                if name.lower().endswith(SUFFIXES):
-                    images[name] = (first, size)
-                    if len(images) % 1000 == 1:
-                        report(f"listing the images of {tar}", first, tar.stat().st_size)
-                elif name.endswith(CLASS):
-                    content = os.pread(file.fileno(), size, first).strip()
+        images, classes = dict[str, tarfile.TarInfo](), dict[str, int]()
+        with tar.open("rb") as file:
+            for member in _members(file, tar):
+                stem = str(Path(member.name).with_suffix(""))
+                if member.name.lower().endswith(SUFFIXES):
+                    images[stem] = member
+                elif member.name.endswith(CLASS):
+                    content = os.pread(file.fileno(), member.size, member.offset_data).strip()
                     if not content.isdigit():
-                        raise ConfigurationError(f"{tar / name}: {content[:20]!r} is not the number of a class")
-                    classes[name.removesuffix(CLASS)] = int(content)
-        report(f"listing the images of {tar}", 1, 1)
-        stems = [_stem(name, classes) for name in images]
-        found = Counter(stems)
-        if odd := (found - Counter(classes.keys())) + (Counter(classes.keys()) - found):
-            raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {some_of(list(odd))}")
-        names += [os.fsencode(name) for name in images]
-        places += [(number, *place) for place in images.values()]
-        labels += [classes[stem] for stem in stems]
-    arrays = {"places": np.array(places, np.int64).reshape(-1, 3), "labels": np.array(labels, np.int64)}
-    return {"names": np.array(names, np.bytes_), **arrays}
+                        raise ConfigurationError(f"{tar}: {member.name} holds {content[:20]!r}, no number of a class")
+                    classes[stem] = int(content)
+        if odd := images.keys() ^ classes.keys():
+            raise ConfigurationError(f"{tar} has not exactly one image for each {CLASS} file: {in_short(sorted(odd))}")
+        for stem, member in images.items():
+            name = os.fsencode(Path(member.name))
+            longest = max(longest, len(name))
+            rows.append((name, classes[stem], number, member.offset_data, member.size))
+    report(f"listing the images of {tars[-1]}", len(tars), len(tars))
+    numbers = [(name, np.int64) for name in ("label", "tar", "first", "size")]
+    return np.array(rows, [("name", f"S{longest}"), *numbers])
 
 
-def _members(file: BinaryIO, path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields name, first byte and bytes of each file in a tar."""
-    last = "its start"
+def _members(file: BinaryIO, path: Path) -> list[tarfile.TarInfo]:
+    """Returns the visible files in a tar."""
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                last, name = member.name, member.name.removeprefix("./")
-                if member.isdir() or name.rpartition("/")[2].startswith("."):
-                    continue
-                if not member.isfile():
-                    raise ConfigurationError(f"{path / name} is a link: write the tar with --hard-dereference -h")
-                yield name, member.offset_data, member.size
+            members = tar.getmembers()
             file.seek(tar.offset)
             whole = file.read(BLOCK) == bytes(BLOCK)  # tarfile ends without a word at a header that it cannot read
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise ConfigurationError(f"{path} after {last}: {error}: it must be a whole tar, not packed") from error
+        raise ConfigurationError(f"{path}: {error}: it must be a whole tar, not packed") from error
     if not whole:
-        raise ConfigurationError(f"{path} is cut off or damaged after {last}: load it again")
-
-
-def _stem(name: str, labels: Collection[str]) -> str:
-    """Returns the part of its name that an image shares with its label: a.b of a.b.jpg, or a if only that has one."""
-    folder, slash, file = name.rpartition("/")
-    parts = file.split(".")
-    stems = [folder + slash + ".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
-    return next((stem for stem in stems if stem in labels), stems[0])
+        raise ConfigurationError(f"{path} is cut off or damaged after {members[-1].name}: load it again")
+    return [member for member in members if member.isfile() and not Path(member.name).name.startswith(".")]

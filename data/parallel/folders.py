@@ -16,7 +16,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +36,7 @@ from ..lines import (
     split_of,
     unpacked,
 )
-from ..records import CATALOGUES, MEMORIES, READING, ROWS_OF
+from ..records import CATALOGUES, MEMORIES, ROWS_OF
 from ..tree import files_below, files_matching, refuse_dead_links
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ class PairFiles:
     Attributes:
         columns: names of source and target in each record of a table.
         language_column: name of the language in a table of several, which chooses its records.
-        unfit: what else a record may say there, or None, to be counted among this corpus' defects.
         turned: a table of two columns has the target first, as its name has.
     """
 
@@ -81,17 +80,11 @@ class PairFiles:
     target: Path | None
     columns: tuple[str, str] | None = None
     language_column: str | None = None
-    unfit: tuple[str | None, ...] = ()
     turned: bool = False
 
     @property
     def files(self) -> list[Path]:
         return [self.source] if self.target is None else [self.source, self.target]
-
-    @property
-    def form(self) -> list[object]:
-        """Returns what decides the pairs besides the files' bytes, as JSON values."""
-        return [*(self.columns or ()), *[READING] * (ending_of(self.source) in ROWS_OF), *["turned"] * self.turned]
 
 
 def find_pairs(
@@ -99,7 +92,7 @@ def find_pairs(
     languages: Sequence[str] | None,
     target: str,
     named: Mapping[str, Files] | None = None,
-    columns: tuple[str, str] | None = None,
+    columns: Sequence[str] | None = None,
     language_column: str | None = None,
 ) -> list[PairFiles]:
     """Returns the corpora under `root`, language after language, train before dev before test.
@@ -122,17 +115,13 @@ def find_pairs(
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
     pairs += _of_translators(folder, seen, target, {*named, *(pair.split for pair in pairs)})
-    found: dict[tuple[str, str], dict[Path, PairFiles]] = {}
+    found: dict[tuple[str, str, Path], PairFiles] = {}
     for pair in pairs:
-        corpora = found.setdefault((pair.language, pair.split), {})
-        if has_records(pair.source) and pair.target is None:
-            of_records = columns or columns_of(pair.source, pair.language, target)
-            pair = replace(pair, columns=of_records, language_column=language_column)
-        same = corpora.setdefault(unpacked(pair.source.resolve()), pair)
+        same = found.setdefault((pair.language, pair.split, unpacked(pair.source.resolve())), pair)
         if same.source != pair.source:
             raise ConfigurationError(f"{same.source} and {pair.source} are one text twice: keep one of the two")
-    trained = sorted({language for language, split in found if split == "train"})
-    if lost := [pair for key in found for pair in found[key].values() if key[0] not in trained and languages is None]:
+    trained = sorted({pair.language for pair in found.values() if pair.split == "train"})
+    if lost := [pair for pair in found.values() if pair.language not in trained and languages is None]:
         others = f" ({len(lost):,} such files)" if len(lost) > 1 else ""
         log.warning("%s%s is left out: there is no training text from '%s'", lost[0].source, others, lost[0].language)
     where = "data.train" if "train" in named else f"data.root={root}"
@@ -149,13 +138,13 @@ def find_pairs(
         if missing := [name for name in names if name not in trained]:
             others = f"into '{target}', only from {', '.join(trained)}"
             raise ConfigurationError(f"{key}: {where} has no training text from '{missing[0]}' {others}")
-    splits = [(language, split) for language in wanted for split in ("train", "dev", "test")]
-    chosen = [pair for key in splits for pair in found.get(key, {}).values()]
-    firsts = {pair.source: pair for pair in reversed(chosen)}
-    return [replace(pair, unfit=(None, target)) if firsts[pair.source] is pair else pair for pair in chosen]
+    order = {key: place for place, key in enumerate(product(wanted, ("train", "dev", "test")))}
+    chosen = [pair for pair in found.values() if pair.language in wanted]
+    chosen.sort(key=lambda pair: order[pair.language, pair.split])
+    return [_with_columns(pair, target, columns, language_column) for pair in chosen]
 
 
-def pairs_to_test(path: Path, target: str, only: str | None, columns: tuple[str, str] | None = None) -> list[PairFiles]:
+def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[str] | None) -> list[PairFiles]:
     """Returns the corpora of a file or folder; of a folder those that are named test, if there are any.
 
     Args:
@@ -177,12 +166,17 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: tuple[str,
     if not found:
         raise ConfigurationError(f"test={path}: no pairs of texts into '{target}'. Expected {LAYOUTS}")
     chosen = [pair for pair in found if pair.split == "test"] or found
-    return [
-        replace(pair, columns=columns or columns_of(pair.source, pair.language, target))
-        if has_records(pair.source) and pair.target is None
-        else pair
-        for pair in chosen
-    ]
+    return [_with_columns(pair, target, columns) for pair in chosen]
+
+
+def _with_columns(
+    pair: PairFiles, target: str, columns: Sequence[str] | None, language_column: str | None = None
+) -> PairFiles:
+    """Returns a table of records with the names of its columns; another corpus as it is."""
+    if pair.target is not None or not has_records(pair.source):
+        return pair
+    names = columns or columns_of(pair.source, pair.language, target)
+    return replace(pair, columns=(names[0], names[1]), language_column=language_column)
 
 
 def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFiles]:
@@ -280,8 +274,6 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
                 if language is not None:
                     yield PairFiles(language, split, path, None, turned=named == f"{target}-{language}")
             elif ending != target and target in files:
-                if re.fullmatch(_PAIR, named) and not re.fullmatch(rf"{ending}-.*|.*-{ending}", named):
-                    log.warning("%s is taken as language '%s', which is not in the name '%s'", path, ending, named)
                 yield PairFiles(ending, split, path, files[target])
 
 

@@ -11,14 +11,14 @@ from pydantic import Field
 from ...disk import cache_folder
 from ...errors import ConfigurationError
 from ...typed_section import Count, Examples, Names, Seed, Temperature, Tokens, Vocabulary
-from ..prepared import digest_of, prepared_folder, stat_of, worker_count
+from ..cache import made_folder
+from ..prepared import digest_of, stat_of, worker_count
 from ..source import Report, no_report
 from ..store import FORMAT, Store
 from ..translation import PairSource
 from ..vocabulary import SIDES, Normalization, file_named, read_vocabulary, require_room
 from .folders import Files, find_pairs
-from .pieces import Draft, ParallelText, Vocabularies
-from .preparation import Preparation
+from .preparation import ParallelText, Preparation
 
 
 class ParallelTextSource(PairSource):
@@ -41,14 +41,13 @@ class ParallelTextSource(PairSource):
         normalization: what is done to texts before they become pieces, see `Normalization`.
         smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         max_length: pairs with more tokens on a side, with its end token, are left out.
-        strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         batch_size, batch_tokens, temperature, evaluation_per_language, seed, evaluation_split: see `PairSource`.
         corpus_seed: decides the order of the pairs on the disk.
         cache_dir: folder of the store; None: `$GPIPE_CACHE` or `~/.cache/gpipe`.
 
     Raises:
-        ConfigurationError: a kind of defect is unknown, or the sizes of vocabularies contradict each other.
+        ConfigurationError: the sizes of vocabularies contradict each other.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class ParallelTextSource(PairSource):
         normalization: Normalization = "nmt_nfkc",
         smaller_vocabulary: bool = False,
         max_length: Annotated[int, Field(ge=8, le=65_535)] = 96,
-        strict: bool = False,
         preparation_workers: Count | None = None,
         batch_size: Examples | None = None,
         batch_tokens: Tokens | None = 4_000,
@@ -85,9 +83,9 @@ class ParallelTextSource(PairSource):
         super().__init__(
             batch_size, batch_tokens, temperature, max_length, evaluation_per_language, seed, evaluation_split
         )
-        self._strict, self._cache_dir, self._workers, self._share = strict, cache_dir, preparation_workers, held_out
+        self._cache_dir, self._workers, self._share = cache_dir, preparation_workers, held_out
         given = {"train": train, "dev": dev, "test": test}
-        self._columns = None if columns is None else (columns[0], columns[1])
+        self._columns = columns
         self._files = {split: files for split, files in given.items() if files is not None}
         own = _files_of(tokenizer, (source_vocabulary, target_vocabulary))
         shared = shared_vocabulary if own == (None, None) else own[0] == own[1]
@@ -96,26 +94,17 @@ class ParallelTextSource(PairSource):
                 "data.shared_vocabulary=true is one vocabulary for both sides: use one number for "
                 "data.source_vocabulary and data.target_vocabulary, which the model reads, and one data.tokenizer"
             )
-        sizes = (source_vocabulary, target_vocabulary, shared)
-        vocabularies = Vocabularies(*sizes, character_coverage, smaller_vocabulary, normalization, own)
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
-        self.text = ParallelText(root, wanted, target, vocabularies, max_length, corpus_seed, language_column)
-
-    def _open(self, report: Report) -> Store:
-        """Returns the store of the text; makes it first if it is not in the cache.
-
-        Raises:
-            ConfigurationError: a defect is to be refused, or a vocabulary size does not fit the text.
-        """
-        name, make = self._found(report)
-        return Store(prepared_folder(self._cache_dir, name, make, report, Store.JSON))
+        vocabularies = ((source_vocabulary, target_vocabulary), shared)
+        how = (character_coverage, smaller_vocabulary, normalization, own)
+        self.text = ParallelText(root, wanted, target, *vocabularies, *how, max_length, corpus_seed, language_column)
 
     def _knows_lengths(self) -> bool:
         """Opens the store if the text has been prepared; a plan prepares none."""
         with suppress(ConfigurationError):  # no root, or nothing there
             if not hasattr(self, "_store") and (cache_folder(self._cache_dir) / self._found(no_report)[0]).exists():
-                super().prepare(no_report)
+                self._open(no_report)
         return hasattr(self, "_store")
 
     def _found(self, report: Report) -> tuple[str, Callable[[Path], None]]:
@@ -130,30 +119,33 @@ class ParallelTextSource(PairSource):
         if lacking and self._share:
             splits = {code: [split for split in ("dev", "test") if (code, split) not in there] for code in lacking}
             self.text = text = replace(text, held_out=self._share, lacking=splits)
-        unset = "language_column", "held_out", "lacking"
-        made_of = {key: value for key, value in asdict(text).items() if value or key not in unset}
-        each = [(pair, file) for pair in pairs for file in pair.files]
 
         def make(draft: Path) -> None:
-            workers = worker_count([file for _, file in each], self._workers)
-            Preparation(Draft(text, draft), pairs, self._strict, workers, report).run()
+            workers = worker_count([file for pair in pairs for file in pair.files], self._workers)
+            Preparation(text, draft, pairs, report).run(workers)
 
-        own = [stat_of(Path(file)) for file in text.vocabularies.given if file is not None]
-        stats = [[pair.language, pair.split, *stat_of(file), *pair.form] for pair, file in each]
-        return f"parallel-{digest_of(FORMAT, made_of, stats, own)}", make
+        own = [stat_of(Path(file)) for file in text.given if file is not None]
+        of_pairs = [[pair.language, pair.split, pair.columns, pair.turned, *map(stat_of, pair.files)] for pair in pairs]
+        return f"parallel-{digest_of(FORMAT, asdict(text), of_pairs, own)}", make
+
+    def _open(self, report: Report) -> None:
+        name, make = self._found(report)
+        self._use(Store(made_folder(self._cache_dir, name, make, report)))
 
     def prepare(self, report: Report) -> None:
-        """Prepares the text unless it is in the cache, opens it, and tells the defects."""
-        super().prepare(report)
-        store, wanted = self._store, self.text.vocabularies
-        sides = {}
-        for side, given in zip(SIDES, wanted.given, strict=True):
-            if given is None and not (wanted.shared and side == "target"):
-                sides[f"{side}_vocabulary"] = getattr(wanted, side), getattr(store, f"{side}_vocabulary")
-        for split, drawn in store.drawn.items():
-            report(f"parallel text: held out for {split}, a share of training pairs", drawn, drawn)
-        used = f"parallel text: {sum(store.sizes.values()):,} of {{lines}} training pairs are used; in all splits"
-        self._warn(self._strict, used, sides)
+        """Prepares the text unless it is in the cache, opens it, and tells the defects.
+
+        Raises:
+            ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
+        """
+        self._open(report)
+        store, sides = self._store, {}
+        vocabularies = store.source_vocabulary, store.target_vocabulary
+        for side, given, size, vocabulary in zip(SIDES, self.text.given, self.text.pieces, vocabularies, strict=True):
+            if given is None and not (self.text.shared and side == "target"):
+                sides[f"{side}_vocabulary"] = size, vocabulary
+        used = f"{sum(store.sizes.values()):,} of {store.lines:,} training pairs are used"
+        self._warn(f"parallel text: {used}; in all splits", sides)
 
 
 def _files_of(tokenizer: str | Sequence[str | None] | None, sizes: tuple[int, int]) -> tuple[str | None, str | None]:

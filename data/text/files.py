@@ -8,9 +8,8 @@ from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from ...errors import ConfigurationError
-from ..defects import KINDS, Defect, Defects
+from ..defects import BadLine, Defects
 from ..lines import (
-    BYTE_ORDER_MARK,
     JSON,
     PACKED,
     PARQUET,
@@ -22,7 +21,7 @@ from ..lines import (
     texts_in,
     unpacked,
 )
-from ..tree import by_ending, files_below, files_matching, refuse_dead_links
+from ..tree import files_below, files_matching, in_short, refuse_dead_links
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ PLAIN = (".txt", ".text", ".md")
 ABOUT = re.compile("(?i:readme|licen[cs]e|copying|notice)(?:[._-].*)?")  # files about a set, which are no text of it
 MOST_LINE = 2**23  # bytes; a longer line is dropped
 MOST_DOCUMENT = 2**20  # characters of a document of plain text; a longer one is divided
-TEXT = "text"  # stands for the language in `Defect`
 Ends = Literal["blank_line", "line", "file"]
 SEPARATORS = {"blank_line": (b"\n\n", b"\n"), "line": (b"\n",), "file": (b"\n",)}
 
@@ -39,16 +37,8 @@ class TextPiece(NamedTuple):
     """Holds consecutive lines of a file, as bytes; `first` is the number of the first one, from 1."""
 
     file: Path
-    number: int
     first: int
     content: bytes
-
-
-class Document(NamedTuple):
-    """Holds a text, and the number of its first line."""
-
-    line: int
-    text: str
 
 
 def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[str, list[Path]]:
@@ -67,16 +57,16 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[s
     refuse_dead_links([place])
     if place.is_file():
         return {"train": [place]}
-    seen = [] if root is None or pattern is not None else [Path(file) for file in files_below(place, _is_text)]
-    found = [path for path in seen if _is_text(path.name)] if pattern is None else files_matching(place / pattern)
-    if others := [path.name for path in seen if not _is_text(path.name)]:
-        about = [name for name in others if ABOUT.fullmatch(name)]
-        which = ", ".join(
-            filter(None, [in_short(about) if about else "", by_ending(name for name in others if name not in about)])
-        )
-        log.warning("%s: %d files are passed over (%s): data.files='**/*' reads all", root, len(others), which)
-    if not found and pattern is not None:
-        raise ConfigurationError(f"data.files={pattern}: there is no such file in {key}={root}")
+    if pattern is not None:
+        found = files_matching(place / pattern)
+        if not found:
+            raise ConfigurationError(f"data.files={pattern}: there is no such file in {key}={root}")
+    else:
+        seen = [] if root is None else [Path(file) for file in files_below(place, _is_text)]
+        found = [path for path in seen if _is_text(path.name)]
+        if others := [path.name for path in seen if not _is_text(path.name)]:
+            told = "%s: %d files are passed over (%s): data.files='**/*' reads all"
+            log.warning(told, root, len(others), in_short(others))
     if not found:
         raise ConfigurationError(
             f"{key}={root}: there is no text. Expected a file, or a folder, of plain text ({', '.join(PLAIN)}) "
@@ -103,12 +93,6 @@ def _divided(found: Sequence[Path], place: Path) -> dict[str, list[Path]]:
     return splits
 
 
-def in_short(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first names and the number of the others: "a.txt, b.txt and 7 more"; "nothing" without any."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "nothing"
-
-
 def _is_text(name: str) -> bool:
     return not ABOUT.fullmatch(name) and (ending_of(Path(name)) in PLAIN or has_records(Path(name)))
 
@@ -119,7 +103,7 @@ def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[Te
     Args:
         separators: a piece ends after the last of the first of these that it has.
     """
-    number, first, rest = 0, 1, b""
+    first, rest = 1, b""
     with reading(path) as file:
         block = file.read(size)
         while block:
@@ -128,13 +112,13 @@ def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[Te
             cut = cut if block else len(text)
             rest = text[cut:]
             if cut:
-                yield TextPiece(path, number, first, text[:cut])
-                number, first = number + 1, first + text.count(b"\n", 0, cut)
+                yield TextPiece(path, first, text[:cut])
+                first += text.count(b"\n", 0, cut)
             elif len(rest) > MOST_LINE:
                 rest = rest[: MOST_LINE + 1]  # enough to see that it is too long
 
 
-def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterator[Document]:
+def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterator[str]:
     """Yields the documents of a piece.
 
     Args:
@@ -142,53 +126,39 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
         key: name of the text in a record.
         defects: gets what cannot be used.
     """
-    if has_records(piece.file):
-        yield from _records(piece, key, defects)
-        return
-    held, size, first = list[str](), 0, piece.first
-    for number, line in _lines(piece, defects):
+    is_records = has_records(piece.file)
+    held, size = list[str](), 0
+    for number, raw in enumerate(piece.content.split(b"\n"), start=piece.first):
+        where = f"{piece.file}, line {number}"
+        try:
+            line = _text_of(raw)
+            if is_records and line:
+                yield _record(line, key)
+        except BadLine as bad:
+            defects.add(bad.kind, where, bad)
+            continue
+        if is_records:
+            continue
         is_end = ends == "line" or (ends == "blank_line" and not line)
         if held and (is_end or size + len(line) > MOST_DOCUMENT):
-            yield Document(first, "\n".join(held))
+            yield "\n".join(held)
             held, size = [], 0
         if line or (held and ends == "file"):
-            first = first if held else number
             held.append(line)
             size += len(line) + 1
     if held:
-        yield Document(first, "\n".join(held).rstrip())
+        yield "\n".join(held).rstrip()
 
 
-def _records(piece: TextPiece, key: str, defects: Defects) -> Iterator[Document]:
-    for number, line in _lines(piece, defects):
-        if not line:
-            continue
-        try:
-            (text,) = texts_in(line, [key], "data.json_key")
-        except ValueError as error:
-            defects.add(_defect(piece, number, "malformed", str(error)))
-            continue
-        if text.strip():
-            yield Document(number, text)
-        else:
-            defects.add(_defect(piece, number, "empty", "has an empty text"))
+def _text_of(line: bytes) -> str:
+    """Returns a line without blanks at its end."""
+    if len(line) > MOST_LINE:
+        raise BadLine("too_long", f"has more than {MOST_LINE:,} bytes")
+    return decoded(line).rstrip()
 
 
-def _lines(piece: TextPiece, defects: Defects) -> Iterator[Document]:
-    """Yields the lines that can be read, without blanks at their ends."""
-    for number, line in enumerate(piece.content.split(b"\n"), start=piece.first):
-        if number == 1 and line.startswith(BYTE_ORDER_MARK):
-            line = line.removeprefix(BYTE_ORDER_MARK)
-            defects.add(_defect(piece, number, "byte_order_mark"))
-        if len(line) > MOST_LINE:
-            defects.add(_defect(piece, number, "too_long", f"has more than {MOST_LINE:,} bytes"))
-            continue
-        text, wrong = decoded(line)
-        if wrong:
-            defects.add(_defect(piece, number, wrong))
-        else:
-            yield Document(number, text.rstrip())
-
-
-def _defect(piece: TextPiece, line: int, kind: str, found: str | None = None) -> Defect:
-    return Defect(kind, TEXT, str(piece.file), line, found or KINDS[kind])
+def _record(line: str, key: str) -> str:
+    (text,) = texts_in(line, [key], "data.json_key")
+    if not text.strip():
+        raise BadLine("empty", "has an empty text")
+    return text

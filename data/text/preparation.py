@@ -3,33 +3,32 @@
 A vocabulary is trained on a sample, or copied; pieces of the files become ids. All of this happens in a folder of the
 cache that becomes the store at the end:
 
-store.json              documents, and a digest of each piece that is trained on; written last
+store.json              documents, a digest of each piece that is trained on, defects of the text
 source.model or tokenizer.json
-defects.json            what was found when the store was made
-train.npy, dev.npy      uint16 or uint32: the ids of each document and an end token
+train, dev              uint16 or uint32: the ids of each document and an end token
 """
 
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from typing_extensions import TypedDict
 
-from ...disk import whole_file, write_whole
+from ...disk import write_whole
 from ...errors import ConfigurationError
-from ..cache import GrowingArray
-from ..defects import Defect, Defects
+from ..cache import append
+from ..defects import Defects
 from ..prepared import RunAll, in_processes
 from ..sampling import EvenSample
 from ..source import Report
+from ..store import Tokens, token_kind
 from ..vocabulary import (
     SOURCE,
     TOKENIZER,
@@ -41,9 +40,8 @@ from ..vocabulary import (
 )
 from .files import SEPARATORS, TextPiece, documents, read_text
 
-FORMAT = 2  # raised when the same parameters would give other bytes
+FORMAT = 3  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
-Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 AT_ONCE = 256  # documents that are encoded at once
 SAMPLES = 20_000  # texts of at most `LONGEST_SAMPLE` characters given to SentencePiece
@@ -94,6 +92,7 @@ class TextDescription(TypedDict):
     end_token: str | None
     documents: int
     digests: list[str]
+    defects: Defects
 
 
 class EncodedText(NamedTuple):
@@ -105,144 +104,114 @@ class EncodedText(NamedTuple):
     """
 
     documents: int
-    ids: Sequence[Ids]
+    ids: Sequence[Tokens]
     digest: str | None
     defects: Defects
 
 
-@dataclass
-class TextPreparation:
-    """Makes one store.
+def prepare_text(
+    form: TextForm, files: Sequence[Path], held_out: Sequence[Path], folder: Path, workers: int, report: Report
+) -> None:
+    """Makes a store in a folder, with some processes.
 
-    Attributes:
+    Args:
         files: to train on; a share of their documents is held out.
         held_out: files that are held out as a whole.
-        strict: whether defects are refused.
-        draft: the folder that becomes the store.
-        workers: number of processes.
+
+    Raises:
+        ConfigurationError: a file is refused, or no vocabulary of this size can be trained.
     """
+    defects, count, digests, tokens = Defects(), 0, list[str](), 0
+    jobs = (
+        (piece, of_file, folder)
+        for of_file, group in ((form, files), (replace(form, held_out=1.0), held_out))
+        for file in group
+        for piece in of_file.pieces(file)
+    )
+    with in_processes(workers) as run_all:
+        if form.tokenizer is None:
+            (folder / SOURCE).write_bytes(_trained(form, files, run_all, report))
+        else:
+            shutil.copyfile(form.tokenizer, folder / (SOURCE if form.tokenizer.endswith(".model") else TOKENIZER))
+        report("text: tokens", 0, 0)
+        for split in SPLITS:
+            (folder / split).touch()
+        for piece in run_all(encode_piece, jobs):
+            defects.update(piece.defects)
+            count += piece.documents
+            digests += filter(None, [piece.digest])
+            for split, ids in zip(SPLITS, piece.ids, strict=True):
+                append(folder / split, ids)
+                tokens += len(ids)
+            report("text: tokens", tokens, 0)
+    report("text: tokens", tokens, tokens)
+    made = {"end_token": form.end_token, "documents": count, "digests": digests, "defects": vars(defects)}
+    write_whole(folder / "store.json", json.dumps({"format": FORMAT, **made}, indent=1, ensure_ascii=False))
 
-    form: TextForm
-    files: Sequence[Path]
-    held_out: Sequence[Path]
-    strict: bool
-    draft: Path
-    workers: int
-    report: Report
-    _defects: Defects = field(default_factory=Defects)
 
-    def run(self) -> None:
-        """Does all steps.
-
-        Raises:
-            ConfigurationError: a file or a defect is refused, or no vocabulary of this size can be trained.
-        """
-        with in_processes(self.workers) as run_all:
-            if self.form.tokenizer is not None:
-                given = Path(self.form.tokenizer)
-                with whole_file(self.draft / (SOURCE if given.suffix == ".model" else TOKENIZER)) as draft:
-                    shutil.copyfile(given, draft)
-            else:
-                self._train_vocabulary(run_all)
-            content = self._encode(run_all)
-        self._defects.write(self.draft, content["documents"])
-        made_of = {key: value for key, value in asdict(self.form).items() if key != "tokenizer"}
-        described = {"format": FORMAT, "made_of": made_of, **content}
-        write_whole(self.draft / "store.json", json.dumps(described, indent=1, ensure_ascii=False))
-
-    def _train_vocabulary(self, run_all: RunAll) -> None:
-        form, texts, unusable = self.form, list[str](), list[Defect]()
-        sizes = [file.stat().st_size for file in self.files]
-        samples = (min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES) for size in sizes)  # twice its share
-        jobs = zip(self.files, samples, repeat(form))
-        for done, (sample, first) in enumerate(run_all(sample_texts, jobs)):
-            self.report("text: reading it for the vocabulary", done, len(self.files))
-            texts += sample
-            unusable += first
-        self.report("text: vocabulary", 0, 0)
-        count = min(len(texts), SAMPLES)
-        if not count:
-            why = unusable[0] if unusable else f"{self.files[0]} and the others have no document that is not held out"
-            raise ConfigurationError(f"no line of the text can be used for training. {why}")
-        texts = [texts[i * len(texts) // count] for i in range(count)]
-        arguments = (form.vocabulary, form.character_coverage, "vocabulary", form.smaller, form.normalization)
-        with whole_file(self.draft / SOURCE) as draft:
-            draft.write_bytes(train_vocabulary(texts, *arguments))
-
-    def _encode(self, run_all: RunAll) -> TextDescription:
-        """Writes the ids of all pieces; returns what store.json says of them."""
-        made = TextDescription(end_token=self.form.end_token, documents=0, digests=[])
-        kind = _kind(_opened(self.draft, self.form.end_token))
-        arrays = [GrowingArray(self.draft / f"{split}.npy", kind) for split in SPLITS]
-        self.report("text: tokens", 0, 0)
-        for piece in run_all(encode_piece, self._encode_jobs()):
-            self._defects.update(piece.defects, self.strict)
-            made["documents"] += piece.documents
-            made["digests"] += filter(None, [piece.digest])
-            for array, ids in zip(arrays, piece.ids, strict=True):
-                array.append(ids)
-            self.report("text: tokens", sum(array.size for array in arrays), 0)
-        for array in arrays:
-            array.close()
-        tokens = sum(array.size for array in arrays)
-        self.report("text: tokens", tokens, tokens)
-        return made
-
-    def _encode_jobs(self) -> Iterator[tuple[TextPiece, TextForm, Path]]:
-        for number, file in enumerate((*self.files, *self.held_out)):
-            of_file = self.form if number < len(self.files) else replace(self.form, held_out=1.0)
-            for piece in of_file.pieces(file):
-                yield piece, of_file, self.draft
+def _trained(form: TextForm, files: Sequence[Path], run_all: RunAll, report: Report) -> bytes:
+    """Returns a vocabulary that is trained on an even sample of the text."""
+    texts, unusable = list[str](), Defects()
+    sizes = [file.stat().st_size for file in files]
+    samples = (min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES) for size in sizes)  # twice its share
+    for done, (sample, defects) in enumerate(run_all(sample_texts, zip(files, samples, repeat(form)))):
+        report("text: reading it for the vocabulary", done, len(files))
+        texts += sample
+        unusable.update(defects)
+    report("text: vocabulary", 0, 0)
+    count = min(len(texts), SAMPLES)
+    if not count:
+        none = f"{files[0]} and the others have no document that is not held out"
+        why = next(iter(unusable.first.values()), none)
+        raise ConfigurationError(f"no line of the text can be used for training. {why}")
+    texts = [texts[i * len(texts) // count] for i in range(count)]
+    how = (form.character_coverage, "vocabulary", form.smaller, form.normalization)
+    return train_vocabulary(texts, form.vocabulary, *how)
 
 
 # -- in the processes --------------------------------------------------------------------------------------------------
 
 
-def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], list[Defect]]:
+def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], Defects]:
     """Returns an even sample of the texts that are trained on, in slices of at most `LONGEST_SAMPLE` characters.
 
     Returns:
-        The sample; the first defect, if there is one.
+        The sample; the defects of the file.
     """
     sample, defects = EvenSample[str](wanted), Defects()
     for piece in form.pieces(file):
-        for document in documents(piece, form.document, form.json_key, defects):
-            starts = range(0, len(document.text), LONGEST_SAMPLE)
+        for text in documents(piece, form.document, form.json_key, defects):
+            starts = range(0, len(text), LONGEST_SAMPLE)
             chosen = sample.places(len(starts))
-            if len(chosen) and not form.holds_out(document.text):
+            if len(chosen) and not form.holds_out(text):
                 for place in chosen:
-                    sample.keep(place, document.text[starts[place] : starts[place] + LONGEST_SAMPLE])
+                    sample.keep(place, text[starts[place] : starts[place] + LONGEST_SAMPLE])
             sample.go_on(len(starts))
-    return sample.items, defects.examples[:1]
+    return sample.items, defects
 
 
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:
     """Returns the ids of a piece's documents, by the vocabulary of a store."""
-    found = Defects()
-    texts = [document.text for document in documents(piece, form.document, form.json_key, found)]
-    held_out = [not form.ends and form.holds_out(text) for text in texts]
-    chosen = ([text for text, is_out in zip(texts, held_out, strict=True) if is_out == wanted] for wanted in (0, 1))
-    trained, dev = (_tokens(of, form, folder) for of in chosen)
+    defects, texts = Defects(), dict[bool, list[str]]({False: [], True: []})
+    for text in documents(piece, form.document, form.json_key, defects):
+        texts[not form.ends and form.holds_out(text)].append(text)
+    trained, dev = (_tokens(texts[held_out], form, folder) for held_out in (False, True))
     if form.ends:
         trained, dev = np.split(trained, [len(trained) - int(form.held_out * len(trained))])
     digest = hashlib.blake2b(trained.tobytes(), digest_size=16).hexdigest() if len(trained) else None
-    return EncodedText(len(texts), (trained, dev), digest, found)
+    return EncodedText(sum(map(len, texts.values())), (trained, dev), digest, defects)
 
 
-def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> Ids:
+def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> Tokens:
     """Returns the ids of each document and an end token."""
     vocabulary = _opened(folder, form.end_token)
-    kind = _kind(vocabulary)
+    kind = token_kind(vocabulary)
     parts = [np.empty(0, kind)]
     for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory
         ids = vocabulary.encode(texts[first : first + AT_ONCE], threads=1)
         count = sum(map(len, ids)) + len(ids)
         parts.append(np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count))
     return np.concatenate(parts)
-
-
-def _kind(vocabulary: AnyVocabulary) -> type[np.unsignedinteger[Any]]:
-    return np.uint32 if len(vocabulary) > 65_536 else np.uint16
 
 
 @lru_cache(maxsize=2)

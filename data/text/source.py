@@ -11,13 +11,15 @@ from pydantic import Field
 from ...errors import ConfigurationError
 from ...json_files import read_json
 from ...typed_section import Count, Examples, Seed, Vocabulary
-from ..cache import open_array
-from ..prepared import PreparedSource, digest_of, prepared_folder, stat_of, worker_count
+from ..cache import made_folder, open_array
+from ..prepared import PreparedSource, digest_of, stat_of, worker_count
 from ..source import Report, fingerprint_of
+from ..store import token_kind
+from ..tree import in_short
 from ..vocabulary import BOS, Normalization, file_named, read_vocabulary, require_room, vocabulary_file
 from ..windows import WindowSource
-from .files import Ends, find_texts, in_short
-from .preparation import FORMAT, SPLITS, TextDescription, TextForm, TextPreparation
+from .files import Ends, find_texts
+from .preparation import FORMAT, SPLITS, TextDescription, TextForm, prepare_text
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +32,15 @@ class TextStore:
     Attributes:
         source_vocabulary, target_vocabulary: the vocabulary of the ids; one object.
         train, dev: the tokens.
+        defects: found when the store was made.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.description = read_json(folder / "store.json", TextDescription)
         self.source_vocabulary = read_vocabulary(vocabulary_file(folder), self.description["end_token"])
-        self.target_vocabulary = self.source_vocabulary
-        self.train, self.dev = (open_array(folder / f"{split}.npy") for split in SPLITS)
+        self.target_vocabulary, self.defects = self.source_vocabulary, self.description["defects"]
+        self.train, self.dev = (open_array(folder / split, token_kind(self.source_vocabulary)) for split in SPLITS)
 
     def fingerprint(self) -> str:
         """Returns a digest of the vocabulary and of all tokens that are trained on."""
@@ -61,7 +64,6 @@ class TextFilesSource(WindowSource, PreparedSource):
         smaller_vocabulary: True: fewer pieces where the text supports fewer; False: it is refused.
         character_coverage: share of the text's characters that get pieces of their own.
         normalization: what is done to the text before it becomes pieces, see `Normalization`.
-        strict: refuse the first line with a defect, which else is left out.
         preparation_workers: processes that prepare the text; None: one per core.
         sequence_length, batch_size, seed, pad_id, evaluation_windows: see `WindowSource`.
         corpus_seed: decides the draw of held-out documents.
@@ -87,7 +89,6 @@ class TextFilesSource(WindowSource, PreparedSource):
         smaller_vocabulary: bool = True,
         character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995,
         normalization: Normalization = "nmt_nfkc",
-        strict: bool = False,
         preparation_workers: Count | None = None,
         sequence_length: Count = 1024,
         batch_size: Examples = 32,
@@ -101,7 +102,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         super().__init__(sequence_length, batch_size, seed, pad_id, evaluation_windows)
         self.pad_id, self._vocabulary = pad_id, vocabulary
         self._root, self._evaluation_root, self._pattern = root, evaluation_root, files
-        self._strict, self._workers, self._cache_dir = strict, preparation_workers, cache_dir
+        self._workers, self._cache_dir = preparation_workers, cache_dir
         if tokenizer is not None:
             tokenizer = str(file_named(tokenizer))
             require_room("vocabulary", vocabulary, tokenizer, read_vocabulary(Path(tokenizer), end_token))
@@ -113,7 +114,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         """Makes the store unless it is in the cache, and opens it.
 
         Raises:
-            ConfigurationError: files are missing or no text, a defect is to be refused, or there is too little text.
+            ConfigurationError: files are missing or no text, or there is too little text.
         """
         files, held_out = self._found()
         form = replace(self.form, held_out=0.0) if held_out else self.form
@@ -124,10 +125,10 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._training, self._held_out = store.train, store.dev
         self.eos_id = store.source_vocabulary.eos_id
         trained = {"vocabulary": (self._vocabulary, store.source_vocabulary)} if self.form.tokenizer is None else {}
-        self._warn(self._strict, "text: {lines} documents are used: lines", trained)
+        documents = store.description["documents"]
+        self._warn(f"text: {documents:,} documents are used: lines", trained)
         self._require_a_window()
         if len(store.dev) < 2:
-            documents = store.description["documents"]
             raise ConfigurationError(
                 f"none of the {documents:,} documents of data.root={self._root} is held out by "
                 f"data.held_out={self.form.held_out}: raise it, name other text as data.evaluation_root=FILE, or use "
@@ -160,10 +161,9 @@ class TextFilesSource(WindowSource, PreparedSource):
 
         def make(draft: Path) -> None:
             workers = worker_count([*files, *held_out], self._workers)
-            TextPreparation(form, files, held_out, self._strict, draft, workers, report).run()
+            prepare_text(form, files, held_out, draft, workers, report)
 
         given = [] if form.tokenizer is None else [Path(form.tokenizer)]
         stats = [[stat_of(file) for file in group] for group in (files, held_out, given)]
-        made_of = {key: value for key, value in asdict(form).items() if value or key != "ends"}
-        name = f"text-{digest_of(FORMAT, made_of, stats)}"
-        return TextStore(prepared_folder(self._cache_dir, name, make, report, TextDescription))
+        name = f"text-{digest_of(FORMAT, asdict(form), stats)}"
+        return TextStore(made_folder(self._cache_dir, name, make, report))

@@ -46,7 +46,7 @@ GONE = {  # keys that our own models, data and optimizers had in earlier release
     "model": ("average", "dilate", "auxiliary_width", "channels_last"),
     "optimizer": ("decay_only",),
     "data": (
-        *("broken_images_limit", "download", "on_defect"),
+        *("broken_images_limit", "download", "on_defect", "strict", "bits"),
         *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
     ),
 }

@@ -110,7 +110,7 @@ def with_test_set(
     if not place.exists():
         raise ConfigurationError(f"test={test}: there is no such file or folder")
     kinds = {
-        "gpipe_cli.data.images.": ("images.source.ImagesToTest", ("image_size", "evaluation_crop", "bits")),
+        "gpipe_cli.data.images.": ("images.source.ImagesOfRun", ("image_size", "evaluation_crop")),
         "gpipe_cli.data.text.": (
             "test_sets.TextToTest",
             ("document", "json_key", "end_token", "sequence_length", "pad_id"),

@@ -80,9 +80,9 @@ def source_of(data: dict[str, Any], files: Sequence[str], vocabularies: Path) ->
     """
     if not data["_target_"].startswith(IMAGES):
         raise ConfigurationError(f"data._target_={data['_target_']}: gpipe-predict knows images of {IMAGES}* only")
-    keys = ("image_size", "evaluation_crop", "bits", "batch_size")
+    keys = ("image_size", "evaluation_crop", "batch_size")
     known = {key: data[key] for key in keys if data.get(key) is not None}
-    source = {"_target_": f"{IMAGES}source.ImagesToPredict", "files": list(files), "vocabularies": str(vocabularies)}
+    source = {"_target_": f"{IMAGES}source.ImagesOfRun", "files": list(files), "vocabularies": str(vocabularies)}
     return {**source, **known}
 
 

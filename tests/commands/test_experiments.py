@@ -167,5 +167,4 @@ def test_a_tiny_transfer_on_each_data_set_s_layout(
     name: str, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_images.accept_any_cifar(monkeypatch)
-    words = ["data.batch_size=3", "pipeline.M=1"] if name == "cifar100" else []  # three images are all there are
-    check(train_tiny(tmp_path, f"transfer/{name}", f"checkpoint.init_from={pretrained}", *words))
+    check(train_tiny(tmp_path, f"transfer/{name}", f"checkpoint.init_from={pretrained}"))

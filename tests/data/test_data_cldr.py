@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from run_files import bytes_of
 
-from gpipe_cli.data.cldr import corpus as cldr_corpus
 from gpipe_cli.data.cldr import pairs as cldr
-from gpipe_cli.data.cldr.corpus import CorpusParameters, open_store
+from gpipe_cli.data.cldr import source as cldr_source
 from gpipe_cli.data.cldr.languages import LANGUAGES, corpus_size
+from gpipe_cli.data.cldr.source import CorpusParameters, open_store
 from gpipe_cli.data.cldr.strings import locale_strings, render
 from gpipe_cli.data.prepared import in_processes
 from gpipe_cli.data.source import no_report
@@ -90,9 +90,9 @@ TINY = CorpusParameters(("de", "yrl"), largest=300, smallest=100, vocabulary=400
 def test_a_store_is_the_same_bytes_by_any_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = open_store(TINY, str(tmp_path / "one process"), no_report).folder
     asked: list[int] = []
-    monkeypatch.setattr(cldr_corpus, "SMALL", 0)
-    monkeypatch.setattr(cldr_corpus, "usable_cores", lambda: 3)
-    monkeypatch.setattr(cldr_corpus, "in_processes", lambda count: asked.append(count) or in_processes(count))
+    monkeypatch.setattr(cldr_source, "SMALL", 0)
+    monkeypatch.setattr(cldr_source, "usable_cores", lambda: 3)
+    monkeypatch.setattr(cldr_source, "in_processes", lambda count: asked.append(count) or in_processes(count))
     assert bytes_of(open_store(TINY, str(tmp_path / "three"), no_report).folder) == bytes_of(alone)
     assert asked == [3]
 

@@ -26,7 +26,7 @@ from gpipe_cli.data.sampling import temperature_shares
 from gpipe_cli.data.source import Batch, no_report
 from gpipe_cli.data.text.source import TextFilesSource
 from gpipe_cli.data.torch_datasets import DatasetSource
-from gpipe_cli.data.tree import files_below, files_matching
+from gpipe_cli.data.tree import files_below
 from gpipe_cli.errors import ConfigurationError
 
 SMALL: dict[str, Any] = {"languages": ["de", "fi", "yrl"], "largest": 400, "smallest": 100, "vocabulary": 600}
@@ -196,14 +196,6 @@ def test_a_micro_batch_of_images_is_bytes_of_three_channels_and_int64_labels(mak
     assert sum(len(rows(batch)) for batch in make(cache).evaluation(2)) == count
 
 
-def test_reading_an_example_leaves_the_global_generators_as_they_were(cache: str) -> None:
-    torch.manual_seed(1)
-    untouched = torch.rand(3)
-    torch.manual_seed(1)
-    next(examples(cache).train(None, 1, 0, 1))
-    assert torch.equal(torch.rand(3), untouched)
-
-
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [10, 10, 10, 10, 10]), (False, [10, 10, 10, 10, 7])])
 def test_an_epoch_has_every_example_once_or_drops_the_last(cache: str, drop_last: bool, sizes: list[int]) -> None:
     batches = first(examples(cache, drop_last=drop_last).train(None, 2, 0, 1), 5)
@@ -262,19 +254,12 @@ def test_links_are_followed_into_other_folders_and_never_in_a_circle(tmp_path: P
     root = tmp_path / "root"
     found = [Path(file).relative_to(root).as_posix() for file in files_below(root, lambda name: name.endswith(".txt"))]
     assert found == ["a/1.txt", "a/disk/2.txt", "b/1.txt", "b/disk/2.txt", "b.txt"]
-    (root / "again").symlink_to(root)  # two circles: a pattern that walks them all does not end
-    matched = files_matching(root / "**" / "*.txt")
-    assert {file.relative_to(root).as_posix() for file in matched} == {"b.txt", "b/1.txt", "b/disk/2.txt"}
 
 
 DEAD = {  # what becomes a link that leads nowhere
-    "a text": "text/a.txt",
     "a folder of text": "text/more",
-    "text itself": "text",
     "a side of parallel text": "parallel/train.de",
-    "a language": "parallel/de-en",
     "an image": "images/train/n00000001/n00000001_1.JPEG",
-    "a class": "images/train/n0.3",
     "a split": "images/val",
     "a shard": "shards/birds-train-0001.tar",
 }
@@ -295,9 +280,3 @@ def test_a_link_that_leads_nowhere_is_refused_by_its_name_and_target(what: str, 
     kind = {"text": TextFilesSource, "parallel": ParallelTextSource}.get(root.name)
     said = refusal_of(text_sources.prepared, kind, root, {}) if kind else tiny_images.refusal(root)
     assert f"{link} links to /not/mounted, which is not there or unreadable: mount it, or remove the link" in said
-
-
-def test_a_link_that_cannot_be_followed_is_told_as_one_that_leads_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").symlink_to("a" * 300)  # stat raises, as it does for a folder of another user
-    with pytest.raises(ConfigurationError, match=r"a\.txt links to a{300}, which is not there or unreadable"):
-        list(files_below(tmp_path, bool))

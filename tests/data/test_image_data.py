@@ -1,10 +1,8 @@
 """Tests images in files: layouts of the real data sets, half-unpacked folders, unusual and broken files, transforms."""
 
 import io
-import os
 import shutil
 import struct
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,7 +17,7 @@ from tiny_images import COLOURS, opened, refusal
 from torch import Tensor
 
 from gpipe_cli.data.images.files import BrokenImage, ImageFiles, decode
-from gpipe_cli.data.images.transforms import GREY, central_crop, cut_out, shift_colours
+from gpipe_cli.data.images.transforms import GREY, cut_out, shift_colours
 from gpipe_cli.data.source import Batch
 from gpipe_cli.errors import ConfigurationError
 
@@ -113,19 +111,6 @@ def test_a_broken_image_ends_the_run_with_its_name(workers: int, own_folder: Pat
 # --- transforms
 
 
-def test_the_central_crop_keeps_the_middle_seven_eighths() -> None:
-    image = torch.randint(0, 256, (3, 80, 160), dtype=torch.uint8)
-    assert torch.equal(central_crop(image, 0.875), image[:, 5:75, 10:150])
-
-
-def test_brightness_moves_all_channels_alike_by_at_most_its_share() -> None:
-    torch.manual_seed(0)
-    image = torch.full((3, 2, 2), 128, dtype=torch.uint8)
-    shifts = torch.stack([shift_colours(image, 0.125, 0.0)[:, 0, 0].int() - 128 for _ in range(300)])
-    assert (shifts == shifts[:, :1]).all()
-    assert (int(shifts.min()), int(shifts.max())) == (pytest.approx(-32, abs=1), pytest.approx(32, abs=1))
-
-
 def test_chroma_moves_red_green_and_blue_as_cb_and_cr_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda *size, dtype: torch.tensor([0.5, 1.0, 0.75], dtype=dtype))
     image = torch.full((3, 1, 1), 100, dtype=torch.uint8)  # draws: no brightness, Cb + 0.1, Cr + 0.05
@@ -164,26 +149,9 @@ def array(values: np.ndarray[Any, Any], kind: str, **options: Any) -> bytes:
     return encoded(Image.fromarray(values), kind, **options)
 
 
-def png(colour: int, samples: np.ndarray[Any, Any]) -> bytes:
-    """Returns a PNG of 16 bits a sample; Pillow itself writes only grey ones."""
-    height, width = samples.shape[:2]
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in samples)
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 16, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
-
-
-GREY_PNG, COLOUR, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 4, 6  # PNG's numbers
 WIDE = np.round(RAMP * 257)
-OPAQUE = np.full((8, 8), 65_535.0)
 EIGHT_BITS = {
-    "16-bit PNG": png(GREY_PNG, WIDE),
-    "16-bit PNG in colour": png(COLOUR, np.stack([WIDE] * 3, -1)),
-    "16-bit PNG with transparency": png(GREY_ALPHA, np.stack([WIDE, OPAQUE], -1)),
-    "16-bit PNG in colour with transparency": png(COLOUR_ALPHA, np.stack([WIDE] * 3 + [OPAQUE], -1)),
+    "16-bit PNG": array(WIDE.astype(np.uint16), "PNG"),
     "16-bit TIFF": array(WIDE.astype(np.uint16), "TIFF"),
     "16-bit PGM": b"P5 8 8 65535\n" + WIDE.astype(">u2").tobytes(),
     "float TIFF": array((RAMP / 255).astype(np.float32), "TIFF"),
@@ -209,16 +177,9 @@ def tiff_of_12_bits(values: np.ndarray[Any, Any]) -> bytes:
     return head + data + struct.pack("<H", len(tags)) + b"".join(entries) + bytes(4)
 
 
-def test_fewer_bits_than_the_16_of_their_file_are_told_by_it_or_by_a_key_and_never_black() -> None:
-    twelve = np.round(RAMP / 255 * 4095).astype(np.uint16)
-    expected = torch.from_numpy(RAMP).expand(3, 8, 8)
-    told = [(tiff_of_12_bits(twelve), None), (array(twelve, "PNG"), 12), (array(twelve >> 2, "TIFF"), 10)]
-    for content, bits in told:
-        assert (decode(io.BytesIO(content), bits) - expected).abs().max() <= 1
-    for kind in ("PNG", "TIFF"):
-        with pytest.raises(ValueError, match=r"at most 12 of its 16 bits are used: set data\.bits=12 or 10, or 16"):
-            decode(io.BytesIO(array(twelve, kind)))
-    assert decode(io.BytesIO(array(twelve, "PNG")), 16).max() == 15
+def test_fewer_bits_than_16_are_told_by_the_file() -> None:
+    content = tiff_of_12_bits(np.round(RAMP / 255 * 4095).astype(np.uint16))
+    assert (decode(io.BytesIO(content)) - torch.from_numpy(RAMP).expand(3, 8, 8)).abs().max() <= 1
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P", "I;16", "GIF"])
@@ -274,28 +235,11 @@ def test_an_image_is_turned_once_as_its_exif_data_say(orientation: int, kind: st
     assert (read[0].int() - torch.from_numpy(np.array(upright)).int()).abs().max() < 20
 
 
-def test_damaged_exif_data_do_not_make_an_image_broken(recwarn: pytest.WarningsRecorder) -> None:
-    recwarn.clear()
-    content = encoded(Image.new("RGB", (8, 8), (9, 9, 9)), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
-    assert decode(io.BytesIO(content)).shape == (3, 8, 8)
-    assert not recwarn.list
-
-
-def test_an_image_of_more_pixels_than_allowed_is_broken_before_it_is_unpacked(recwarn: pytest.WarningsRecorder) -> None:
-    head = struct.pack(">IIBBBBB", 10_000, 10_000, 8, GREY_PNG, 0, 0, 0)
-    small = png(GREY_PNG, WIDE)
-    bomb = small[:16] + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + small[33:]
-    with pytest.raises(Exception, match=r"\(100000000 pixels\) exceeds limit of 89478485 pixels"):
-        decode(io.BytesIO(bomb))
-    assert not recwarn.list
-
-
 def test_other_files_are_told_each_time_and_counted(own_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("notes.txt", "more.TXT", "photo.heic", "README"):
         (own_folder / "train" / "n00000001" / name).touch()
-    os.mkfifo(own_folder / "val" / "n00000000" / "pipe.png")  # would be waited for
     for _ in range(2):
         caplog.clear()
         source = opened(own_folder)
-        assert "4 files are left out, no images (2 .txt, 1 without, 1 .heic): n00000001/README, " in caplog.text
+        assert "4 files are left out, no images: n00000001/README, " in caplog.text
         assert sum(len(batch.micro_batches[0][1][0]) for batch in source.evaluation(1)) == 6

@@ -1,8 +1,5 @@
 """Tests the store against its text, a preparation that is killed, and the mini-batches made of it."""
 
-import signal
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -10,17 +7,13 @@ from typing import Any
 
 import numpy as np
 import parallel_folder
-import preparation_jobs
 import pytest
-from launch_command import wait_for
-from processes import run
-from run_files import array_file, bytes_of
-from text_sources import sentences
+from text_sources import in_small_pieces, sentences
 
-from gpipe_cli.data.sampling import temperature_shares
+from gpipe_cli.data.defects import Defects
+from gpipe_cli.data.sampling import dealt, least_pairs, micro_batches, temperature_shares, width_of
 from gpipe_cli.data.source import Batch, Report, no_report
-from gpipe_cli.data.store import Sizes, Store, StoreWriter, interleave
-from gpipe_cli.data.token_batches import dealt, least_pairs, micro_batches, width_of
+from gpipe_cli.data.store import Store, StoreWriter, interleave, token_kind
 from gpipe_cli.data.translation import PairSource
 from gpipe_cli.errors import ConfigurationError
 
@@ -32,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def store(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report)
+    return in_small_pieces(root, tmp_path_factory.mktemp("cache"))
 
 
 def test_the_pairs_lie_shuffled(store: Store) -> None:
@@ -42,41 +35,26 @@ def test_the_pairs_lie_shuffled(store: Store) -> None:
     assert abs(np.corrcoef(places, np.arange(len(places)))[0, 1]) < 0.2
 
 
-def test_a_killed_preparation_is_begun_anew(root: Path, store: Store, tmp_path: Path) -> None:
-    words = [sys.executable, preparation_jobs.__file__, str(root), str(tmp_path), "2", "token ids", "400"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "stopped\n"
-        process.send_signal(signal.SIGKILL)
-    (left,) = tmp_path.glob(".partial-*")
-    wait_for(lambda: run("sh", "-c", f"kill -0 -{process.pid}").returncode)  # its own processes have ended, too
-    made = preparation_jobs.prepare(root, tmp_path, 1, no_report)
-    assert bytes_of(made.folder) == bytes_of(store.folder) and not left.exists()
-
-
 def test_a_store_is_made_again_only_when_a_file_has_changed(tmp_path: Path) -> None:
     root, reports = parallel_folder.opus(tmp_path / "text"), list[str]()
-    first = preparation_jobs.prepare(root, tmp_path / "cache", 1, no_report)
-    preparation_jobs.prepare(root, tmp_path / "cache", 1, lambda text, *_: reports.append(text))
+    first = in_small_pieces(root, tmp_path / "cache")
+    in_small_pieces(root, tmp_path / "cache", 1, lambda text, *_: reports.append(text))
     assert reports == []
     parallel_folder.write(root / "sw-en" / "opus.sw-en-dev.sw", ["x"] * 20)
-    assert preparation_jobs.prepare(root, tmp_path / "cache", 1, no_report).folder != first.folder
+    assert in_small_pieces(root, tmp_path / "cache").folder != first.folder
 
 
-def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store) -> None:
-    tokens, lengths = interleave([[1, 70_000], [2]], [[3], [4, 65_536]], wide=True)
-    assert (tokens.dtype, tokens.tolist()) == (np.uint32, [1, 70_000, 3, 2, 4, 65_536])
-    assert lengths.tolist() == [[2, 1], [1, 2]]
-    writer = StoreWriter(tmp_path, wide=True)
-    writer.add("de", tokens, lengths)
-    writer.finish(Sizes().block, {})
+def test_ids_over_two_bytes_are_stored_in_four(tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (token_kind(range(65_536)), token_kind(range(9), range(65_537))) == (np.uint16, np.uint32)
+    monkeypatch.setattr("gpipe_cli.data.store.token_kind", lambda *_: np.uint32)
+    writer = StoreWriter(tmp_path)
+    writer.add("de", *interleave([([1, 70_000], [3]), ([2], [4, 65_536])], np.uint32))
+    writer.finish([], Defects())
     (tmp_path / "source.model").write_bytes((store.folder / "source.model").read_bytes())
     wide = Store(tmp_path)
     pairs = wide.locate(np.array([0, 0]), np.array([1, 0]))
-    assert [side[0].tolist() for side in wide.gather(pairs)] == [[2, 1, 70_000], [4, 65_536, 3]]
-    (tmp_path / "ends.npy").write_bytes(array_file([0, 2, 3, 4, 5]))
-    with pytest.raises(ConfigurationError, match=r"ends\.npy is damaged \(it is not that of its ids\)"):
-        Store(tmp_path)
+    gathered = [[ids.tolist() for ids in side] for side in wide.gather(pairs)]
+    assert gathered == [[[2], [1, 70_000]], [[4, 65_536], [3]]]
 
 
 # -- mini-batches: nothing is lost or repeated, each is a sample, loads are balanced, shapes are few -----------------
@@ -93,14 +71,14 @@ class OfStore(PairSource):
         super().__init__(**{**keys, "evaluation_per_language": 3, **changes})
         self._folder = folder
 
-    def _open(self, report: Report) -> Store:
-        return Store(self._folder)
+    def prepare(self, report: Report) -> None:
+        self._use(Store(self._folder))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = parallel_folder.opus(tmp_path_factory.mktemp("text"), sizes={"de": 300})
-    return preparation_jobs.prepare(root, tmp_path_factory.mktemp("cache"), 1, no_report).folder
+    return in_small_pieces(root, tmp_path_factory.mktemp("cache")).folder
 
 
 def opened(folder: Path, **changes: Any) -> OfStore:

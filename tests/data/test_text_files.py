@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import parallel_folder
 import pytest
-import zstandard
 from inline_run import train_inline
 from refusals import refusal_of
-from run_files import array_file, bytes_of
-from text_sources import places, prepared
+from run_files import bytes_of
+from text_sources import own_tokenizer, places, prepared
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource, TextStore
@@ -82,15 +81,6 @@ def test_every_kind_of_file_gives_the_same_documents(kind: str, packed: str, tmp
     assert trained == [text for text in wanted if text in set(trained)]  # in their order
 
 
-def test_text_packed_with_the_longest_window_is_read(tmp_path: Path) -> None:
-    form = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True, write_content_size=False)
-    packer = zstandard.ZstdCompressor(compression_params=form).compressobj()  # zstd --long=31, of a stream
-    packed = packer.compress("\n\n".join(documents()).encode()) + packer.flush()
-    assert zstandard.get_frame_parameters(packed).window_size == 2**31
-    made = source(write(tmp_path / "text" / "a.txt.zst", packed))
-    assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
-
-
 @pytest.mark.parametrize("packed", parallel_folder.PACKERS)
 def test_an_archive_of_several_streams_is_read_whole_and_a_torn_one_is_refused(packed: str, tmp_path: Path) -> None:
     first, second = (PACK[packed]("\n\n".join(part).encode() + b"\n\n") for part in np.split(np.array(documents()), 2))
@@ -99,7 +89,7 @@ def test_an_archive_of_several_streams_is_read_whole_and_a_torn_one_is_refused(p
     assert len(texts_of(made)) + len(texts_of(made, "dev")) == len(documents())
     for torn in (first[:-9], first + second[:-1], first + b"no archive"):
         said = refusal(write(tmp_path / f"torn.txt{packed}", torn))
-        assert f"torn.txt{packed}: cannot be read" in said and "a torn archive" in said
+        assert f"torn.txt{packed}: cannot be read" in said and "torn, of another format" in said
 
 
 def test_parquet_gives_the_documents_of_json_lines_and_names_the_row(tmp_path: Path) -> None:
@@ -153,7 +143,7 @@ def test_what_is_passed_over_is_counted_and_a_pattern_chooses(tmp_path: Path, ca
     write(root / "a.txt", "\n\n".join(texts[:60]))
     write(root / "LICENSE", "a")
     assert len(texts_of(made := source(root))) + len(texts_of(made, "dev")) == 60
-    assert "4 files are passed over (LICENSE, 3 .py): data.files='**/*' reads all" in caplog.text
+    assert "4 files are passed over (LICENSE, a.py, a.py, a.py): data.files='**/*' reads all" in caplog.text
     made = source(root, files="**/*.py")
     assert sorted(texts_of(made) + texts_of(made, "dev")) == sorted(texts)
     assert texts_of(source(root, files=f"{root}/**/*.py")) == texts_of(made)
@@ -221,16 +211,6 @@ def test_the_number_of_processes_changes_no_byte(tmp_path: Path, monkeypatch: py
 # --- what cannot be used
 
 
-@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\1\0", None, array_file([0.5])])
-def test_a_damaged_file_of_tokens_is_named(content: bytes | None, tmp_path: Path) -> None:
-    made = source(write(tmp_path / "text" / "a.txt", "\n\n".join(documents())).parent, cache_dir=str(tmp_path / "own"))
-    torn = made._store.folder / "train.npy"
-    torn.unlink()
-    os.mkfifo(torn) if content is None else torn.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"train\.npy is damaged .*: delete its corpus"):
-        TextStore(made._store.folder)
-
-
 @pytest.mark.parametrize(
     ("kind", "file", "line"),
     [
@@ -244,7 +224,7 @@ def test_a_damaged_file_of_tokens_is_named(content: bytes | None, tmp_path: Path
         ("too_long", "a.txt", b"x" * 5000),
     ],
 )
-def test_a_bad_line_is_dropped_counted_and_named_or_refused(
+def test_a_bad_line_is_dropped_counted_and_named(
     kind: str, file: str, line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpipe_cli.data.text.files.MOST_LINE", 4000)
@@ -254,8 +234,6 @@ def test_a_bad_line_is_dropped_counted_and_named_or_refused(
     made = source(root, document="line", preparation_workers=1)
     assert places(made) == [(kind, file, 121)] and made.prepared_defects == {kind: 1}
     assert len(texts_of(made)) + len(texts_of(made, "dev")) == 240
-    said = refusal(root, document="line", strict=True)
-    assert f"{file}, line 121: " in said and "data.strict=false" in said
 
 
 @pytest.mark.parametrize(
@@ -294,8 +272,7 @@ def test_a_name_that_is_no_utf8_is_read_told_and_written_down(tmp_path: Path) ->
     write(root / "b.txt", b"caf\xe9\n\n" + documents()[0].encode())
     assert places(source(root)) == [("undecodable", "b.txt", 1)] and len(texts_of(source(root))) > 80
     (root / "b.txt").rename(root / os.fsdecode(b"\xe9.txt"))
-    said = refusal(root, strict=True)
-    assert "/te\\xe9xt/\\xe9.txt, line 1: is not UTF-8" in said
+    assert "/te\\xe9xt/\\xe9.txt, line 1: is not UTF-8" in source(root)._store.defects.first["undecodable"]
     write_whole(tmp_path / "error.txt", f"{root}")
 
 
@@ -321,29 +298,19 @@ def test_a_run_goes_on_on_other_text_with_its_vocabulary_or_is_warned(tmp_path: 
 
 
 def test_line_breaks_and_blank_lines_of_code_are_kept_where_a_file_is_a_document(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     code = {f"{n}.py": f"def f{n}(x):\n    y = x\n\n    return y\n\n\nclass A:\n\tpass" for n in range(20)}
-    files = [write(tmp_path / "code" / name, content) for name, content in code.items()]
-    made = tokenizers.ByteLevelBPETokenizer()
-    made.train([str(file) for file in files], vocab_size=300, special_tokens=["<|endoftext|>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    words = {"tokenizer": str(tmp_path / "tokenizer.json"), "document": "file", "files": "**/*.py"}
-    read = source(tmp_path / "code", **words)
+    for name, content in code.items():
+        write(tmp_path / "code" / name, content)
+    tokenizer = str(own_tokenizer(tmp_path, code.values(), ["<|endoftext|>"]))
+    read = source(tmp_path / "code", tokenizer=tokenizer, document="file", files="**/*.py")
     assert sorted(texts_of(read) + texts_of(read, "dev")) == sorted(code.values())
 
 
 def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     two_lines = [f"{text}\n{text}" for text in documents()]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.ByteLevel(False), tokenizers.decoders.ByteLevel()
-    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", "<pad>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters)
-    made.train_from_iterator(two_lines, trainer)
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = str(own_tokenizer(tmp_path, two_lines, ["<|endoftext|>", "<pad>"]))
     root = write(tmp_path / "text" / "a.jsonl", as_json(two_lines)).parent
-    ours = source(root, tokenizer=str(tmp_path / "tokenizer.json"))
+    ours = source(root, tokenizer=tokenizer)
     assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(two_lines) and ours.eos_id == 0
     assert ours.decode(ours.encode(["\x1b[31m\tred"])[0]) == "\ufffd[31m\tred"
     turns = [0, *ours.encode(["a turn"])[0], 0, *ours.encode(["an answer"])[0]]
@@ -353,7 +320,7 @@ def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     ours.keep_vocabularies(tmp_path / "kept")
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     with pytest.raises(ConfigurationError, match=r"has no token <end>.*its special tokens: <\|endoftext\|>, <pad>"):
-        source(root, tokenizer=str(tmp_path / "tokenizer.json"), end_token="<end>")
+        source(root, tokenizer=tokenizer, end_token="<end>")
     with pytest.raises(ConfigurationError, match=r"use data\.vocabulary=\d+"):
-        source(root, tokenizer=str(tmp_path / "tokenizer.json"), vocabulary=100)
+        source(root, tokenizer=tokenizer, vocabulary=100)
     assert "is no tokenizer.json" in refusal(root, tokenizer=str(root / "a.jsonl"))

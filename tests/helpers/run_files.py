@@ -1,11 +1,8 @@
 """Reads what runs and preparations leave."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -21,10 +18,3 @@ def losses(run_dir: Path) -> list[float]:
 def bytes_of(folder: Path) -> dict[str, bytes]:
     """Returns the contents of all files of a folder, by their paths in it."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def array_file(*array: Any, **arrays: Any) -> bytes:
-    """Returns the file in which numpy saves an array, or several by their names."""
-    file = io.BytesIO()
-    (np.savez if arrays else np.save)(file, *array, **arrays)
-    return file.getvalue()
