@@ -177,15 +177,11 @@ def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
 
 
 def report(plan: Plan) -> str:
-    """Returns the report of one plan: the words that a search has found, cells, memory, time, schedule, notes."""
+    """Returns the report of one plan: what a search has found, the next best, cells, memory, time, schedule, notes."""
+    found = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
+    rivals: list[Block] = [beside_rivals(plan.to_json())] if plan.rivals else []
     blocks: list[Block] = [Lines(_head(plan)), _cells(plan), Facts(_facts(plan)), Lines(_picture(plan))]
-    return Document("", [*_found(plan), *blocks, Lines([f"note: {note}" for note in plan.notes])]).text()
-
-
-def _found(plan: Plan) -> list[Block]:
-    """Returns the plan that a search has found, as words to type, and the next best; nothing for a plain plan."""
-    said = Lines([f"found after {plan.tried} plans: {words_of(plan.found)}"] if plan.found else [])
-    return [said, *([beside_rivals(plan.to_json())] if plan.rivals else [])]
+    return Document("", [found, *rivals, *blocks, Lines([f"note: {note}" for note in plan.notes])]).text()
 
 
 def _head(plan: Plan) -> list[str]:

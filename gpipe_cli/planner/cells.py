@@ -147,7 +147,7 @@ def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> tuple[int, int
     for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
         first = max(first, noted + layer.peaks["input_gradient"])
         noted += layer.noted
-        if layer.put_off:
+        if layer.operations["weight_gradient"]:
             graph = max(graph, kept_up_to_it)  # the graph behind the last weight is dropped
     return graph + noted, first, max(layer.peaks["weight_gradient"] for layer in layers)
 

@@ -4,7 +4,7 @@ A model of which the memory of this machine or its GPUs cannot hold them is refu
 """
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 from typing import Any
@@ -55,10 +55,6 @@ class KeptBytes:
     @property
     def kept(self) -> float:
         return self.weights + self.gradients + self.optimizer + self.average
-
-
-def sum_of_bytes(parts: Iterable[KeptBytes]) -> KeptBytes:
-    return KeptBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def kept_by_layer(
@@ -128,7 +124,8 @@ class KeptMemory:
     def of_cells(self, model: ModelFacts, cut: Cut, pipeline: PipelineConfig) -> list[KeptBytes]:
         """Returns the bytes of each cell; of an optimizer state that replicas share, the largest share."""
         copied = copied_parameters(cut.uses(model.names))
-        cells = [sum_of_bytes(self._of(model, index, copied) for index in members) for members in cut.layers]
+        layers = [astuple(self._of(model, index, copied)) for index in range(len(model.layers))]
+        cells = [KeptBytes(*map(sum, zip(*layers[own.start : own.stop], strict=True))) for own in cut.layers]
         if pipeline.shard_optimizer:
             for worker in range(pipeline.worker_count):
                 own = [cell for cell, of in enumerate(cut.placement) if of == worker]

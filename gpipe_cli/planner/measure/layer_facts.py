@@ -47,8 +47,7 @@ class LayerFacts(ForwardFacts):
         averaged_buffer_bytes: bytes of the buffers that `trainer.average` averages with the weights.
         operations: operations of each pass, in order; passes have the names of `LayerTimes`.
         peaks: most bytes alive in each pass, without those that were alive before a backward or one of its halves.
-        put_off: True where gradients of weights are left to the second half of a backward (`pipeline/halves.py`).
-        noted: bytes of gradients that the first half keeps for the second, without those of the inputs.
+        noted: bytes of gradients that the first half of a backward keeps for the second, without those of the inputs.
         output_storages: number of the storage of each output.
         new_storages: bytes of each storage that no input has.
         saved_storages: numbers of the storages that the graph keeps.
@@ -61,7 +60,6 @@ class LayerFacts(ForwardFacts):
     averaged_buffer_bytes: int
     operations: Mapping[str, Sequence[Operation]]
     peaks: Mapping[str, int]
-    put_off: bool
     noted: int
     output_storages: tuple[int, ...]
     new_storages: tuple[int, ...]
@@ -213,7 +211,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         note("backward", saved_inside + sum(new))
         del outputs, roots
         _, roots = _run_forward(run, inputs, autocast)
-        put_off, noted = _run_halves(tracker, note, roots, inputs)
+        noted = _run_halves(tracker, note, roots, inputs)
     return LayerFacts(
         flops=sum(operation.flops for operation in operations["inference"]),
         outputs=shapes,
@@ -221,7 +219,6 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
         averaged_buffer_bytes=sum(each.nbytes for each in averaged if not isinstance(each, nn.Parameter)),
         operations={**operations, "recompute": operations["forward"]},
         peaks=peaks,
-        put_off=put_off,
         noted=noted,
         output_storages=places,
         new_storages=tuple(new),
@@ -260,8 +257,8 @@ def _run_forward(run: Run, inputs: Sequence[Tensor], autocast: Autocast) -> tupl
 
 def _run_halves(
     tracker: Tracker, note: Callable[[str, int], None], roots: list[Tensor], inputs: Sequence[Tensor]
-) -> tuple[bool, int]:
-    """Runs a backward in two halves; returns whether the second has work, and the bytes that the first keeps for it."""
+) -> int:
+    """Runs a backward in two halves (`pipeline/halves.py`); returns the bytes that the first keeps for the second."""
     for tensor in inputs:
         tensor.grad = None
     tracker.begin()
@@ -270,10 +267,10 @@ def _run_halves(
     note("input_gradient", before)
     own = {storage_key(tensor.grad) for tensor in inputs if tensor.grad is not None}
     noted = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in left.noted}
-    waits, before = len(left) > 0, tracker.now
+    before = tracker.now
     left.run()
     note("weight_gradient", before)
-    return waits, sum(size for key, size in noted.items() if key not in own)
+    return sum(size for key, size in noted.items() if key not in own)
 
 
 def _storages(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[list[int], list[int]]:
