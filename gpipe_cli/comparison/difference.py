@@ -126,12 +126,6 @@ class Quantity:
         return "bit for bit" if self.worst.absolute == 0 and self.worst.relative == 0 else "OK"
 
 
-def judge(name: str, found: Sequence[Difference], tolerance: float) -> Quantity:
-    """Returns a quantity in which every difference above ``tolerance`` counts as an error."""
-    worst = max(found, key=lambda d: (d.relative, d.absolute), default=None)
-    return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
-
-
 def judge_tensors(
     name: str,
     gaps: Sequence[tuple[Key, Gap]],
@@ -140,7 +134,7 @@ def judge_tensors(
     changes: bool = False,
     kind: Callable[[Key], object] = lambda key: key[1].partition(":")[2],
 ) -> Quantity:
-    """Judges measured tensors, each beside those of its kind.
+    """Judges measured tensors, each beside those of its kind; a difference above ``tolerance`` is an error.
 
     Args:
         small: share of the norm of all of a kind, by which smaller tensors are measured.
@@ -156,7 +150,8 @@ def judge_tensors(
         rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
         relative = gap.distance / max(gap.plain, least[kind(key)], rounding, TINY)
         found.append(Difference(*key, gap.absolute, relative))
-    return judge(name, found, tolerance)
+    worst = max(found, key=lambda d: (d.relative, d.absolute), default=None)
+    return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
 
 
 def norm_of_all(norms: Iterable[float]) -> float:

@@ -1,9 +1,9 @@
 """Compares the layers of a traced module with the module itself, run whole by torch's own autograd.
 
 As a careful user would by hand: a few calls of both, of two examples and of a run's largest and smallest micro-batch,
-in training and in evaluation, in the run's precision, with updates by its optimizer in between. The layers run as
-cells run them: the engine has a cell for each, so that a cut lies at every place, and computes each forward again for
-its backward. The module itself runs in a plain loop on the CPU. After each call all that can be named is compared.
+in training and in evaluation, in the run's precision, with updates by its optimizer in between. Both run in a plain
+loop on the CPU, the layers one by one, as if a cut lay at every place: what passes between them is laid out as a
+message would be, and each is computed again for its backward. After each call all that can be named is compared.
 
 Every operation that draws random numbers draws those of the call, its name and its shapes, so that both sides have the
 same dropout, and another in each call. What it cannot see: what begins after more calls than are compared, what few
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..cpu import seeded
 from ..layers import LayerBuilder, announce
@@ -35,13 +36,9 @@ from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import LayerMaker
 from ..models.traced.module import Called, TracedFrom, autocast_of
 from ..models.traced.recording import quiet
-from ..models.traced.trace import INSIDE, Example, SizeError
-from ..pipeline.batchnorm import finish_batchnorm
-from ..pipeline.cell import BuiltLayer, Cell
-from ..pipeline.engine import Engine
-from ..pipeline.randomness import NoiseSource
-from ..pipeline.step import StepPlan
-from ..schedule.schedule import forward_only, schedule
+from ..models.traced.trace import Example, SizeError
+from ..pipeline.messages.boundary import canonical
+from ..pipeline.messages.grouping import as_argument, as_tensors
 from .difference import MISSING, NO_LAYER, SMALL_SHARE, Gap, Key, Quantity, judge_tensors, measure
 
 ROUNDING = 1e-3  # relative difference that counts as rounding
@@ -127,87 +124,84 @@ def example_of(inputs: Tensors) -> Example:
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
-class _Layers:
-    """Runs all layers by the engine, each in a cell of its own; a parameter of several layers is one."""
+class _Chain(nn.Module):
+    """Calls layers one after another, each once more for its backward; a parameter of several layers is one."""
 
-    def __init__(self, builders: Sequence[LayerBuilder], given: Given) -> None:
+    def __init__(self, builders: Sequence[LayerBuilder]) -> None:
+        super().__init__()
         announce(builders)
-        modules = [builder.build() for builder in builders]
-        for tensor in (tensor for module in modules for tensor in (*module.parameters(), *module.buffers())):
+        self.layers = nn.ModuleList(builder.build() for builder in builders)
+        for tensor in (*self.parameters(), *self.buffers()):
             tensor.data = tensor.data.clone()  # as workers share no memory
         self._held = [maker_of(builder).held for builder in builders]
         owners: dict[str, nn.Parameter] = {}
-        for module, held in zip(modules, self._held, strict=True):
+        for layer, held in zip(self.layers, self._held, strict=True):
             for path, first in held.items():
                 way, _, name = path.rpartition(".")
-                own = module.get_submodule(way)._parameters
+                own = layer.get_submodule(way)._parameters
                 if (parameter := own.get(name)) is not None:
                     own[name] = owners.setdefault(first, parameter)
-        cpu, placement, targets = torch.device("cpu"), [0] * len(modules), len(given.micro_batches[0][1])
-        layers = [BuiltLayer(i, builder.name, modules[i]) for i, builder in enumerate(builders)]
-        self._cells = [Cell(layer.index, [layer], NoiseSource(0, 0, cpu)) for layer in layers]
-        autocast = maker_of(builders[0]).traced_from.autocast
-        self._engine = Engine(self._cells, placement, None, self._score, targets, cpu, lambda: autocast_of(autocast))
-        (self._training,), (self._evaluation,) = schedule("gpipe", placement, 1, placement), forward_only(placement, 1)
-        self._loss, self._output, self.optimizer = given.loss, torch.empty(0), given.optimizer([*owners.items()])
-        self.has_half = autocast is not None or any(parameter.itemsize == 2 for parameter in owners.values())
 
-    def _score(self, outputs: Tensors, targets: Tensors) -> tuple[Tensor, Tensor]:
-        self._output = joined(outputs)
-        return self._loss(outputs, targets), torch.zeros(0)
-
-    def _keep(self, _: int, outputs: Tensors, targets: Tensors) -> None:
-        self._output = joined(outputs)
-
-    def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
-        """Returns the output; in training, adds gradients to the parameters'."""
-        for cell in self._cells:
-            cell.train(trains)
-        signatures = ((trains, *(tensor.shape for side in micro_batch for tensor in side)),)
-        if trains:
-            self._engine.train_step(self._training, StepPlan(signatures, 1.0, micro_batches=[micro_batch]))
-            finish_batchnorm([norm for cell in self._cells for norm in cell.batchnorms], None)
-        else:
-            self._engine.run_forward(self._evaluation, signatures, [micro_batch], self._keep)
-        return self._output
+    def forward(self, *values: Tensor) -> Tensors:
+        for layer in self.layers:
+            argument = as_argument(values)
+            with set_checkpoint_early_stop(False):  # a layer leaves the contexts that it enters
+                returned = checkpoint(layer, argument, use_reentrant=False) if self.training else layer(argument)
+            values = tuple(map(canonical, as_tensors(returned)))
+        return values
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns parameters and buffers by their first name in the module."""
-        sides = zip(self._cells, self._held, strict=True)
-        return {first: attrgetter(path)(cell.layers[0].module) for cell, held in sides for path, first in held.items()}
+        sides = zip(self.layers, self._held, strict=True)
+        return {first: attrgetter(path)(layer) for layer, held in sides for path, first in held.items()}
 
 
-class _Itself:
-    """Runs the module itself in a plain loop; BatchNorm's averages follow whole mini-batches."""
+def itself(traced_from: TracedFrom, given: Given) -> _Side:
+    """Returns the side of the module itself."""
+    with quiet(), seeded(traced_from.seed):
+        called = Called(traced_from.constructor(), traced_from.call)
+    module = called.module
 
-    def __init__(self, traced_from: TracedFrom, given: Given) -> None:
-        with quiet(), seeded(traced_from.seed):
-            self._called = Called(traced_from.constructor(), traced_from.call)
+    def tensors() -> dict[str, Tensor]:
+        return {**dict(nn.Module.named_parameters(module)), **dict(nn.Module.named_buffers(module))}
+
+    return _Side(called, tensors, traced_from.autocast, given)
+
+
+class _Side:
+    """Runs the layers, or the module itself, in a plain loop; BatchNorm's averages follow whole mini-batches.
+
+    Args:
+        module: takes the inputs.
+        tensors: returns parameters and buffers by their first name in the module itself.
+        autocast: type of the autocast; None: there is none.
+        given: loss and optimizer.
+    """
+
+    def __init__(
+        self, module: nn.Module, tensors: Callable[[], dict[str, Tensor]], autocast: str | None, given: Given
+    ) -> None:
+        self._module, self.tensors, self._autocast, self._loss = module, tensors, autocast, given.loss
         with torch.no_grad():
-            self._called.train()
-        self._autocast, self._loss = traced_from.autocast, given.loss
-        self.optimizer = given.optimizer([*self._called.module.named_parameters()])
+            module.train()
+        parameters = [(name, tensor) for name, tensor in tensors().items() if isinstance(tensor, nn.Parameter)]
+        self.optimizer = given.optimizer(parameters)
+        self.has_half = autocast is not None or any(parameter.itemsize == 2 for _, parameter in parameters)
 
     def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
         """Returns the output; in training, adds gradients to the parameters'."""
         inputs, targets = micro_batch
         alone = patch.object(torch.distributed, "is_initialized", lambda: False)  # of SyncBatchNorm
-        with alone, averaged_over_a_mini_batch(self._called), torch.set_grad_enabled(trains):
-            if self._called.training is not trains:  # as loops do: what forward changes stays until then
-                self._called.train(trains)
+        with alone, averaged_over_a_mini_batch(self._module), torch.set_grad_enabled(trains):
+            if self._module.training is not trains:  # as loops do: what forward changes stays until then
+                self._module.train(trains)
             with autocast_of(self._autocast):
-                made = self._called(*(tensor.clone() for tensor in inputs))
+                made = self._module(*(tensor.clone() for tensor in inputs))
                 outputs: Tensors = made if isinstance(made, tuple) else (made,)
                 loss = self._loss(outputs, targets) if trains else None
             if loss is not None and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         return joined(outputs)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers by their first name in the module."""
-        named: dict[str, Tensor] = dict(self._called.named_parameters())
-        named |= dict(self._called.named_buffers())
-        return {name.removeprefix(INSIDE): tensor for name, tensor in named.items()}
 
 
 def joined(outputs: Tensors) -> Tensor:
@@ -224,8 +218,9 @@ class _Calls:
     """Calls both sides alike, and measures after each call how far they are apart."""
 
     def __init__(self, builders: Sequence[LayerBuilder], given: Given) -> None:
-        self._layers, self._given = _Layers(builders, given), given
-        self._itself = _Itself(maker_of(builders[0]).traced_from, given)
+        traced_from, chain = maker_of(builders[0]).traced_from, _Chain(builders)
+        self._layers = _Side(chain, chain.tensors, traced_from.autocast, given)
+        self._itself, self._given = itself(traced_from, given), given
         self._gaps: dict[str, list[tuple[Key, Gap]]] = {}  # by kind and call
         self._number = 0  # of the last call
         self._trained: set[str] = set()  # parameters that have had a gradient
@@ -240,7 +235,7 @@ class _Calls:
                 try:
                     self._call(*call)
                 except Exception as error:
-                    if call[1] != FEW or not isinstance(error.__cause__, SizeError):  # no run has so few examples
+                    if call[1] != FEW or not isinstance(error, SizeError):  # no run has so few examples
                         raise
         return self._judged()
 

@@ -26,7 +26,7 @@ from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values, unknown_key
 from .groups import GroupKey, Groups
-from .wrappers import ChangedSource, CheckedTask, with_targets
+from .wrappers import ChangedSource, CheckedTask, widened, with_targets
 
 LINES_SHOWN = 2  # of an exception's message
 NOT_LOCATED = re.compile(r"Error locating target '(?P<target>[^']*)'(?:.*\nfull_key: (?P<inner>\S+))?", re.DOTALL)
@@ -53,7 +53,11 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
     """
     source: Any = _instantiate("data", _with_seed(section, seed), seed)
     _require_subclass("data", section, source, Source)
-    return cast(Source, ChangedSource(source, with_targets) if (task or {}).get("targets_become") else source)
+    if (task or {}).get("targets_become"):
+        source = ChangedSource(source, with_targets)
+    if torch.get_default_dtype() == torch.float64:  # as gpipe-verify may compute
+        source = ChangedSource(source, widened)
+    return cast(Source, source)
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0, warn: Callable[[str], None] = warnings.warn) -> Task:

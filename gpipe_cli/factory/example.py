@@ -11,7 +11,6 @@ from ..micro_batch import MicroBatch
 from .build import build_source, parameters_of
 
 EXAMPLE = "example"  # the argument of a model's function that gets the inputs' types and shapes
-INNER = "layers"  # the key of a model's section that may hold the section of another model
 
 
 def example_micro_batch(settings: Settings, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
@@ -33,9 +32,7 @@ def example_micro_batch(settings: Settings, micro_batches: int, longest: bool) -
 
 def asks_for_example(model: Mapping[str, Any]) -> bool:
     """Returns whether the function of the section `model` has an argument ``example`` that is not typed."""
-    inner = model.get(INNER)
-    asks = EXAMPLE in parameters_of(model) and EXAMPLE not in model
-    return asks or (isinstance(inner, Mapping) and asks_for_example(inner))
+    return EXAMPLE in parameters_of(model) and EXAMPLE not in model
 
 
 def with_example(settings: Settings, inputs: Sequence[Tensor]) -> dict[str, Any]:
@@ -43,14 +40,8 @@ def with_example(settings: Settings, inputs: Sequence[Tensor]) -> dict[str, Any]
 
     A function with an argument ``autocast`` gets the run's, as what it traces depends on it.
     """
+    if not asks_for_example(settings.model):
+        return dict(settings.model)
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in inputs]
-    given = {EXAMPLE: shapes, "autocast": settings.precision.autocast}
-
-    def completed(model: Mapping[str, Any]) -> dict[str, Any]:
-        if not asks_for_example(model):
-            return dict(model)
-        if EXAMPLE not in parameters_of(model):
-            return {**model, INNER: completed(model[INNER])}
-        return {**model, **{name: value for name, value in given.items() if name in parameters_of(model)}}
-
-    return completed(settings.model)
+    given, known = {EXAMPLE: shapes, "autocast": settings.precision.autocast}, parameters_of(settings.model)
+    return {**settings.model, **{name: value for name, value in given.items() if name in known}}

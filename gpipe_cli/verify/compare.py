@@ -1,17 +1,13 @@
 """Says which quantities differ between two ways to run a training step, where, and what a user can do about it."""
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comparison.difference import MISSING, NO_LAYER, Difference, Gap, Key, Quantity, judge, judge_tensors
+from ..comparison.difference import NO_LAYER, Gap, Key, Quantity, judge_tensors
 from ..config import Settings
 from ..metrics.metrics_file import json_safe
 from ..typed_section import shown
-from .record import Fingerprint, Point, number_gap
-
-SUMMED = 1e-14  # relative; float64 sums of the same numbers in another order differ by no more
 
 LOSS, LOSSES = "loss", "losses of micro-batches"
 OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
@@ -34,31 +30,12 @@ def agrees(found: Found) -> bool:
     return not any(quantity.beyond for quantity in found.values())
 
 
-def tensors(name: str, gaps: Gaps, tolerance: float, changes: bool = False) -> Quantity:
-    """Judges the tensors of one kind, in layer order; see `judge_tensors`."""
-    return judge_tensors(name, sorted(gaps.items(), key=lambda gap: gap[0]), tolerance, changes=changes)
-
-
-def numbers(name: str, ours: Mapping[Key, float], plain: Mapping[Key, float], tolerance: float) -> Quantity:
-    """Judges numbers of layers, or of the whole model; what only the plain side has is a difference."""
-    found = []
-    for (layer, where), right in sorted(plain.items()):
-        gap = number_gap(ours.get((layer, where), math.inf), right)
-        relative = gap / abs(right) if right and math.isfinite(right) and gap else gap
-        found.append(Difference(layer, where, *((gap, relative) if relative > SUMMED else (0.0, 0.0))))
-    return judge(name, found, tolerance)
-
-
-def traces(
-    name: str, pairs: Iterable[tuple[Point, Fingerprint | None, Fingerprint]], names: Sequence[str], tolerance: float
-) -> Quantity:
-    """Judges fingerprints of the pipeline and of the plain side."""
-    found = []
-    for point, ours, plain in sorted(pairs, key=lambda pair: (pair[0].layer, pair[0])):
-        of_replica = f" of replica {point.replica}" if point.replica else ""
-        where = f"{names[point.layer]}, micro-batch {point.micro_batch}{of_replica}"
-        found.append(((point.layer, where), MISSING if ours is None else ours.gap(plain)))
-    return judge_tensors(name, found, tolerance, kind=lambda key: key[0])
+def judged(name: str, gaps: Gaps, tolerance: float) -> Quantity:
+    """Judges what was measured of one kind, in layer order; outputs beside those of their layer."""
+    found = sorted(gaps.items(), key=lambda gap: gap[0])
+    if name in (OUTPUTS, AGAIN):
+        return judge_tensors(name, found, tolerance, kind=lambda key: key[0])
+    return judge_tensors(name, found, tolerance, changes=name in (BUFFERS, UPDATED))
 
 
 # -- what a user reads -------------------------------------------------------------------------------------------------

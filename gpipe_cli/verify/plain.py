@@ -2,8 +2,7 @@
 
 It shares with the pipeline what defines the run (the layers, the task, the data, seeds of noise, the layout of what
 passes between layers), and nothing of how the pipeline runs it: no schedule, no cells, no messages, no recompute,
-torch's own BatchNorm. Optimizers and learning-rate schedules are asked themselves, one parameter at a time and from
-their beginning: no code that divides or sums takes part.
+torch's own BatchNorm. One optimizer and one learning-rate schedule update all weights.
 """
 
 from __future__ import annotations
@@ -24,34 +23,17 @@ from ..comparison.module_itself import averaged_over_a_mini_batch
 from ..config import Settings
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..factory.groups import GroupKey, Groups
-from ..layers import announce
-from ..micro_batch import MicroBatch, Tensors
+from ..layers import announce, own_name
+from ..micro_batch import MicroBatch
 from ..pipeline.cell import build_layer
 from ..pipeline.engine import TASK
 from ..pipeline.messages.boundary import canonical, canonical_gradient, is_channels_last, passed_on
 from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
-from .record import Fingerprint, Layer, Place, Point, fingerprint, named, named_buffers
+from .record import Fingerprint, Layer, Place, Point, fingerprint, held_by, named, named_buffers
 
-Section = Mapping[str, Any]
 Load = Callable[[int], Mapping[str, Tensor]]  # returns a layer's weights and buffers by full name
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """Describes the arguments of a step.
-
-    Attributes:
-        step: its number, from 0.
-        micro_batches: those of each replica, in the order in which their gradients are added up, which changes only
-            the rounding.
-        loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
-    """
-
-    step: int
-    micro_batches: Mapping[Place, MicroBatch]
-    loss_scale: float = 1.0
 
 
 @dataclass
@@ -107,6 +89,14 @@ class PlainModel:
         parts = ((index, part) for index, _, module in self._layers for part in module.modules())
         self.batchnorms = {index for index, part in parts if isinstance(part, _BatchNorm)}
         self._give_ties()
+        groups, names = Groups(settings.optimizer), {index: name for index, name, _ in self._layers}
+        members: dict[GroupKey, list[nn.Parameter]] = {}
+        for (index, name), parameter in self.weights.items():
+            if (index, name) not in owners and parameter.requires_grad:
+                full = own_name(names[index], name.removeprefix(f"{names[index]}."))
+                members.setdefault(groups.key(full, parameter.shape), []).append(parameter)
+        self._optimizer = build_optimizer(settings.optimizer, members, settings.seed)
+        self._lr_schedule = build_lr_schedule(settings.lr_schedule, self._optimizer, settings.seed)
 
     def _built(self) -> list[Layer]:
         seed = self.settings.seed
@@ -139,20 +129,24 @@ class PlainModel:
             if begin_step is not None:
                 begin_step(step, self.settings.trainer.steps or 0)
 
-    def run(self, mini_batch: MiniBatch, load: Load) -> PlainStep:
+    def run(self, number: int, micro_batches: Mapping[Place, MicroBatch], loss_scale: float, load: Load) -> PlainStep:
         """Runs forward and backward of one mini-batch; `held` then has its buffers after the step.
 
         Args:
+            number: of the step, from 0.
+            micro_batches: those of each replica, in the order in which their gradients are added up, which changes only
+                the rounding.
+            loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.
             load: gives the weights and buffers before the step.
         """
-        mini_batch, step = self._on_device(mini_batch)
-        self.load(load, mini_batch.step)
+        step = PlainStep(sum(self.task.weight(targets) for _, targets in micro_batches.values()))
+        self.load(load, number)
         self._modules.train()
-        scale = mini_batch.loss_scale / step.weight if step.weight else 0.0
+        scale = loss_scale / step.weight if step.weight else 0.0
         with averaged_over_a_mini_batch(self._modules):
-            for _, places in groupby(mini_batch.micro_batches, key=lambda place: place[0]):  # each replica adds its own
+            for _, places in groupby(micro_batches, key=lambda place: place[0]):  # each replica adds its own
                 for place in places:
-                    losses = self._forward(mini_batch, place, step)
+                    losses = self._forward(number, place, micro_batches[place], step)
                     step.losses[place] = sum(loss.item() for loss in losses)
                     roots = [loss for loss in losses if loss.requires_grad]
                     torch.autograd.backward(roots, [torch.full_like(loss, scale) for loss in roots])
@@ -164,23 +158,33 @@ class PlainModel:
             if (own := step.gradients.pop(key, None)) is not None:
                 before = step.gradients.get(owner)
                 step.gradients[owner] = own if before is None else before + own
-        step.gradients = {key: gradient / mini_batch.loss_scale for key, gradient in step.gradients.items()}
+        step.gradients = {key: gradient / loss_scale for key, gradient in step.gradients.items()}
         return step
 
-    def _on_device(self, mini_batch: MiniBatch) -> tuple[MiniBatch, PlainStep]:
-        def moved(tensors: Tensors) -> Tensors:
-            return tuple(tensor.to(self.device) for tensor in tensors)
+    @torch.no_grad()
+    def update(self, gradients: Mapping[Key, Tensor], factor: float | None) -> None:
+        """Updates the weights by gradients times a factor; None: a step that is skipped."""
+        if factor is not None:
+            for key, gradient in gradients.items():
+                self.weights[key].grad = gradient.to(self.device) * factor
+            self._optimizer.step()
+            self._give_ties()
+        self._lr_schedule.step()
+        self._modules.zero_grad()
 
-        pairs = {place: (moved(x), moved(y)) for place, (x, y) in mini_batch.micro_batches.items()}
-        step = PlainStep(sum(self.task.weight(targets) for _, targets in pairs.values()))
-        return MiniBatch(mini_batch.step, pairs, mini_batch.loss_scale), step
+    def holds(self, layer: int) -> dict[str, Tensor]:
+        """Returns weights, buffers and optimizer state of a layer, by ``kind/full name``."""
+        states: Mapping[Tensor, Any] = self._optimizer.state
+        parameters = self._layers[layer][2].named_parameters()
+        return held_by(self._layers[layer], {name: states[p] for name, p in parameters if p in states})
 
-    def _forward(self, mini_batch: MiniBatch, place: Place, step: PlainStep) -> list[Tensor]:
+    def _forward(self, number: int, place: Place, pair: MicroBatch, step: PlainStep) -> list[Tensor]:
         """Returns the unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
-        (values, targets), losses = mini_batch.micro_batches[place], list[Tensor]()
+        values, targets = (tuple(tensor.to(self.device) for tensor in side) for side in pair)
+        losses: list[Tensor] = []
         replica, micro_batch = place
         noise = NoiseSource(self.settings.seed, replica, self.device)
-        *seeds, of_loss = noise.seeds(mini_batch.step, micro_batch, [*range(len(self._layers)), TASK])
+        *seeds, of_loss = noise.seeds(number, micro_batch, [*range(len(self._layers)), TASK])
         with self._autocast():
             for (index, _, module), seed in zip(self._layers, seeds, strict=True):
                 noise.seed(seed)
@@ -206,52 +210,3 @@ def _laid_out(tensor: Tensor) -> Tensor:
         lay_out = partial(canonical_gradient, of_channels_last=is_channels_last(made))
         made.register_hook(lay_out)  # type: ignore[no-untyped-call]  # torch's own
     return made
-
-
-# -- learning rate, update ---------------------------------------------------------------------------------------------
-
-
-def learning_rate(optimizer: Section, lr_schedule: Section, n: int, key: GroupKey = ()) -> float | None:
-    """Returns the learning rate of a parameter in update n = 1, 2, …; None where the optimizer has none.
-
-    Args:
-        key: the entries of `optimizer.groups` that apply to the parameter.
-    """
-    made, group = _alone(optimizer, key, nn.Parameter(torch.zeros(1, 1)))
-    if "lr" not in group:
-        return None
-    schedule = build_lr_schedule(lr_schedule, made)
-    for _ in range(n - 1):
-        made.step()
-        schedule.step()
-    return float(group["lr"])
-
-
-def update(
-    section: Section, key: GroupKey, rate: float | None, weight: Tensor, state: Section, gradient: Tensor
-) -> tuple[Tensor, Any]:
-    """Returns weight and state of a parameter after one update by the section `optimizer`, alone in one of its own.
-
-    It is made on the weight's device, by the kernels of the run.
-
-    Args:
-        key: see `learning_rate`.
-        rate: the learning rate.
-        state: the optimizer's state before, by name; empty before the first update.
-        gradient: clipped.
-    """
-    parameter = nn.Parameter(weight.clone())
-    alone, group = _alone(section, key, parameter)
-    group |= {} if rate is None else {"lr": rate}
-    for name, value in state.items():
-        beside = isinstance(value, Tensor) and (value.dim() or group.get("fused") or group.get("capturable"))
-        alone.state[parameter][name] = value.to(weight.device, copy=True) if beside else deepcopy(value)
-    parameter.grad = gradient.clone()
-    alone.step()
-    return parameter.detach(), dict(alone.state[parameter])
-
-
-def _alone(section: Section, key: GroupKey, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """Returns an optimizer over one parameter, and the group that it is in."""
-    made = build_optimizer(section, {key: [parameter]})
-    return made, next(group for group in made.param_groups if group["params"])

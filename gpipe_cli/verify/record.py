@@ -13,17 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..checkpoint.layer_state import LayerState, copied
-from ..comparison.difference import Gap
+from ..checkpoint.layer_state import copied
 from ..pipeline.messages.grouping import as_tensors
 from ..pipeline.step import StepResult
 from ..schedule.instruction import Op
@@ -35,27 +32,7 @@ Layer = tuple[int, str, nn.Module]  # index, name, module
 
 # What is seen of a step: layers' outputs, in the forward and in recompute.
 OUTPUT, AGAIN = "output", "output in recompute"
-WIDTH = 4096  # of a row, when a tensor is projected row by row
-
-
-class Fingerprint(NamedTuple):
-    """Holds a tensor's norm, its projection on a fixed vector, its number of elements and its type.
-
-    Almost any error changes one of them.
-    """
-
-    norm: float
-    projection: float
-    size: int
-    dtype: str
-
-    def gap(self, right: Fingerprint) -> Gap:
-        """Returns how far this fingerprint is from the one that it should equal; infinite for another size or type."""
-        absolute = number_gap(self.norm, right.norm)
-        same = (self.size, self.dtype) == (right.size, right.dtype)
-        distance = max(absolute, number_gap(self.projection, right.projection)) if same else math.inf
-        plain = right.norm if math.isfinite(right.norm) else 0.0
-        return Gap(absolute, distance, plain, plain, 0.0)
+Fingerprint = list[float]  # a tensor's norm, and its projection: almost any error changes one of them
 
 
 class Point(NamedTuple):
@@ -99,34 +76,18 @@ class RecordedStep:
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
         """Adds the rows of another worker, of which JSON has made lists."""
         for kind, at, value in rows:
-            self.seen.setdefault(kind, {})[Point(*at)] = Fingerprint(*value)
+            self.seen.setdefault(kind, {})[Point(*at)] = value
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Computes the fingerprint in float64, of the values in logical order, whatever the memory layout."""
-    values, dtype = tensor.detach().reshape(-1), str(tensor.dtype).removeprefix("torch.")
-    if not values.numel():
-        return Fingerprint(0.0, 0.0, 0, dtype)
-    values = values.double()
-    rows = F.pad(values, (0, -len(values) % min(WIDTH, len(values)))).view(-1, min(WIDTH, len(values)))
-    projection = rows @ _direction(rows.shape[1], values.device) @ _direction(len(rows), values.device)
-    return Fingerprint(float(torch.linalg.vector_norm(values)), float(projection), len(values), dtype)
-
-
-@lru_cache(maxsize=256)
-def _direction(size: int, device: torch.device) -> Tensor:
-    """Returns a fixed vector without a pattern that data could have."""
-    return torch.arange(1, size + 1, dtype=torch.float64, device=device).mul_(math.sqrt(2)).mul_(math.pi).cos_()
-
-
-def number_gap(a: float, b: float) -> float:
-    """Returns |a − b|; two numbers that are both not finite count as equal."""
-    if not math.isfinite(a) or not math.isfinite(b):
-        return 0.0 if math.isfinite(a) == math.isfinite(b) else math.inf
-    return abs(a - b)
+    """Computes norm and projection on a fixed vector in float64, of the values in logical order."""
+    values = tensor.detach().reshape(-1).double()
+    direction = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
+    direction.mul_(math.sqrt(2)).mul_(math.pi).cos_()  # without a pattern that data could have
+    return [float(torch.linalg.vector_norm(values)), float(values @ direction)]
 
 
 # -- tensors of the model's size ---------------------------------------------------------------------------------------
@@ -150,7 +111,7 @@ class Spill:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: copied(tensor) for name, tensor in tensors.items()}, path)
 
-    def get(self, moment: str, layer: int, *kinds: str) -> dict[str, Tensor]:
+    def get(self, moment: str, layer: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
         """Returns the tensors of one layer; none where nothing was written.
 
         Args:
@@ -211,7 +172,7 @@ class RunWatch:
         """Writes what this worker holds after so many steps, layer by layer."""
         states = self._trainer.updater.layer_states()
         for layer in self._layers if self._replica == 0 else []:
-            self._spill.put(f"held {number}", layer[0], _held_by(layer, states[layer[1]]))
+            self._spill.put(f"held {number}", layer[0], held_by(layer, states[layer[1]].optimizer))
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
@@ -236,11 +197,11 @@ class RunWatch:
         self.record = RecordedStep(result.loss, losses, result.gradient_norm, scale, seen)
 
 
-def _held_by(layer: Layer, state: LayerState) -> dict[str, Tensor]:
-    """Returns weights, buffers and optimizer state of a layer, by ``kind/full name``."""
+def held_by(layer: Layer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Returns weights, buffers and the optimizer's ``states`` of a layer's parameters, by ``kind/full name``."""
     held: dict[str, Tensor] = {f"weight/{name}": parameter for name, parameter in named(layer).items()}
     held |= {f"buffer/{name}": buffer for name, buffer in named_buffers(layer).items()}
-    for parameter, values in state.optimizer.items():
+    for parameter, values in states.items():
         numbers = {key: value for key, value in values.items() if isinstance(value, (Tensor, int, float))}
         held |= {f"state/{layer[1]}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
     return held

@@ -28,7 +28,7 @@ from ..trainer.run import compare_module
 from ..trainer.training_assembly import assemble_training
 from .check import Checker
 from .compare import Found, VerifyReport, agrees, findings
-from .plain import MiniBatch, PlainModel
+from .plain import PlainModel
 from .record import RunWatch, Spill
 from .settings import in_chosen_type, refuse_what_cannot_be_verified, tolerance_of
 
@@ -117,7 +117,7 @@ class Verification:
                 raise ConfigurationError(f"the data source gave fewer mini-batches when read again: {number - 1}")
             order = _backward_order(self._assembly, len(batch[0]))
             ordered = {(r, m): replica[m] for r, replica in enumerate(batch) for m in order}
-            found = checker.step(number, record, MiniBatch(number - 1, ordered, record.loss_scale))
+            found = checker.step(number, record, ordered)
             self._compared[number] = {quantity.name: quantity for quantity in found if quantity.compared}
             sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
             if number == 1 and checker.model.batchnorms and len(sizes) > 1:
@@ -137,7 +137,7 @@ def _checker(assembly: Assembly, spill: Spill) -> Checker:
     task, device = assembly.pipeline.task, assembly.world.device
     model = PlainModel(settings, task, device, owners)
     repeated = 0.0 if device.type == "cpu" else 1e-6
-    return Checker(settings, names, places, model, spill, tolerance_of(settings), repeated)
+    return Checker(names, places, model, spill, tolerance_of(settings), repeated, settings.trainer.gradient_clip)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:

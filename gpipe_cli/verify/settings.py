@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from ..config import Settings
-from ..data.source import Source
 from ..errors import ConfigurationError
-from ..factory.wrappers import ChangedSource, widened
 
 TOLERANCES = {"float64": 1e-6, "bfloat16": 1e-3, "float16": 1e-3, "tf32": 1e-3, "configured": 1e-4}
 
@@ -48,27 +46,12 @@ def in_chosen_type(settings: Settings) -> Iterator[Settings]:
         return
     wide: Any = "float64"  # beside what a user may choose
     boundaries = None if settings.precision.boundaries is None else wide
-    data = {"_target_": f"{__name__}.Float64Source", "source": settings.data}
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         yield dataclasses.replace(
             settings,
-            data={**data, "batch_size": settings.data.get("batch_size")},
             precision=dataclasses.replace(settings.precision, autocast=None, boundaries=boundaries, tf32=False),
         )
     finally:
         torch.set_default_dtype(usual)
-
-
-@Source.register  # its methods are those of the source inside
-class Float64Source(ChangedSource):
-    """Passes on the batches of another source with every floating-point tensor in float64.
-
-    Args:
-        source: made from the configuration's own section.
-        batch_size: the section's; unused, because the source knows it already.
-    """
-
-    def __init__(self, source: Source, batch_size: object = None) -> None:
-        super().__init__(source, widened)

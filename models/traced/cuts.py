@@ -1,6 +1,6 @@
 """Chooses where a traced module is cut into layers: between calls of modules, where few bytes pass, in both graphs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .flatten import ROOT, Flat, enter_autocast, is_view_of_parameter
+from .flatten import ROOT, Flat, enter, is_view_of_parameter
 
 FEWEST, MOST = 6, 96  # layers, where the module has so many places; of more, some are left out
 NEAR = 4  # weights to either side among which a place must not be a bad one
@@ -41,7 +41,7 @@ def calls_of(node: fx.Node) -> list[str]:
     return [name for name in names if name]
 
 
-def is_size(node: fx.Node) -> bool:
+def _is_size(node: fx.Node) -> bool:
     """Returns whether the node is a number that follows from shapes, and no tensor."""
     return not isinstance(node.meta.get("val"), (Tensor, tuple, list))
 
@@ -59,7 +59,7 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
         node: max((position.get(user, len(nodes)) for user in node.users), default=-1)
         for node in (*flat.inputs, *nodes)
     }
-    made_again = {node for node in nodes if node.target is enter_autocast or is_view_of_parameter(flat, node)}
+    made_again = {node for node in nodes if node.target is enter or is_view_of_parameter(flat, node)}
     cuts = {}
     for number, places in _places(nodes):
         if number in closed:
@@ -68,8 +68,11 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
             *(n for n in flat.inputs if last_use[n] >= number),
             *(n for n in nodes[:number] if last_use[n] >= number and n not in made_again),
         ]
-        tensors = [node for node in alive if not is_size(node)]
-        if all(map(_can_travel, tensors)) and all(map(_follows_from_shapes, set(alive) - set(tensors))):
+        tensors = [node for node in alive if not _is_size(node)]
+        if not all(map(_can_travel, tensors)):
+            continue
+        sizes = sizes_of(tensors)
+        if all(_follows_from(sizes, node) for node in set(alive) - set(tensors)):
             cuts[number] = CutPoint(number, places, tuple(tensors), sum(map(_bytes_of, tensors)))
     return cuts
 
@@ -97,9 +100,29 @@ def _can_travel(node: fx.Node) -> bool:
     return not any(free_unbacked_symbols(size) for size in value.shape)
 
 
-def _follows_from_shapes(node: fx.Node) -> bool:
+def _follows_from(sizes: Mapping[str, object], node: fx.Node) -> bool:
+    """Returns whether a number can be worked out again from these sizes of tensors."""
     value = node.meta.get("val")
-    return isinstance(value, (bool, int, float)) or (value is not None and not free_unbacked_symbols(value))
+    if isinstance(value, (bool, int, float)):
+        return True
+    return value is not None and not free_unbacked_symbols(value) and all(leaf in sizes for leaf in _leaves(node))
+
+
+def _leaves(size: fx.Node) -> list[str]:
+    """Returns the sizes of tensors from which a number follows, as expressions."""
+    if size.target is torch.ops.aten.sym_size.int:
+        return [str(size.meta["val"])]
+    return [leaf for argument in size.all_input_nodes for leaf in _leaves(argument)]
+
+
+def sizes_of(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
+    """Returns where each computed size stands: expression -> (tensor, dimension)."""
+    return {
+        str(size): (tensor, dimension)
+        for tensor in reversed(tensors)
+        for dimension, size in reversed([*enumerate(tensor.meta["val"].shape)])
+        if isinstance(size, torch.SymInt)
+    }
 
 
 def _bytes_of(node: fx.Node) -> int:
@@ -112,12 +135,7 @@ def _bytes_of(node: fx.Node) -> int:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """Holds one chosen place, in the training graph and in that for evaluation."""
-
-    training: CutPoint
-    evaluation: CutPoint
+Boundary = tuple[CutPoint, CutPoint]  # one place, in the training graph and in that for evaluation
 
 
 def choose_cuts(training: Flat, evaluation: Flat) -> list[Boundary]:
@@ -129,7 +147,7 @@ def choose_cuts(training: Flat, evaluation: Flat) -> list[Boundary]:
     matched = _matched(cuts_of(training), cuts_of(evaluation))
     candidates = [min(gap, key=_preference) for gap in _gaps(training, matched) if gap]
     good = [number for number in range(len(candidates)) if not _is_bump(candidates, number)]
-    others = sorted(set(range(len(candidates))) - set(good), key=lambda number: candidates[number].training.bytes)
+    others = sorted(set(range(len(candidates))) - set(good), key=lambda number: candidates[number][0].bytes)
     chosen = sorted([*good, *others[: max(0, FEWEST - 1 - len(good))]])
     return [candidates[number] for number in chosen[:: ceil((len(chosen) + 1) / MOST)]]
 
@@ -140,9 +158,9 @@ def _matched(training: dict[int, CutPoint], evaluation: dict[int, CutPoint]) -> 
     boundaries: list[Boundary] = []
     for cut in training.values():
         found = [by_place[place] for place in sorted(cut.places) if place in by_place]
-        last = boundaries[-1].evaluation.position if boundaries else -1
+        last = boundaries[-1][1].position if boundaries else -1
         if found and found[0].position >= last:
-            boundaries.append(Boundary(cut, found[0]))
+            boundaries.append((cut, found[0]))
     return boundaries
 
 
@@ -155,17 +173,17 @@ def _gaps(flat: Flat, boundaries: Sequence[Boundary]) -> list[list[Boundary]]:
     ]
     gaps: list[list[Boundary]] = [[] for _ in range(len(weights) + 1)]
     for boundary in boundaries:
-        gaps[sum(weight < boundary.training.position for weight in weights)].append(boundary)
+        gaps[sum(weight < boundary[0].position for weight in weights)].append(boundary)
     return gaps[1:-1]
 
 
 def _preference(boundary: Boundary) -> tuple[int, int, int]:
-    depth = min(call.count(".") for _, call in boundary.training.places)
-    return boundary.training.bytes, depth, -boundary.training.position
+    cut, _ = boundary
+    depth = min(call.count(".") for _, call in cut.places)
+    return cut.bytes, depth, -cut.position
 
 
 def _is_bump(candidates: Sequence[Boundary], number: int) -> bool:
-    before = [near.training.bytes for near in candidates[max(0, number - NEAR) : number]]
-    after = [near.training.bytes for near in candidates[number + 1 : number + 1 + NEAR]]
-    here = candidates[number].training.bytes
-    return bool(before and after) and here > max(min(before), min(after))
+    sizes = [cut.bytes for cut, _ in candidates]
+    before, after = sizes[max(0, number - NEAR) : number], sizes[number + 1 : number + 1 + NEAR]
+    return bool(before and after) and sizes[number] > max(min(before), min(after))

@@ -25,7 +25,7 @@ from .own_backward import functions
 
 ROOT = "L__self__"  # of nn_module_stack's keys
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
-INNER = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+INNER = {"wrap_with_set_grad_enabled": torch.set_grad_enabled, "wrap_with_autocast": torch.autocast}  # blocks of code
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 BATCH_NORM = torch.ops.aten.batch_norm.default
 LSTM = torch.ops.aten.lstm.input
@@ -42,6 +42,7 @@ class Flat:
         parameters: those of parameters.
         outputs: the nodes whose values the module returns.
         forbidden: pairs of nodes between which no cut may come.
+        constant: nodes that are computed without gradients.
     """
 
     graph: fx.Graph
@@ -50,6 +51,7 @@ class Flat:
     parameters: set[fx.Node] = field(default_factory=set)
     outputs: tuple[fx.Node, ...] = ()
     forbidden: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    constant: set[fx.Node] = field(default_factory=set)
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -122,7 +124,6 @@ class _Flattener:
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
-        self._outside: set[fx.Node] | None = None  # within torch.no_grad: the nodes from before it
         self._counted: set[str] = set()  # BatchNorms that forward has called
 
     def put(self, module: torch.nn.Module, graph: fx.Graph, env: dict[fx.Node, Any]) -> list[Any]:
@@ -166,26 +167,16 @@ class _Flattener:
         values = [env[given] if isinstance(given, fx.Node) else given for given in node.args[at + 1 :]]
         placeholders = [inside for inside in inner.graph.nodes if inside.op == "placeholder"]
         within: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
-        if name == "wrap_with_autocast":
-            enter = graph.call_function(enter_autocast, tuple(node.args[:at]))
-            answers = self.put(inner, inner.graph, within)
-            graph.call_function(leave_autocast, (enter,))
-            return answers
-        if self._outside is not None or node.args[0]:
+        is_grad = INNER[name] is torch.set_grad_enabled
+        if is_grad and node.args[0]:  # re-materialization first runs it without a graph
             return self.put(inner, inner.graph, within)
-        outside = self._outside = set(graph.nodes)
+        before = set(graph.nodes)
+        context = graph.call_function(enter, (name, *node.args[:at]))
         answers = self.put(inner, inner.graph, within)
-        self._outside = None
-        return [answer if answer in outside else self._detached(answer) for answer in answers]
-
-    def _detached(self, answer: Any) -> Any:
-        """Returns a node with the same value, and memory, without a gradient."""
-        value = answer.meta.get("val") if isinstance(answer, fx.Node) else None
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return answer
-        detached = self._flat.graph.call_function(torch.ops.aten.detach.default, (answer,))
-        detached.meta = dict(answer.meta)
-        return detached
+        graph.call_function(leave, (context,))
+        if is_grad:
+            self._flat.constant |= set(graph.nodes) - before
+        return answers
 
     def _put_in_place(self, node: fx.Node, env: dict[fx.Node, Any]) -> bool:
         """Copies an operation that changes its first argument; returns False for other operations."""
@@ -204,11 +195,6 @@ class _Flattener:
                 raise Untraceable(f"here the BatchNorm {owner} is called once more: use one for each", place_of(node))
             self._counted.add(owner)
             env[node] = changed  # the engine counts
-            return True
-        if self._outside is not None and (base in self._outside or "out" in node.kwargs):  # autograd does not see it
-            copy = self._flat.graph.node_copy(node, lambda old: self._detached(env[old]))
-            env[node] = changed
-            self._flat.forbidden.append((base, copy))
             return True
         env[node] = self._copy(node, env)
         self._flat.forbidden.append((base, env[node]))
@@ -244,7 +230,8 @@ def _keep_kernels(flat: Flat) -> None:
         value = node.meta.get("val")
         parts = value if isinstance(value, (tuple, list)) else [value]
         floating = any(isinstance(part, Tensor) and part.is_floating_point() for part in parts)
-        if floating and node.target is not torch.ops.aten.detach.default and trained & set(node.all_input_nodes):
+        is_constant = node.target is torch.ops.aten.detach.default or node in flat.constant
+        if floating and not is_constant and trained & set(node.all_input_nodes):
             trained.add(node)
         if node.target is LSTM:
             node.target = lstm_with_graph
@@ -270,7 +257,7 @@ def is_view_of_parameter(flat: Flat, node: fx.Node) -> bool:
     """Returns whether the node is a part or another form of a parameter, in its memory."""
     while node not in flat.parameters:
         of, changes = viewed(node), getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-        if of is None or changes or len(node.all_input_nodes) != 1:
+        if of is None or changes or len(node.all_input_nodes) != 1 or node in flat.constant:
             return False
         node = of
     return True
@@ -279,7 +266,7 @@ def is_view_of_parameter(flat: Flat, node: fx.Node) -> bool:
 def _has_effect(node: fx.Node) -> bool:
     """Returns whether a node must stay although no other node uses its value."""
     target = node.target
-    if node.op in ("placeholder", "output") or target in (enter_autocast, leave_autocast):
+    if node.op in ("placeholder", "output") or target in (enter, leave):
         return True
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
@@ -287,15 +274,15 @@ def _has_effect(node: fx.Node) -> bool:
 # -- operations of these graphs beside torch's own ---------------------------------------------------------------------
 
 
-def enter_autocast(*arguments: Any) -> Any:
-    """Enters the autocast that a module's code asks for; returns it for `leave_autocast`."""
-    context = torch.autocast(*arguments)
-    context.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+def enter(kind: str, *arguments: Any) -> Any:
+    """Enters the autocast, or torch.no_grad, that a module's code asks for; returns it for `leave`."""
+    context: Any = INNER[kind](*arguments)
+    context.__enter__()
     return context
 
 
-def leave_autocast(context: Any) -> None:
-    """Leaves the autocast that `enter_autocast` entered."""
+def leave(context: Any) -> None:
+    """Leaves what `enter` entered."""
     context.__exit__(None, None, None)
 
 

@@ -5,10 +5,10 @@ Each layer has the module's own weights under the module's own names, and its co
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -133,8 +133,8 @@ class TracedLayer(nn.Module):
 class Weights:
     """Makes the module's tensors and hands each to the layers that hold it.
 
-    A process makes those of all layers that it has announced at once, and keeps what no layer has taken yet; of a layer
-    that it has not announced, its own alone.
+    A process makes those of all layers that it has announced at once, and keeps them until their layer takes them; of a
+    layer that it has not announced, its own alone.
 
     Args:
         trace, traced_from: what was found in the module, and how it was made.
@@ -147,8 +147,7 @@ class Weights:
     def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
         self._trace, self._traced_from = trace, traced_from
         self._announced: dict[str, set[str]] = {}  # by layer
-        self._made: dict[str, Tensor] = {}
-        self._waiting: Counter[str] = Counter()  # layers that have not taken a tensor yet
+        self._made: dict[str, dict[str, Tensor]] = {}  # by layer
         self.shared_with: nn.Module | None = None
         self._given: set[str] = set()  # of that module's tensors
 
@@ -156,21 +155,22 @@ class Weights:
         """Notes that a layer will take these tensors."""
         self._announced[layer] = {*names}
 
-    def take(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns new tensors by name."""
+    def take(self, layer: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns a layer's tensors by name."""
         names, trace = {*names}, self._trace
         here = torch.empty(0)
         if here.is_meta or isinstance(here, FakeTensor):
             return {name: without_values(({**trace.held, **trace.constants})[name]) for name in names}
         if self.shared_with is not None:
             return {name: self._of_module(name, self.shared_with) for name in names}
-        if not names <= self._made.keys():
-            announced = Counter(name for of_layer in self._announced.values() for name in of_layer)
-            self._waiting = announced if names <= announced.keys() else Counter(names)
-            self._made, self._announced = self._construct({*self._waiting}), {}
-        self._waiting.subtract(names)
-        tensors = {name: self._made[name] if self._waiting[name] > 0 else self._made.pop(name) for name in names}
-        return {name: _own(tensor, trace.held.get(name), name in self._made) for name, tensor in tensors.items()}
+        if layer not in self._made:
+            layers = self._announced if layer in self._announced else {layer: names}
+            tensors, given = self._construct({*chain(*layers.values())}), set[str]()
+            self._made, self._announced = {}, {}
+            for other, held in layers.items():
+                self._made[other] = {name: _own(tensors[name], trace.held.get(name), name in given) for name in held}
+                given |= held
+        return self._made.pop(layer)
 
     def _of_module(self, name: str, module: nn.Module) -> Tensor:
         constants, is_given = self._trace.constants, name in self._given
@@ -224,7 +224,7 @@ class LayerMaker:
 
     def __call__(self) -> TracedLayer:
         segment = self._segment
-        tensors = self._weights.take(segment.held.values())
+        tensors = self._weights.take(segment.name, segment.held.values())
         layer = TracedLayer(segment.training, segment.evaluation, segment.conditions, self.traced_from.autocast)
         for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)

@@ -1,9 +1,8 @@
 """Records how a module's constructor makes its tensors, without memory, and makes only some of them for real.
 
 A worker needs the weights of its own cells, but random numbers must be drawn in the constructor's order. So the
-constructor runs once on fake tensors, and its operations are recorded. They are repeated with real tensors in the same
-order, each of which is freed as soon as nothing needs its values. At most one tensor that is not wanted exists at a
-time, where a constructor fills one after the other.
+constructor runs once on fake tensors, and its operations are recorded. Those are repeated with real tensors that the
+wanted ones depend on, and those that draw random numbers, which fill a tensor that is thrown away.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from ...cpu import seeded
 
-# They change every value and read none.
-FILLS = {"aten::uniform_", "aten::normal_", "aten::fill_", "aten::zero_", "aten::copy_"}
 SEEDING = ("manual_seed", "seed", "set_rng_state")
 TRUNCATED = init._no_grad_trunc_normal_  # draws again until every value is inside: one operation here
 
@@ -85,15 +82,16 @@ class _View:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()  # kept, so that no other one gets its address
-        self.key, self.bytes, self.dtype = self._storage._cdata, self._storage.nbytes(), tensor.dtype
+        self.key, self.dtype = self._storage._cdata, tensor.dtype
         self.layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self.is_whole = tensor.numel() * tensor.itemsize == self.bytes
         self._value = None if isinstance(tensor, FakeTensor) else tensor
 
     def real(self, memory: dict[int, torch.UntypedStorage]) -> Tensor:
         """Returns the real tensor that stands for this one."""
         if self._value is not None:  # a constant, as of torch.tensor(0)
             return self._value.detach().clone()
+        if self.key not in memory:  # of random numbers that are drawn for nothing
+            return torch.empty_strided(*self.layout[1:], dtype=self.dtype)
         return torch.empty(0, dtype=self.dtype).set_(memory[self.key], *self.layout)
 
 
@@ -108,24 +106,24 @@ class _Operation:
     @property
     def keys(self) -> set[int]:
         """Returns the storages that it uses."""
-        return {view.key for view in (*_views(self.arguments), *self.answers)}
+        return {part.key for part in (*tree_iter(self.arguments), *self.answers) if isinstance(part, _View)}
 
     @property
-    def filled(self) -> _View | None:
-        """Returns the tensor that gets new values everywhere; None if the operation does no such thing."""
+    def changed(self) -> set[int]:
+        """Returns the storages that may get new values."""
         schema = getattr(self.function, "_schema", None)
-        if self.function is not TRUNCATED and (schema is None or schema.name not in FILLS):
-            return None
-        view: _View = self.arguments[0][0]
-        return view if view.is_whole else None
+        return self.keys if schema is None or schema.is_mutable else {view.key for view in self.answers}
+
+    @property
+    def draws(self) -> bool:
+        """Returns whether it draws random numbers."""
+        return self.function is TRUNCATED or torch.Tag.nondeterministic_seeded in getattr(self.function, "tags", ())
 
     def repeat(self, memory: dict[int, torch.UntypedStorage]) -> None:
         """Runs with real tensors, unless it only gave another view of one."""
         schema = getattr(self.function, "_schema", None)
         if schema is not None and not schema.is_mutable and all(view.key in memory for view in self.answers):
             return
-        if self.filled is not None and self.filled.key in memory:
-            memory[self.filled.key].resize_(self.filled.bytes)
         arguments, keywords = tree_map_only(_View, lambda view: view.real(memory), self.arguments)
         made = [tensor for tensor in tree_iter(self.function(*arguments, **keywords)) if isinstance(tensor, Tensor)]
         for view, tensor in zip(self.answers, made, strict=True):
@@ -133,10 +131,6 @@ class _Operation:
                 if (tensor.storage_offset(), tensor.shape, tensor.stride()) != view.layout:
                     raise NotRecordable("torch lays a tensor out in another way where it has values")
                 memory[view.key] = tensor.untyped_storage()
-
-
-def _views(tree: Any) -> list[_View]:
-    return [part for part in tree_iter(tree) if isinstance(part, _View)]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -193,27 +187,21 @@ class ConstructorRecord:
         """
         further = {name: self.operations[number].answers[place] for name, (number, place) in self.further.items()}
         wanted = {name: (self.named | further)[name] for name in names}
-        ends = self._ends({view.key for view in wanted.values()})
+        keys, needed = {view.key for view in wanted.values()}, set()  # storages, and operations on which they depend
+        for number, operation in reversed([*enumerate(self.operations)]):
+            if keys & operation.changed or (
+                operation.draws and len(operation.keys) > 1
+            ):  # by probabilities in a tensor
+                needed.add(number)
+                keys |= operation.keys
         memory: dict[int, torch.UntypedStorage] = {}
         with seeded(self.seed), torch.no_grad():
             for number, operation in enumerate(self.operations):
-                operation.repeat(memory)
-                for key in ends.get(number, set()) & memory.keys():
-                    memory[key].resize_(0)
+                if number in needed:
+                    operation.repeat(memory)
+                elif operation.draws:
+                    operation.repeat({})
             return {name: view.real(memory) for name, view in wanted.items()}
-
-    def _ends(self, wanted: set[int]) -> dict[int, set[int]]:
-        """Returns the storages whose values nothing needs any more, by the number of the operation before."""
-        ends: dict[int, set[int]] = {}
-        last: dict[int, int] = {}
-        for number, operation in enumerate(self.operations):
-            filled = operation.filled
-            if filled is not None and filled.key in last:
-                ends.setdefault(last[filled.key], set()).add(filled.key)
-            last |= dict.fromkeys(operation.keys, number)
-        for key in last.keys() - wanted:
-            ends.setdefault(last[key], set()).add(key)
-        return ends
 
 
 def recorded(

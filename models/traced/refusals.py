@@ -21,17 +21,12 @@ GRADIENT = "here forward computes a gradient, which a layer cannot do"
 UNTRACEABLE = {  # what torch says -> what the code does
     "an uninitialized parameter": "its parameters get a shape only from the first input (nn.LazyLinear): give sizes",
     "has no attribute 'constant'": GRADIENT,  # torch.func.grad
-    "doesn't require gradient": "here the gradient of a tensor gets a hook, which a traced layer would not call",
-    "can't retain_grad": "here a tensor keeps its gradient, which a traced layer would not do: leave out retain_grad()",
     r"\.numpy\(\) is not supported": "here a tensor becomes a numpy array: compute with torch",
     "UnsupportedOperator": "here runs an operation that needs values, as those of nested and sparse tensors do",
     "DataDependent|data-dependent": (
         "here the code depends on the values of a tensor, as `if x.sum() > 0`: use torch.where, or multiply by a mask"
     ),
     "failed to unpack the object": "here a tensor's value is a size, as with pack_padded_sequence: mask the padding",
-    "unhashable type: .*SymInt": "here a size that varies is the key of a cache: cut one table of the largest",
-    "ufunc": "here numpy computes with a size: compute with torch",
-    "Cannot access data pointer": "here weights are copied or read by a kernel of its own: compute with torch alone",
     r"forward\(\) missing|unexpected keyword argument|positional arguments? but": (
         "its forward does not take the data's tensors: name its arguments, model.inputs=[…] and model.arguments={…}"
     ),

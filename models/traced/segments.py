@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from ...layers import AGAIN, SPAN
-from .cuts import Boundary, CutPoint, calls_of, is_size
-from .flatten import BATCH_NORM, Flat, enter_autocast, is_view_of_parameter, leave_autocast
+from .cuts import Boundary, CutPoint, calls_of, sizes_of
+from .flatten import BATCH_NORM, Flat, enter, is_view_of_parameter, leave
 from .trace import SizeCondition, Trace
 
 Forward = Callable[..., Any]
@@ -57,8 +57,8 @@ class Segment:
 
 def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
     """Returns the layers of a traced module, in order."""
-    training = _Parts(trace.training, [boundary.training for boundary in boundaries])
-    evaluation = _Parts(trace.evaluation, [boundary.evaluation for boundary in boundaries])
+    training = _Parts(trace.training, [cut for cut, _ in boundaries])
+    evaluation = _Parts(trace.evaluation, [cut for _, cut in boundaries])
     parts = [*zip(training.nodes, evaluation.nodes, strict=True)]
     whole = _assigned(trace, parts)
     owners: dict[str, tuple[str, str]] = {}  # of parameters, by first name: the first layer, and the name there
@@ -83,7 +83,7 @@ class _Parts:
     """Holds one graph with its cuts.
 
     A number that follows from shapes does not pass a cut: it is worked out again behind it from the sizes of what
-    passes. A size that no passing tensor has travels as the shape of an empty tensor.
+    passes.
     """
 
     def __init__(self, flat: Flat, cuts: Sequence[CutPoint]) -> None:
@@ -92,40 +92,13 @@ class _Parts:
         positions = [0, *(cut.position for cut in cuts), len(nodes)]
         self.nodes = [nodes[first:last] for first, last in pairwise(positions)]
         self.passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), flat.outputs]
-        self.missing = [self._sizes_that_no_tensor_has(number) for number in range(len(positions))]
         self.open = [self._entered_before(position) for position in positions]
 
     def _entered_before(self, position: int) -> list[fx.Node]:
-        """Returns the autocast contexts entered in front of a cut and left behind it."""
+        """Returns the contexts entered in front of a cut and left behind it."""
         before = set(self.flat.nodes[:position])
-        entered = [node for node in self.flat.nodes[:position] if node.target is enter_autocast]
+        entered = [node for node in self.flat.nodes[:position] if node.target is enter]
         return [node for node in entered if not before & node.users.keys()]
-
-    def _sizes_that_no_tensor_has(self, boundary: int) -> list[str]:
-        behind = [node for part in self.nodes[boundary:] for node in part]
-        inside, wanted = set(behind), set()
-        for node in behind:
-            for argument in node.all_input_nodes:
-                if argument.op == "call_function" and argument not in inside and is_size(argument):
-                    wanted |= set(_leaves(argument))
-        return sorted(wanted - _sizes(self.passing[boundary]).keys())
-
-
-def _leaves(size: fx.Node) -> list[str]:
-    """Returns the sizes of tensors from which a number follows, as expressions."""
-    if size.target is torch.ops.aten.sym_size.int:
-        return [str(size.meta["val"])]
-    return [leaf for argument in size.all_input_nodes for leaf in _leaves(argument)]
-
-
-def _sizes(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
-    """Returns where each computed size stands: expression -> (tensor, dimension)."""
-    return {
-        str(size): (tensor, dimension)
-        for tensor in reversed(tensors)
-        for dimension, size in reversed([*enumerate(tensor.meta["val"].shape)])
-        if isinstance(size, torch.SymInt)
-    }
 
 
 class _PartGraph:
@@ -146,24 +119,17 @@ class _PartGraph:
         self._device: fx.Node | None = None
 
     def made(self) -> fx.Graph:
-        """Returns the graph; autocast that goes on behind a cut is entered again."""
+        """Returns the graph; a context that goes on behind a cut is entered again."""
         graph, parts, here, behind = self._graph, self._parts, self._number, self._number + 1
         for node in parts.passing[here]:
             self._env[node] = graph.placeholder(node.name)
-        for size, (node, dimension) in _sizes(parts.passing[here]).items():
+        for size, (node, dimension) in sizes_of(parts.passing[here]).items():
             self._sizes[size] = self._env[node], dimension
-        if parts.missing[here]:
-            carrier = graph.placeholder("sizes")
-            self._sizes |= {size: (carrier, dimension) for dimension, size in enumerate(parts.missing[here], start=1)}
         for node in (*parts.open[here], *parts.nodes[here]):
             self._put(node)
         for node in reversed(parts.open[behind]):
-            graph.call_function(leave_autocast, (self._env[node],))
+            graph.call_function(leave, (self._env[node],))
         outputs = [self._value(node) for node in parts.passing[behind]]
-        if parts.missing[behind]:
-            sizes = [self._size(size) for size in parts.missing[behind]]
-            place = self._on_device()
-            outputs.append(graph.call_function(torch.empty, ([0, *sizes],), {"dtype": torch.int8, "device": place}))
         graph.output(outputs[0] if len(outputs) == 1 else tuple(outputs))
         graph.lint()
         return graph
@@ -187,14 +153,10 @@ class _PartGraph:
         if node in self._held:
             self._env[node] = self._graph.get_attr(self._local[self._held[node]])
         elif node.target is torch.ops.aten.sym_size.int:
-            self._env[node] = self._size(str(node.meta["val"]))
+            self._env[node] = self._graph.call_function(node.target, self._sizes[str(node.meta["val"])])
         else:
             self._env[node] = self._graph.node_copy(node, self._value)
         return self._env[node]
-
-    def _size(self, size: str) -> fx.Node:
-        tensor, dimension = self._sizes[size]
-        return self._graph.call_function(torch.ops.aten.sym_size.int, (tensor, dimension))
 
     def _on_this_device(self, argument: Any) -> Any:
         return self._on_device() if isinstance(argument, torch.device) else argument

@@ -69,7 +69,7 @@ def test_a_module_that_fails_is_not_compared(settings: Settings, monkeypatch: py
     def fail(*_: object) -> None:
         raise ValueError("not a number")
 
-    monkeypatch.setattr(module_itself._Itself, "call", fail)
+    monkeypatch.setattr(module_itself._Side, "call", fail)
     with pytest.raises(ConfigurationError, match=r"not compared with its layers: .*not a number"):
         started(settings)
 

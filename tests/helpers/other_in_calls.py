@@ -1,7 +1,5 @@
 """Defines modules whose later calls, or calls with other inputs, a trace of one call would not repeat."""
 
-import itertools
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,16 +15,6 @@ class TogglesMode(Perceptron):
         return h
 
 
-class Alternates(Perceptron):
-    """Leaves a block out in every second call."""
-
-    def add_parts(self) -> None:
-        self.turns = itertools.cycle((False, True))
-
-    def changed(self, h: Tensor) -> Tensor:
-        return super().changed(h) if next(self.turns) else h
-
-
 class DrawsTable(Perceptron):
     table: Tensor | None = None
 
@@ -34,34 +22,6 @@ class DrawsTable(Perceptron):
         if self.table is None:
             self.table = torch.randn(WIDTH, WIDTH)
         return super().changed(h) @ self.table
-
-
-class DrawsOutsideTracing(Perceptron):
-    """Draws from a generator of its own where nothing traces."""
-
-    def add_parts(self) -> None:
-        self.generator = torch.Generator()
-
-    def changed(self, h: Tensor) -> Tensor:
-        own = None if torch.compiler.is_compiling() else self.generator
-        return super().changed(h) * torch.rand(WIDTH, generator=own)
-
-
-class Strides(Perceptron):
-    """Reads a boundary's memory by its strides, which the layer in front has turned round."""
-
-    def add_parts(self) -> None:
-        self.first, self.second = Turned(3, WIDTH), Reading(WIDTH, WIDTH)
-
-
-class Turned(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).t().contiguous().t()
-
-
-class Reading(nn.Linear):
-    def forward(self, h: Tensor) -> Tensor:
-        return super().forward(h.as_strided(h.shape, h.stride()))
 
 
 class Padded(Perceptron):

@@ -301,14 +301,6 @@ class NormalisesTwice(Perceptron):
         return self.norm(self.second(self.norm(h)))
 
 
-class Turned(Perceptron):
-    def add_parts(self) -> None:
-        self.turned = self.second.weight.t()
-
-    def changed(self, h: Tensor) -> Tensor:
-        return h @ self.turned
-
-
 class OwnStatistics(ReplacesBuffer):
     def changed(self, h: Tensor) -> Tensor:
         return self.second(F.batch_norm(h, self.centre, torch.ones(WIDTH), training=self.training))
@@ -358,11 +350,6 @@ class InMemory(Perceptron):
         self.register_buffer("centre", self.second.weight.detach()[0])
 
 
-class NamesSome(Perceptron):
-    def named_parameters(self, *arguments: Any, **more: Any) -> Any:
-        return ((name, p) for name, p in super().named_parameters(*arguments, **more) if name.startswith("head"))
-
-
 class BeginsSteps(Perceptron):
     def begin_step(self, step: int, steps: int) -> None:
         self.rate = step / steps
@@ -373,6 +360,16 @@ class EvenOnly(Perceptron):
 
     def changed(self, h: Tensor) -> Tensor:
         return self.second(h) if h.shape[0] % 2 == 0 else h
+
+
+class TwoInputs(Perceptron):
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * weights
+
+
+class Missing(Perceptron):
+    def add_parts(self) -> None:
+        torch.load("/nowhere/weights.pt")
 
 
 def scripted() -> nn.Module:

@@ -5,19 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import untraceable
 from inline_run import train_inline
 from own_module import Noisy, mobile_net
-from refusals import refusal_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from gpipe_cli.commands import export
 from gpipe_cli.data.images.digits import DigitsSource
-from gpipe_cli.factory.build import build_model
-
-LINE = "        if means.sum() > 0:  # the line that the message names"
 
 SEED, LR, M = 7, 0.1, 2
 MODULE = ["model=module", "model.module._target_=own_module.mobile_net"]
@@ -74,26 +69,3 @@ def test_noise_and_tied_weights_do_not_depend_on_the_cut(tmp_path: Path) -> None
     assert all(torch.equal(one[name], four[name]) for name in one)
     assert not Noisy().load_state_dict(one).missing_keys
     assert torch.equal(one["table.weight"], one["again.weight"])
-
-
-@pytest.mark.parametrize(
-    ("name", "line", "said"),
-    [
-        ("untraceable.Branching", LINE, "depends on the values of a tensor"),
-        ("untraceable.Prints", '        print(f"{images.max():.3f}")', "here tracing ends with "),
-        ("untraceable.LargeImages", None, "Expected 224 but got 32!"),
-        ("untraceable.TwoInputs", None, r"model.inputs=["),
-        ("untraceable.Missing", '        torch.load("/nowhere/weights.pt")', "cannot be constructed: "),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_with_its_line_and_the_way_out(
-    name: str, line: str | None, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = {"_target_": "gpipe_cli.models.traced.layers.layers", "example": [["float32", [4, 3, 32, 32]]]}
-    told = refusal_of(build_model, {**model, "module": {"_target_": name, "_partial_": True}})
-    assert told.startswith(f"model.module._target_={name}") and said in told
-    if line is not None:
-        number = 1 + Path(untraceable.__file__).read_text().splitlines().index(line)
-        assert f"untraceable.py, line {number}" in told
-    assert "Missing" in name or "docs/your-own-model.md" in told
-    assert not any(capfd.readouterr())  # torch.export prints the whole graph

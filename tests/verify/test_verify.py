@@ -17,7 +17,7 @@ from benchmarks.subject import SUBJECT
 from gpipe_cli.commands import verify
 from gpipe_cli.config import Kind
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.verify import check
+from gpipe_cli.verify.plain import PlainModel
 
 
 def row(report: dict[str, Any], step: int, name: str) -> dict[str, Any]:
@@ -61,13 +61,13 @@ def test_random_numbers_of_every_part_are_the_plain_loop_s(tmp_path: Path, sched
 
 def test_an_update_is_compared_with_one_by_the_run_s_device(tmp_path: Path) -> None:
     """A CPU rounds otherwise than a GPU."""
-    devices, update = set(), check.update
+    devices, update = set(), PlainModel.update
 
-    def noted(*given: Any) -> Any:
-        devices.update({given[3].device, given[5].device})  # of weight and gradient
-        return update(*given)
+    def noted(plain: PlainModel, *given: Any) -> None:
+        devices.update(weight.device for weight in plain.weights.values())
+        update(plain, *given)
 
-    with runs_on(NAME), patch.object(check, "update", noted):
+    with runs_on(NAME), patch.object(PlainModel, "update", noted):
         report = verified(tmp_path, "verify.steps=1", "pipeline.M=1")
     assert report["agrees"] and devices == {LATE}, report["findings"]
 
