@@ -371,18 +371,6 @@ def test_a_port_of_slurm_that_is_taken_is_one_line_that_says_what_to_type(comman
 INTERNET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """Runs a job of two workers and two replicas, which have used every way to talk to each other."""
-    run_dir = tmp_path_factory.mktemp("job")
-    command = Command(run_dir, "meet_and_wait", "4", str(run_dir), 'preload=["torch"]')
-    try:
-        command.wait_until_ready(4)
-        yield command
-    finally:
-        command.clean_up()
-
-
 def sockets_of(folder: Path) -> set[str]:
     """Returns the inodes of a process's sockets."""
     links = []
@@ -399,19 +387,16 @@ def table(name: str) -> list[list[str]]:
     return [row.split() for row in path.read_text().splitlines()[1:]] if path.exists() else []
 
 
-def test_no_process_of_a_job_has_a_socket_of_the_internet(running: Command) -> None:
-    processes = running.processes()
+def test_no_socket_of_a_job_is_of_the_internet_or_has_a_name(command: Any) -> None:
+    """... of two workers and two replicas, which have used every way to talk to each other."""
+    started = command("meet_and_wait", 4, preload=["torch"])
+    started.wait_until_ready(4)
+    processes = started.processes()
     assert len(processes) == 6  # the command, the zygote, four workers
     ours = set().union(*map(sockets_of, processes))
-    assert len(ours) > 10
     assert not ours & {row[9] for name in INTERNET for row in table(name)}
-
-
-def test_no_socket_of_a_job_has_a_name(running: Command) -> None:
-    ours = set().union(*map(sockets_of, running.processes()))
-    rows = {row[6]: row[7:] for row in table("unix")}
-    assert len(ours & rows.keys()) > 10
-    assert not any(rows[inode] for inode in ours & rows.keys())
+    names = {row[6]: row[7:] for row in table("unix")}
+    assert len(ours & names.keys()) > 10 and not any(names[inode] for inode in ours & names.keys())
 
 
 def test_nothing_is_imported_from_the_working_directory(tmp_path: Path) -> None:
