@@ -31,27 +31,20 @@ WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")  # of re
 # -- which files -------------------------------------------------------------------------------------------------------
 
 
-def is_foreign(path: Path) -> bool:
-    """Returns True if there are weights made elsewhere at a path: a file, or a folder with one of `NAMES`.
-
-    A run is none, also if `gpipe-export` has written such a file into it.
-    """
-    if (path / "checkpoints").is_dir() or (path / "manifest.json").is_file():
-        return False
-    return path.is_file() or any((path / name).is_file() for name in (*NAMES, *map(_index, NAMES)))
-
-
 def weight_files(path: Path) -> list[Path]:
-    """Returns the files of the weights at a path.
+    """Returns the files of weights made elsewhere at a path: one file, or those of a folder with one of `NAMES`.
+
+    None at that of a run, also if `gpipe-export` has written such a file into it.
 
     Raises:
         CheckpointError: a file is missing, or of another kind.
     """
-    places = [path] if path.is_file() else [path / form for name in NAMES for form in (name, _index(name))]
-    first = next(place for place in places if place.is_file())  # a single file before its index, as transformers does
-    found = [first]
-    if first.suffix == ".json":
-        found = [path / name for name in sorted(set(read_json(first, WeightIndex)["weight_map"].values()))]
+    is_run = (path / "checkpoints").is_dir() or (path / "manifest.json").is_file()
+    # A single file before its index, as transformers does.
+    places = [path, *(path / form for name in NAMES for form in (name, f"{name}.index.json"))]
+    found = [] if is_run else [place for place in places if place.is_file()][:1]
+    if found and found[0].suffix == ".json":
+        found = [path / name for name in sorted(set(read_json(found[0], WeightIndex)["weight_map"].values()))]
     for file in found:
         if file.suffix not in SUFFIXES:
             raise CheckpointError(f"{file} holds no weights by its name: expected {', '.join(SUFFIXES)}, or a run")
@@ -64,10 +57,6 @@ class WeightIndex(TypedDict):
     """Describes an index as the transformers library writes it: which file holds each tensor."""
 
     weight_map: dict[str, str]
-
-
-def _index(name: str) -> str:
-    return f"{name}.index.json"
 
 
 # -- what is in them ---------------------------------------------------------------------------------------------------

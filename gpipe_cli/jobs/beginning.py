@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from gpipe_cli.checkpoint import files as checkpoints
 from gpipe_cli.checkpoint.compatibility import refuse_unknown, require_compatible, vocabulary_sizes, with_vocabulary
 from gpipe_cli.checkpoint.files import CheckpointError, CheckpointInfo, refuse_another_run
-from gpipe_cli.checkpoint.foreign import is_foreign, weight_files
+from gpipe_cli.checkpoint.foreign import weight_files
 from gpipe_cli.config import Settings
 from gpipe_cli.disk import write_whole
 from gpipe_cli.jobs import torchrun
@@ -92,11 +92,9 @@ def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
     Raises:
         CheckpointError: there is none, or its tables are of another vocabulary's size.
     """
-    if is_foreign(path):
-        with naming("checkpoint.init_from"):
-            weight_files(path)  # refuses a folder that is not complete, before workers start
-        return path
     with naming("checkpoint.init_from"):
+        if weight_files(path):  # a folder that is not complete is refused before workers start
+            return path
         info, warnings = checkpoints.find(path)
     console.warn(*warnings)
     sizes = vocabulary_sizes(info, {"model": prepared.config["model"]})

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.compatibility import differences, other_vocabulary, vocabularies
 from ..checkpoint.files import CheckpointError, CheckpointInfo, is_named, open_checkpoint, shorten
-from ..checkpoint.foreign import SavedTensor, is_foreign, match_names, open_foreign
+from ..checkpoint.foreign import SavedTensor, match_names, open_foreign, weight_files
 from ..checkpoint.layer_state import named_tensors, open_run
 from ..layers import own_name
 from ..metrics.journal import Notices
@@ -25,7 +25,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
     """Loads the weights and buffers of `checkpoint.init_from`; every worker calls it at the same time."""
     config, world, layers = assembly.settings.checkpoint, assembly.world, assembly.pipeline.layers
     path, left_out = Path(cast(str, config.init_from)), config.init_except
-    if is_foreign(path):
+    if weight_files(path):
         saved = open_foreign(path, journal.warn)
     else:
         info = open_checkpoint(path)

@@ -19,7 +19,7 @@ from tiny_images import CLASSES, image_folder
 from torch import Tensor, nn
 
 from gpipe_cli.checkpoint.files import CheckpointError, read_manifest, step_directory
-from gpipe_cli.checkpoint.foreign import is_foreign, match_names, open_foreign, weight_files
+from gpipe_cli.checkpoint.foreign import match_names, open_foreign, weight_files
 from gpipe_cli.checkpoint.layer_state import export_state_dict
 from gpipe_cli.commands.train import main
 from gpipe_cli.jobs.beginning import with_checkpoint
@@ -135,9 +135,9 @@ def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match="is missing"):
         weight_files(tmp_path)
-    assert is_foreign(tmp_path) and not is_foreign(tmp_path / "nowhere")
+    assert not weight_files(tmp_path / "nowhere")
     (tmp_path / "checkpoints").mkdir()
-    assert not is_foreign(tmp_path)  # a run whose weights were exported into its directory
+    assert not weight_files(tmp_path)  # a run whose weights were exported into its directory
 
 
 @pytest.mark.parametrize(
