@@ -27,7 +27,7 @@ from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.partition.cost import count_forward
 from gpipe_cli.partition.cut import cut_model
 from gpipe_cli.partition.survey import survey
-from gpipe_cli.pipeline.meter import peak_memory
+from gpipe_cli.pipeline.step import peak_memory
 from gpipe_cli.planner.measure.this_device import measure_rates
 from gpipe_cli.position import Position
 

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, TensorSpec
-from gpipe_cli.pipeline.messages.process_group import Wait
-from gpipe_cli.pipeline.messages.transport import Transport
+from gpipe_cli.pipeline.messages.transport import Transport, Wait
 from gpipe_cli.schedule.instruction import Message
 
 from .steps import Step, cpu_transport
@@ -140,19 +139,25 @@ class Link:
     latency: float
 
 
-class LinkTransport:
+class LinkTransport(Transport):
     """Delays the messages of another transport as long as `Link` requires."""
 
     blocks_device = False
 
-    def __init__(self, link: Link, placement: tuple[int, ...]) -> None:
-        transport = cpu_transport(placement)
-        assert transport is not None
+    def __init__(self, link: Link, transport: Transport) -> None:
         self._link, self._transport = link, transport
         self._free: dict[tuple[str, int], float] = {}  # when each direction of each link will have sent its messages
-        self.send_spec, self.receive_spec, self.drain = transport.send_spec, transport.receive_spec, transport.drain
 
-    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+    def send_spec(self, boundary: int, spec: BoundarySpec) -> None:
+        self._transport.send_spec(boundary, spec)
+
+    def receive_spec(self, boundary: int) -> BoundarySpec:
+        return self._transport.receive_spec(boundary)
+
+    def drain(self) -> None:
+        self._transport.drain()
+
+    def send(self, message: Message, tensors: Sequence[Tensor], spec: BoundarySpec) -> None:
         """Stamps the message with its time of arrival."""
         way = message.direction, message.boundary
         begins = max(time.perf_counter(), self._free.get(way, 0.0))
@@ -216,4 +221,5 @@ class Workload:
 
     def transport(self, placement: tuple[int, ...]) -> Transport | None:
         """Connects this worker, given the worker of every cell."""
-        return cpu_transport(placement) if self._link is None else LinkTransport(self._link, placement)
+        transport = cpu_transport(placement)
+        return transport if self._link is None or transport is None else LinkTransport(self._link, transport)

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine
-from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors
-from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.pipeline.messages.boundary import as_argument, as_tensors
+from gpipe_cli.pipeline.messages.shared_memory import connect_workers
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.instruction import Instruction

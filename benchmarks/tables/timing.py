@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from gpipe_cli.distributed.exchange import Exchange
+from gpipe_cli.distributed.world import Exchange
 
 START_AHEAD = 0.05  # seconds from the exchange to the common start
 

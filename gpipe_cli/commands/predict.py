@@ -47,7 +47,7 @@ def _predict(words: Sequence[str]) -> int:
     for text in run.warnings:
         to_stderr(text)
     with tempfile.TemporaryDirectory(prefix="gpipe-predict-") as folder:
-        found = run.launch("gpipe_cli.inference.predict:main", config, Path(folder), tell)
+        found = run.launch("gpipe_cli.inference.evaluate:predict", config, Path(folder), tell)
     table = csv.writer(sys.stdout, lineterminator="\n")
     table.writerow(["file", "class", "probability"])
     table.writerows([file, name, f"{probability:.4f}"] for file, (name, probability) in zip(files, found, strict=True))

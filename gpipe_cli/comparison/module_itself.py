@@ -37,8 +37,7 @@ from ..models.traced.layers import LayerMaker
 from ..models.traced.module import Called, TracedFrom, autocast_of
 from ..models.traced.recording import quiet
 from ..models.traced.trace import Example, SizeError
-from ..pipeline.messages.boundary import canonical
-from ..pipeline.messages.grouping import as_argument, as_tensors
+from ..pipeline.messages.boundary import as_argument, as_tensors, canonical
 from .difference import MISSING, NO_LAYER, SMALL_SHARE, Gap, Key, Quantity, judge_tensors, measure
 
 ROUNDING = 1e-3  # relative difference that counts as rounding

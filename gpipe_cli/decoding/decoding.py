@@ -7,9 +7,9 @@ The result does not depend on where the cells are.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,53 +18,73 @@ from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import PlanMessage
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.engine import Caches
-from .beam import Continuation, Hypothesis
+from ..pipeline.step import StepPlan
+from ..tasks.base import GenerationSettings, Task
+from .beam import BeamSearch, Hypothesis
+from .sampling import ContinuationForm, Sampling
 
 Sources = Sequence[Any]
-"""What is to be continued, as a `DecodingForm` reads it; `len` is its number of tokens."""
+"""What is to be continued, as a `Form` reads it; `len` is its number of tokens."""
 
 
-class GroupSearch(Protocol):
-    """Chooses the next tokens of one group."""
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Holds the ids of the tokens that begin and end a sentence, and of padding."""
 
-    def advance(self, log_probabilities: Tensor) -> Continuation:
-        """Takes the log-probabilities of the next token, [rows, V]; returns the next rows, none when all are done."""
-
-    def best(self) -> list[Hypothesis]:
-        """Returns the token ids found for each source, once all are done."""
+    bos_id: int
+    eos_id: int
+    pad_id: int
 
 
-class Sizes(NamedTuple):
-    """Holds the sizes of a decoding.
+@dataclass(frozen=True)
+class TranslationForm:
+    """Decodes sources, token ids with their end-of-sentence token, by beam search; a `Form`.
 
     Attributes:
-        group: sources that are decoded together.
-        width: rows of a source, at most.
-        uses_caches: True if a call after the first one has the new tokens alone.
+        task: computes the log-probabilities of the next token from the last cell's outputs.
     """
 
-    group: int
-    width: int
-    uses_caches: bool
+    task: Task
+    settings: GenerationSettings
+    tokens: SpecialTokens
 
-
-class DecodingForm(Protocol):
-    """Defines how sources become inputs of the model, and its outputs tokens."""
+    uses_caches = True
 
     @property
-    def sizes(self) -> Sizes: ...
+    def group(self) -> int:
+        return self.settings.group
 
-    def first(self, sources: Sources) -> MicroBatch:
-        """Returns the inputs of a group's first call; the targets are for the two methods below."""
+    @property
+    def width(self) -> int:
+        return max(self.settings.beam, self.settings.beam_during_run)
+
+    def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
+        """Returns sources and first tokens; as targets the longest length of each translation."""
+        width = max(len(source) for source in sources)
+        padded = torch.tensor([[*source, *[self.tokens.pad_id] * (width - len(source))] for source in sources])
+        first = torch.full((len(sources), 1), self.tokens.bos_id)
+        limits = torch.tensor([[self.settings.longest(len(source))] for source in sources])
+        return (padded, first), (limits,)
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
-        """Returns the next call's inputs, from its rows' parents in the call before and their tokens, both [rows]."""
+        """Returns one more token for each row and no source; the targets are not used."""
+        return (tokens.new_zeros(len(tokens), 0), tokens[:, None]), (tokens[:, None],)
 
-    def search(self, targets: Tensors, beam: int) -> GroupSearch:
-        """Returns the search of a group, from the targets of its first call."""
+    def search(self, targets: Tensors, beam: int) -> BeamSearch:
+        """Returns a beam search up to the longest lengths."""
+        return BeamSearch(targets[0][:, 0], beam, self.settings.length_exponent, self.tokens.eos_id)
 
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns the log-probabilities of each row's next token, [rows, V]."""
+        """Returns the task's log-probabilities, [rows, V]."""
+        return self.task.log_probabilities(outputs[0])
+
+
+Form: TypeAlias = TranslationForm | ContinuationForm
+"""Makes inputs of the model from sources, and the search of a group from the targets of its first call.
+
+``group`` sources are decoded together, each in ``width`` rows at most; with ``uses_caches`` a call after the first has
+the new tokens alone. Arguments of `later` are the rows' parents in the call before, and their tokens, both [rows].
+"""
 
 
 @dataclass
@@ -72,14 +92,11 @@ class _Round:
     """Holds the groups of this replica that are still in flight, as the next round needs them.
 
     Attributes:
-        groups: numbers of the groups; each is one micro-batch of the round, in this order.
-        signatures: one signature per micro-batch.
-        micro_batches: their inputs, on the worker of cell 0; None elsewhere.
+        groups: numbers of the groups; each is one micro-batch of the plan, in this order.
     """
 
     groups: list[int]
-    signatures: tuple[tuple[object, ...], ...]
-    micro_batches: list[MicroBatch] | None
+    plan: StepPlan
     caches: Caches | None
 
 
@@ -91,12 +108,11 @@ class Decoder:
     """
 
     def __init__(
-        self, pipeline: WorkerPipeline, form: DecodingForm, stop_requested: Callable[[], bool] = lambda: False
+        self, pipeline: WorkerPipeline, form: Form, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
         self._pipeline, self._world, self._form = pipeline, pipeline.world, form
         self._stop_requested = stop_requested
-        self._sizes = sizes = form.sizes
-        rows = pipeline.M, sizes.group * sizes.width
+        rows = pipeline.M, form.group * form.width
         self._round = PlanMessage(pipeline.world, pipeline.shape, pipeline.M, {"parents": rows, "tokens": rows})
 
     def decode(self, sources: Sources, beam: int = 1) -> list[Hypothesis]:
@@ -104,7 +120,7 @@ class Decoder:
 
         Args:
             sources: the same on the first worker of each replica, which reads the data, and nothing elsewhere.
-            beam: rows of each source, at most `Sizes.width`.
+            beam: rows of each source, at most the form's width.
 
         Returns:
             What was found for each of `sources`; nothing on workers that gave none.
@@ -129,7 +145,7 @@ class Decoder:
     def _batches(self, sources: Sources) -> list[list[list[int]]]:
         """Returns batches of M groups of source indices; the sources of a group have similar lengths."""
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        size, M = self._sizes.group, self._pipeline.M
+        size, M = self._form.group, self._pipeline.M
         groups = [order[first : first + size] for first in range(0, len(order), size)]
         return [groups[first : first + M] for first in range(0, len(groups), M)]
 
@@ -143,11 +159,11 @@ class Decoder:
         going = self._first_round(groups)
         if going is None:
             return None
-        searches: dict[int, GroupSearch] = {}  # by group, on the worker of the last cell
+        searches: dict[int, BeamSearch | Sampling] = {}  # by group, on the worker of the last cell
         while going is not None:
             if going.groups:
                 search = self._search(going.groups, searches, beam)
-                self._pipeline.run_forward(going.signatures, going.micro_batches, search, going.caches)
+                self._pipeline.run_forward(going.plan, search, going.caches)
             self._round.run_unless_stopped(self._stop_requested)
             going = self._next_round(going)
         own = [
@@ -166,11 +182,11 @@ class Decoder:
         plan = self._round.read_plan("generate")
         if plan.total_micro_batches == 0:
             return None
-        caches: Caches | None = {} if self._sizes.uses_caches else None
-        return _Round(list(range(len(plan.signatures))), plan.signatures, micro_batches, caches)
+        caches: Caches | None = {} if self._form.uses_caches else None
+        return _Round(list(range(len(plan.signatures))), replace(plan, micro_batches=micro_batches), caches)
 
     def _search(
-        self, groups: Sequence[int], searches: dict[int, GroupSearch], beam: int
+        self, groups: Sequence[int], searches: dict[int, BeamSearch | Sampling], beam: int
     ) -> Callable[[int, Tensors, Tensors], None]:
         """Returns the function that moves a group's search on by one step, by the outputs of the last cell."""
         parents, tokens = self._round.mine("parents"), self._round.mine("tokens")
@@ -196,17 +212,17 @@ class Decoder:
         left = [(number, group) for number, group in enumerate(going.groups) if rows[group]]
         chosen = [(number, parents[replica, group, : rows[group]] - 1) for number, group in left]
         micro_batches = None
-        if going.micro_batches is not None:
+        if going.plan.micro_batches is not None:
             next_tokens = [tokens[replica, group, : rows[group]] for _, group in left]
             micro_batches = [
-                self._form.later(going.micro_batches[number], parents_of, of_group)
+                self._form.later(going.plan.micro_batches[number], parents_of, of_group)
                 for (number, parents_of), of_group in zip(chosen, next_tokens, strict=True)
             ]
         caches = going.caches
+        signatures = tuple(("generate on", rows[group]) for _, group in left)
         return _Round(
             groups=[group for _, group in left],
-            signatures=tuple(("generate on", rows[group]) for _, group in left),
-            micro_batches=micro_batches,
+            plan=replace(going.plan, signatures=signatures, micro_batches=micro_batches),
             caches=None if caches is None else reorder_caches(caches, chosen, self._world.device),
         )
 

@@ -17,7 +17,6 @@ from ..errors import ConfigurationError
 from ..micro_batch import MicroBatch, Tensors
 from ..pipeline.randomness import derive_seed
 from .beam import Continuation, Hypothesis
-from .decoding import Sizes
 
 DRAW = 4  # the purpose of these seeds, beside those in pipeline/randomness.py
 PROMPT, SAMPLE, LAST = range(3)  # columns of the targets; LAST: the place whose output predicts the next token
@@ -37,7 +36,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ContinuationForm:
-    """Decodes prompts, a group being the samples of one; a `DecodingForm`.
+    """Decodes prompts, a group being the samples of one; a `Form`.
 
     Attributes:
         eos_id: id of the token that ends a document.
@@ -48,9 +47,15 @@ class ContinuationForm:
     eos_id: int
     window: int | None
 
+    width = 1
+
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.settings.samples, 1, uses_caches=self.window is None)
+    def group(self) -> int:
+        return self.settings.samples
+
+    @property
+    def uses_caches(self) -> bool:
+        return self.window is None
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
         """Returns the prompts, which are of one length."""
@@ -93,7 +98,7 @@ class ContinuationForm:
 
 
 class Sampling:
-    """Chooses the tokens of one group of rows; a `GroupSearch`.
+    """Chooses the tokens of one group of rows.
 
     Args:
         targets: the targets of the group's first call, [rows, 3].

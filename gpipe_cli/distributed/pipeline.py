@@ -19,11 +19,12 @@ from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.engine import TASK, Caches, Engine
 from ..pipeline.gradients import UnusedParameters
-from ..pipeline.messages.transport import Transport, connect_workers
+from ..pipeline.messages.shared_memory import connect_workers
+from ..pipeline.messages.transport import Transport
 from ..pipeline.offload import StateFile
 from ..pipeline.randomness import NoiseSource
 from ..pipeline.step import StepPlan, StepRecord
-from ..pipeline.tied_parameters import ReplicaLink, TiedParameters
+from ..pipeline.tied_parameters import TiedParameters
 from ..position import Position
 from ..schedule.early import post_early
 from ..schedule.instruction import Instruction, InstructionLists
@@ -85,7 +86,9 @@ class WorkerPipeline:
         self.schedule = StepSchedule(config.schedule, cut.placement, config.policy, config.offload)
         self._training = cache(lambda M: self._own(self.schedule.lists(M)))
         self._forward = cache(lambda M: self._own(forward_only(cut.placement, M, config.offload)))
-        self.ties = TiedParameters(cut.uses([layer.name for layer in layers]), self.cells, _replica_link(world))
+        uses, ranks = cut.uses([layer.name for layer in layers]), [world.rank_of(w) for w in range(world.workers)]
+        group = None if world.message_groups is None else world.message_groups[0]
+        self.ties = TiedParameters(uses, self.cells, world.worker, ranks, group)
         own = {name: parameter for cell in self.cells for name, parameter in cell.parameters()}
         cells = sorted(world.gather_from_workers(map(_names_and_losses, self.cells)))
         places = {name: place for place, name in enumerate(name for _, names, _ in cells for name in names)}
@@ -132,16 +135,12 @@ class WorkerPipeline:
         return self.engine.train_step(instructions, plan, posts, timed)
 
     def run_forward(
-        self,
-        signatures: Sequence[tuple[object, ...]],
-        micro_batches: Sequence[MicroBatch] | None,
-        sink: Callable[[int, Tensors, Tensors], None],
-        caches: Caches | None = None,
+        self, plan: StepPlan, sink: Callable[[int, Tensors, Tensors], None], caches: Caches | None = None
     ) -> None:
         """Runs micro-batches forward only; the arguments are those of `Engine.run_forward`."""
-        instructions, posts = self._forward(len(signatures))
+        instructions, posts = self._forward(len(plan.signatures))
         number, self.forwards = (self.steps_done, self.forwards), self.forwards + 1
-        self.engine.run_forward(instructions, signatures, micro_batches, sink, caches, posts, number)
+        self.engine.run_forward(instructions, plan, sink, caches, posts, number)
 
     def _own(self, lists: InstructionLists) -> tuple[Sequence[Instruction], Posts]:
         """Returns this worker's list, and when it posts its receives."""
@@ -215,12 +214,6 @@ def _names_and_losses(cell: Cell) -> tuple[int, list[str], list[int]]:
     """Returns a cell's number, the names of its parameters and the indices of its layers with an auxiliary loss."""
     losses = [layer.index for layer in cell.layers if hasattr(layer.module, "auxiliary_loss")]
     return cell.number, [name for name, _ in cell.parameters()], losses
-
-
-def _replica_link(world: World) -> ReplicaLink:
-    """Returns how this worker reaches those of its replica for tied parameters."""
-    group = None if world.message_groups is None else world.message_groups[0]
-    return ReplicaLink(world.worker, [world.rank_of(worker) for worker in range(world.workers)], group)
 
 
 def make_transport(world: World, placement: Sequence[int]) -> Transport | None:

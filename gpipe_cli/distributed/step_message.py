@@ -14,13 +14,22 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..micro_batch import MicroBatch
-from ..pipeline.meter import KINDS_OF_TIME, PHASES, TIME_OF, WORKER_NUMBERS, Meter, peak_memory
-from ..pipeline.step import StepPlan, StepRecord, StepResult
+from ..errors import ConfigurationError
+from ..micro_batch import MicroBatch, Tensors
+from ..pipeline.step import (
+    KINDS_OF_TIME,
+    PHASES,
+    TIME_OF,
+    WORKER_NUMBERS,
+    Meter,
+    StepPlan,
+    StepRecord,
+    StepResult,
+    peak_memory,
+)
 from ..schedule.instruction import COMPUTE
 from ..tasks.base import Task
-from .exchange import Exchange, StopRequested
-from .world import World
+from .world import Exchange, World
 
 STOPS = ("request", "time limit", "epochs")
 FLAGS = (*STOPS, "failed", "trains others")
@@ -45,6 +54,10 @@ class BatchShape:
         return sum(dimensions + 1 for side in (self.inputs, self.targets) for dimensions in side)
 
 
+class StopRequested(Exception):
+    """Raised on all workers at the same place when an evaluation ends early because the run was asked to stop."""
+
+
 class PlanMessage(Exchange):
     """Tells all workers the next mini-batch's plan, and flags: why to stop, whether a worker has failed.
 
@@ -64,14 +77,14 @@ class PlanMessage(Exchange):
         of_replica: Mapping[str, Slots] = MappingProxyType({}),
         more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self.world, self._shape = world, shape
+        self.world, self._shape, self._replica = world, shape, world.replica
         self._shapes = {"micro_batches": (), "weights": (M,), "shapes": (M, shape.sizes), **of_replica}
         fields = {name: world.replicas * math.prod(form) for name, form in self._shapes.items()}
         super().__init__({**fields, "flags": len(FLAGS), **more}, world.all_ranks)
 
     def mine(self, field: str) -> Tensor:
         """Returns this replica's slots of a field, to be written."""
-        return self.own[field].view(self.world.replicas, *self._shapes[field])[self.world.replica]
+        return self.own[field].view(self.world.replicas, *self._shapes[field])[self._replica]
 
     def everyones(self, field: str) -> Tensor:
         """Returns the slots of a field that the replicas have written, [replicas, …]."""
@@ -86,24 +99,24 @@ class PlanMessage(Exchange):
         self.mine("micro_batches").fill_(len(micro_batches))
         if not micro_batches:
             return
-        shapes = [tuple(tuple(map(_shape_and_type, side)) for side in micro_batch) for micro_batch in micro_batches]
-        sizes = {one: [size for side in one for shape in side for size in shape] for one in set(shapes)}
-        for one in sizes:
-            if (found := BatchShape(*(tuple(len(row) - 1 for row in side) for side in one))) != self._shape:
+        rows = []
+        for micro_batch in micro_batches:
+            if (found := BatchShape.of(micro_batch)) != self._shape:
                 raise ValueError(
                     f"the data changed its form: {found} after {self._shape}; all micro-batches "
                     "must have as many tensors, of as many dimensions, as the first"
                 )
-        rows = torch.tensor([sizes[one] for one in shapes], dtype=torch.float64)
+            tensors = [tensor for side in micro_batch for tensor in side]
+            rows.append([size for tensor in tensors for size in (*tensor.shape, _TYPES.index(tensor.dtype))])
         self.mine("weights")[: len(rows)] = torch.tensor(weights, dtype=torch.float64)
-        self.mine("shapes")[: len(rows)] = rows
+        self.mine("shapes")[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
 
     def read_plan(self, kind: str) -> StepPlan:
         """Returns the plan that all know now; ``kind`` (train, evaluate, …) becomes part of the signatures."""
         counts: list[int] = self.everyones("micro_batches").long().tolist()
         shapes = self.everyones("shapes").long()  # zeros where nothing is used
         weights: list[list[float]] = self.everyones("weights").tolist()
-        replica, raised = self.world.replica, self.flags
+        replica, raised = self._replica, self.flags
         own = shapes[replica, : counts[replica]].tolist()
         return StepPlan(
             signatures=tuple((kind, *row) for row in own),
@@ -186,7 +199,7 @@ class StepMessage(PlanMessage):
         self.mine("losses")[layers, micro_batches] = numbers[0]
         if record.statistics is not None:
             self.mine("statistics")[:] = numbers[1]
-        if self.world.replica == 0 and len(squares):  # the gradients of the others are the same
+        if self._replica == 0 and len(squares):  # the gradients of the others are the same
             self.own["squared_norms"][self._own_places] = numbers[2]
         self.own["used"][[self._places[name] for name in used]] = 1.0
 
@@ -247,14 +260,11 @@ class StepMessage(PlanMessage):
         """Returns whether all workers have written this step."""
         return bool((self.total["written"] == step + 1).all())
 
-    def write_metrics(self, sums: Tensor) -> None:
-        """Writes this worker's sums of the task's metrics; only the last cell's has some."""
-        self.mine("metrics")[:] = sums
 
-    def read_metrics(self) -> list[float]:
-        """Returns the sums over all replicas."""
-        return list(self.everyones("metrics").sum(0).tolist())
-
-
-def _shape_and_type(tensor: Tensor) -> tuple[int, ...]:
-    return (*tensor.shape, _TYPES.index(tensor.dtype))
+def refuse_unlike_lengths(inputs: Tensors, targets: Tensors) -> None:
+    """Raises ConfigurationError where the first dimensions, which count examples, are not the same."""
+    sides = {"inputs": inputs, "targets": targets}
+    lengths = {f"{side}[{i}]": [*tensor.shape[:1]] for side, own in sides.items() for i, tensor in enumerate(own)}
+    if len({*map(tuple, lengths.values())}) > 1 or [] in lengths.values():
+        found = ", ".join(f"{name} {length[0] if length else 'has none'}" for name, length in lengths.items())
+        raise ConfigurationError(f"the first dimension counts examples, the same in all tensors, but it is: {found}")

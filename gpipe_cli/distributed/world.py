@@ -1,9 +1,15 @@
-"""Defines `World`: this process's rank, replica, device and process groups."""
+"""Defines `World`: this process's rank, replica, device and process groups; and how all ranks exchange values.
 
+Over the tree of ranks log2(W) messages go up to rank 0, and as many down again (docs/cluster.md has its seconds by
+workers). The children of rank r are r + 1, r + 2, r + 4, … below r's lowest set bit: a subtree is a range of ranks, and
+the ranks of one machine meet before they meet others. Plain messages: gloo's own sum goes round a ring of W ranks.
+"""
+
+import json
 import os
-import socket
+import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -12,18 +18,163 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ..config import MESSAGE_TAGS
 from ..errors import ConfigurationError
-from ..gpus import GPU, count_gpus
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 from ..launch.join import adopt_step, check_rank, local_rank
 from ..launch.messenger import LOCAL
-from .exchange import all_gather_json, broadcast_json, gather_json
+from .device import NCCL2, choose_backend, choose_device, device_identity, nccl_kind
 
-NCCL2 = "ProcessGroupNCCL2"
-CPU = "cpu"  # the identity of a device that is not a GPU
 GROUP_TIMEOUT = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+VALUES = MESSAGE_TAGS + 1  # message tag, beyond that of the exchange
+TIMEOUT_OF_GROUP = timedelta(0)
+
+
+# -- the tree of ranks -------------------------------------------------------------------------------------------------
+
+
+def family(rank: int, size: int) -> tuple[int | None, list[int]]:
+    """Returns the parent of a rank (None of rank 0) and its children, in the tree of ``size`` ranks."""
+    distances = (1 << bit for bit in range(((rank & -rank or size) - 1).bit_length()))
+    return rank & (rank - 1) if rank else None, [rank + far for far in distances if rank + far < size]
+
+
+class Tree:
+    """Passes CPU tensors and bytes between this rank, its parent and its children.
+
+    Args:
+        group: all ranks; None when there is only one.
+        tag: of the messages, whose order tells them apart.
+
+    Attributes:
+        parent: rank; None on rank 0.
+        children: ranks, in order. The subtree of each ends where that of the next begins.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, tag: int) -> None:
+        self._group, self._tag = group, tag
+        self.parent, self.children = (None, []) if group is None else family(group.rank(), group.size())
+
+    def add_up(self, own: Tensor, timeout: timedelta = TIMEOUT_OF_GROUP) -> Tensor:
+        """Returns the sum of all ranks' ``own``, on every rank, and uses ``own`` as memory meanwhile."""
+        shares = [torch.empty_like(own) for _ in self.children]
+        works = [self._receive(share, child) for share, child in zip(shares, self.children, strict=True)]
+        for work, share in zip(works, shares, strict=True):
+            work.wait(timeout)
+            own += share
+        total = own.clone()
+        if self.parent is not None:
+            answer = self._receive(total, self.parent)
+            self._send([own], [self.parent], timeout)
+            answer.wait(timeout)
+        self._send([total], self.children, timeout)
+        return total
+
+    def gather(self, own: bytes) -> bytes:
+        """Returns on rank 0 the ``own`` of all ranks, in their order, with commas between; elsewhere of its subtree."""
+        content = b",".join([own, *(self._receive_bytes(child) for child in self.children)])
+        if self.parent is not None:
+            self._send(_packed(content), [self.parent])
+        return content
+
+    def spread(self, content: bytes) -> bytes:
+        """Returns rank 0's ``content`` on every rank."""
+        content = content if self.parent is None else self._receive_bytes(self.parent)
+        self._send(_packed(content), self.children)
+        return content
+
+    def _receive_bytes(self, rank: int) -> bytes:
+        size = torch.empty(1, dtype=torch.int64)
+        self._receive(size, rank).wait()
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self._receive(content, rank).wait()
+        return content.numpy().tobytes()
+
+    def _receive(self, tensor: Tensor, rank: int) -> dist.Work:
+        work = dist.irecv(tensor, group_src=rank, group=self._group, tag=self._tag)
+        assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
+        return work
+
+    def _send(self, tensors: list[Tensor], ranks: list[int], timeout: timedelta = TIMEOUT_OF_GROUP) -> None:
+        """Sends to the last rank first: its subtree is the deepest."""
+        pairs = [(rank, tensor) for rank in reversed(ranks) for tensor in tensors]
+        for work in [dist.isend(tensor, group_dst=rank, group=self._group, tag=self._tag) for rank, tensor in pairs]:
+            assert work is not None
+            work.wait(timeout)
+
+
+def _packed(content: bytes) -> list[Tensor]:
+    """Returns the number of bytes, and the bytes."""
+    return [torch.tensor([len(content)]), torch.frombuffer(bytearray(content), dtype=torch.uint8)]
+
+
+# -- a vector of numbers -----------------------------------------------------------------------------------------------
+
+
+class Exchange:
+    """Sums a vector of named fields over all workers.
+
+    Each slot of the vector is written by one worker and is 0 on the others. Adding zeros is exact, so every worker
+    reads the same bits, whatever K. Every decision taken from the sum (skip the update, stop, clip by this factor) is
+    therefore the same on all workers without another message.
+
+    Args:
+        fields: number of slots by name; the same on every worker.
+        group: all workers, for CPU tensors; None when there is only one worker.
+
+    Attributes:
+        own: by field, the slots that this worker writes before `run`.
+        total: by field, the sums of the last `run`.
+        ended_at: when `run` last ended, in seconds of `time.perf_counter`; about the same moment on all workers.
+    """
+
+    def __init__(self, fields: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
+        self._tree = Tree(group, MESSAGE_TAGS)  # beyond the tags of the pipeline's transport
+        self._sizes = list(fields.values())
+        self._vector = torch.zeros(sum(self._sizes), dtype=torch.float64)
+        self.own: dict[str, Tensor] = dict(zip(fields, torch.split(self._vector, self._sizes), strict=True))
+        self.total: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.own.items()}
+        self.ended_at = time.perf_counter()
+
+    def run(self, timeout: timedelta = TIMEOUT_OF_GROUP) -> None:
+        """Sums ``own`` of all workers into ``total`` and sets ``own`` to 0; every worker calls it at the same time."""
+        total = self._tree.add_up(self._vector, timeout)
+        self.total = dict(zip(self.own, torch.split(total, self._sizes), strict=True))
+        self._vector.zero_()
+        self.ended_at = time.perf_counter()
+
+
+# -- values as JSON: what comes over a process group is never unpickled ------------------------------------------------
+
+
+def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every worker's ``value`` on all workers, in the group's order, as JSON keeps it: tuples become lists.
+
+    Args:
+        group: for CPU tensors; None when there is only one worker.
+
+    Raises:
+        ValueError: what arrives is no JSON.
+    """
+    tree = Tree(group, VALUES)
+    return list(json.loads(b"[%b]" % tree.spread(tree.gather(json.dumps(value).encode()))))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every rank's value on rank 0, as `all_gather_json` does on all; an empty list elsewhere."""
+    tree = Tree(group, VALUES)
+    everyone = tree.gather(json.dumps(value).encode())
+    return json.loads(b"[%b]" % everyone) if tree.parent is None else []
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's ``value`` on all workers; arguments and errors as of `all_gather_json`."""
+    return json.loads(Tree(group, VALUES).spread(json.dumps(value).encode()))
+
+
+# -- this process among all --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,104 +370,3 @@ class _Joined(Context):
 def _new_group(ranks: list[int] | None, backend: str | None = None, alone: bool = False) -> dist.ProcessGroup:
     """Makes a group; ``alone``: its members do, without the other processes."""
     return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=alone))
-
-
-def nccl_kind() -> str:
-    """Returns the class of torch that backend="nccl" makes: before 2.15 TORCH_DIST_USE_NCCL2=1 chooses the newer one.
-
-    A group of `NCCL2` has a GPU from the start and guesses which unless it is told. A group of the older class that is
-    told puts all its messages into one queue.
-    """
-    if register := getattr(dist.Backend, "_ensure_backend_registered", None):  # torch 2.14
-        register("nccl")
-    made_by = dist.Backend._plugins.get("NCCL")
-    return NCCL2 if made_by and "nccl2" in made_by.creator_fn.__name__ else "ProcessGroupNCCL"
-
-
-def choose_device(context: Context, device: str) -> torch.device:
-    """Returns the device of this rank.
-
-    ``auto`` means the CPU only where there is no GPU: an old driver must not move a long run to the CPU silently.
-
-    Raises:
-        ConfigurationError: cuda is requested, or a GPU is present, but torch cannot compute on it.
-    """
-    if device == "cpu":
-        return torch.device("cpu")
-    made_for = f"made for CUDA {torch.version.cuda}" if torch.version.cuda else "made for CPUs only"
-    if torch.cuda.is_available():
-        chosen = torch.device(GPU, context.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(chosen)
-        try:
-            compute_on(chosen)
-        except RuntimeError as error:
-            raise ConfigurationError(
-                f"pipeline.device={device}: torch {torch.__version__} ({made_for}) cannot compute on the "
-                f"{torch.cuda.get_device_name(chosen)} of {socket.gethostname()}: {str(error).splitlines()[0]}; "
-                "install a torch that has kernels for it, end what else uses it, or use pipeline.device=cpu"
-            ) from error
-        return chosen
-    if device == "cuda" or count_gpus():
-        raise ConfigurationError(
-            f"pipeline.device={device}: torch {torch.__version__} ({made_for}) can use none of the {count_gpus()} GPUs "
-            f"that are present on {socket.gethostname()}: check nvidia-smi and CUDA_VISIBLE_DEVICES, update the NVIDIA "
-            "driver or install a torch that fits it; to compute on CPUs use pipeline.device=cpu"
-        )
-    return torch.device("cpu")
-
-
-def compute_on(device: torch.device) -> None:
-    """Runs a kernel: a RuntimeError here would later be taken for a layer's."""
-    torch.ones(1, device=device).add_(1).item()
-
-
-def choose_backend(context: Context, identity: str, backend: str) -> str:
-    """Returns gloo or nccl: the same on every rank, because rank 0 counts the devices of all ranks.
-
-    Args:
-        identity: identity of this rank's device, see `device_identity`.
-
-    Raises:
-        ConfigurationError: `pipeline.backend=nccl` without a GPU for each worker.
-    """
-    if context.world_size == 1:  # no messages
-        return "nccl" if identity != CPU and backend != "gloo" else "gloo"
-    if backend == "gloo":
-        return backend
-    gpus = int(context.decide("devices", identity, lambda devices: str(len({*devices} - {CPU}))))
-    if gpus == context.world_size:
-        return "nccl"
-    found = f"{context.world_size} workers have {gpus} GPUs"
-    if backend == "nccl":
-        raise ConfigurationError(
-            f"pipeline.backend=nccl needs a GPU of its own for every worker, but {found}: use pipeline.backend=auto, "
-            "or as many workers on each machine as it has GPUs"
-        )
-    if context.rank == 0 and gpus:
-        text = f"messages go through the CPU, slower than from GPU to GPU: {found}"
-        context.emit({"kind": "warning", "text": text})
-    return "gloo"
-
-
-def device_identity(device: torch.device) -> str:
-    """Returns a text that no other device of the job has.
-
-    For a GPU: its machine and PCI address, by which NCCL distinguishes GPUs. Slices of one GPU (MIG) have different
-    uuids, but NCCL refuses them as one GPU.
-    """
-    if device.type == "cpu":
-        return CPU
-    properties: Any = torch.cuda.get_device_properties(device)
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return f"{machine_id()} {properties.uuid if None in place else ':'.join(map(str, place))}"
-
-
-def machine_id() -> str:
-    """Returns the machine's boot id, equal in all its containers; the host name where the system has no boot id.
-
-    Processes of equal id share the monotonic clock.
-    """
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Defines the entry point of gpipe-eval's workers: one evaluation of a checkpoint through the pipeline."""
+"""Defines the entry points of gpipe-eval's and gpipe-predict's workers: one evaluation of a checkpoint."""
 
 import json
 from collections import Counter
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..disk import write_whole
+from ..errors import ConfigurationError
 from ..launch.context import Context
 from ..metrics.metrics_file import json_safe
 from ..metrics.records import Evaluation, Sample
@@ -41,6 +42,28 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     if result.samples:
         context.emit({"kind": "samples", "rows": [vars(sample) for sample in result.samples]})
     return made
+
+
+def predict(context: Context, config: dict[str, Any]) -> list[tuple[str, float]] | None:
+    """Classifies images; the entry point of a worker.
+
+    Args:
+        context: this worker's place in the job.
+        config: as in `assemble_from_checkpoint`.
+
+    Returns:
+        On rank 0 the class and its probability for each file, in their order; None elsewhere.
+
+    Raises:
+        ConfigurationError: the run's task does not classify, or an image is broken.
+    """
+    assembly = assemble_from_checkpoint(context, config)
+    if not assembly.pipeline.task.predicts:
+        raise ConfigurationError(f"task._target_={assembly.settings.task['_target_']} of this run predicts no classes")
+    found = assemble_evaluator(assembly).evaluate(final=True).classes
+    if assembly.world.rank != 0:
+        return None
+    return [(found["names"][label], probability) for label, probability in found["predicted"]]
 
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:

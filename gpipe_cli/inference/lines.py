@@ -4,7 +4,7 @@ Only rank 0 reads and emits; it tells the others whether there are more lines.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -45,8 +45,7 @@ def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     if generation is None:
         raise ConfigurationError(f"task._target_={settings.task['_target_']} of this run generates no text")
     answerer = Answerer(context, assembly, assemble_decoder(assembly, generation), beam=generation.beam)
-    answerer.answer_all(config["input"], generation.group * settings.pipeline.M)
-    return answerer.counts
+    return answerer.answer_all(config, generation.group * settings.pipeline.M)
 
 
 def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
@@ -74,11 +73,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
     window = None if any_keeps else assembly.world.broadcast(lambda: _window(assembly))
     decoder = Decoder(assembly.pipeline, ContinuationForm(sampling, eos, window))
     answerer = Answerer(context, assembly, decoder, samples=sampling.samples, begin=eos)
-    if "prompt" in config:
-        answerer.answer([config["prompt"]])
-    else:
-        answerer.answer_all(config["input"], assembly.settings.pipeline.M)
-    return answerer.counts
+    return answerer.answer_all(config, assembly.settings.pipeline.M)
 
 
 def _window(assembly: Assembly) -> int:
@@ -106,18 +101,21 @@ class Answerer:
     begin: int | None = None
     counts: dict[str, int] = field(default_factory=lambda: {"lines": 0, "left_out": 0, "most": MOST_TOKENS, "cut": 0})
 
-    def answer_all(self, pipe: str, at_once: int) -> None:
-        """Answers all lines of a pipe.
+    def answer_all(self, config: Mapping[str, Any], at_once: int) -> dict[str, int]:
+        """Answers a prompt, or all lines of a pipe; returns the counts.
 
         Args:
-            pipe: path of the pipe; its lines are UTF-8.
+            config: "prompt", one text, or "input", the path of a pipe with UTF-8 lines.
             at_once: most lines that are answered together.
         """
-        reader = PipeReader(pipe, self.context.stop_requested) if self.assembly.world.rank == 0 else None
+        if "prompt" in config:
+            self.answer([config["prompt"]])
+            return self.counts
+        reader = PipeReader(config["input"], self.context.stop_requested) if self.assembly.world.rank == 0 else None
         while True:
             lines = reader.read(at_once) if reader is not None else None
             if not self.assembly.world.broadcast(partial(bool, lines is not None)):
-                return
+                return self.counts
             self.answer(lines or [])
 
     def answer(self, lines: list[str]) -> None:

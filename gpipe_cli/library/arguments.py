@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config import PipelineConfig
+from ..distributed.step_message import refuse_unlike_lengths
 from ..errors import ConfigurationError, Problems
-from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
+from ..micro_batch import MicroBatch, Tensors
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from ..typed_section import read_values

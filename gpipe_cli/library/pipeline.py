@@ -23,11 +23,11 @@ from ..comparison.at_start import compare_at_start, is_traced, mean_loss, refuse
 from ..comparison.module_itself import Given, example_of, maker_of
 from ..config import PipelineConfig
 from ..distributed.pipeline import WorkerPipeline
-from ..distributed.step_message import BatchShape
+from ..distributed.step_message import BatchShape, refuse_unlike_lengths
 from ..distributed.world import join_torchrun
 from ..errors import ConfigurationError
 from ..layers import AGAIN, LayerBuilder, checked_layers, own_name
-from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
+from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import traced_layers
 from ..models.traced.module import ALL, Call, TracedFrom, copied
 from ..partition.cut import Cut, cut_model
@@ -435,7 +435,7 @@ class Pipeline(WorkerPipeline):
         with self._together(), self.evaluating():
             plan = self._plan(divided, "evaluate")
             with self._meeting():
-                self.run_forward(plan.signatures, plan.micro_batches, keep)
+                self.run_forward(plan, keep)
         return _in_order(found)
 
     @contextmanager

@@ -13,8 +13,7 @@ from ..config import Settings
 from ..data.images.source import SquareImages
 from ..data.source import Source
 from ..disk import DiskError, cannot_write, whole_file, write_whole, writing
-from ..pipeline.meter import PHASES
-from ..pipeline.step import StepResult
+from ..pipeline.step import PHASES, StepResult
 from ..schedule.schedule import StepSchedule
 from ..tasks.base import Task
 from .breakdown import mean_breakdown

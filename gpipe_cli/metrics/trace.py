@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from ..pipeline.meter import HOST_PHASES, PHASES
+from ..pipeline.step import HOST_PHASES, PHASES
 from ..schedule.instruction import COMPUTE, Instruction, Op
 from ..schedule.picture import draw_panels
 from ..schedule.schedule import StepSchedule

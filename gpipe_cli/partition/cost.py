@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
+from ..pipeline.messages.boundary import as_argument, as_tensors, grouped_like
 from ..typed_section import SecondsOrZero
 from .fake_layers import CostError, TensorShape
 from .survey import ForwardFacts, Survey

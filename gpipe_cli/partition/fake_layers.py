@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder
 from ..micro_batch import Tensors
-from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like, grouping_of
+from ..pipeline.messages.boundary import as_argument, as_tensors, grouped_like, grouping_of
 
 DRAWS = 5  # so that shapes that depend on values differ between two of them, or are hardly likely to
 

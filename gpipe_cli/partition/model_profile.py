@@ -22,10 +22,9 @@ from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
 from ..pipeline.cell import BuiltLayer, Cell, require_values
 from ..pipeline.halves import WeightHalf, backward_of_inputs
-from ..pipeline.messages.boundary import canonical_gradient, is_channels_last
-from ..pipeline.messages.grouping import grouped_like, grouping_of
-from ..pipeline.meter import Mark, event_now, seconds_between
+from ..pipeline.messages.boundary import canonical_gradient, grouped_like, grouping_of, is_channels_last
 from ..pipeline.randomness import NoiseSource
+from ..pipeline.step import Mark, event_now, seconds_between
 from .cost import LayerTimes, cell_total
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
-from ..pipeline.messages.grouping import grouping_of
+from ..pipeline.messages.boundary import grouping_of
 from ..pipeline.randomness import COSTS, seeded
 from .fake_layers import CostError, Drawn, TensorShape, build_key, build_without_memory, fake_mode, measured_on_shapes
 

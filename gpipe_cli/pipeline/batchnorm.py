@@ -7,6 +7,7 @@ in the forwards, never in recomputes, and applied once when the step ends.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import cache
 from typing import Any, cast
 
@@ -108,24 +109,20 @@ class _SumOverReplicas(torch.autograd.Function):
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Returns the module with a `DeferredBatchNorm` for each BatchNorm, wherever it is used.
+    """Returns a copy of the module with a `DeferredBatchNorm` for each BatchNorm, and the same parameters and buffers.
 
-    The given module stays as it is: parts that lead to a BatchNorm are copied, and share its parameters and buffers.
+    A module without BatchNorm is returned as it is.
     """
-    return _deferred(module, group, {})
-
-
-def _deferred(module: nn.Module, group: dist.ProcessGroup | None, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    if module not in made:
-        parts = {name: part and _deferred(part, group, made) for name, part in module._modules.items()}
-        if isinstance(module, _BatchNorm):
-            kind: Any = type(module)
-            made[module] = _copied(module, parts, _deferring(kind), group=group, gathering=True, _gathered=[])
-        elif any(part is not module._modules[name] for name, part in parts.items()):
-            made[module] = _copied(module, parts, type(module))
-        else:
-            made[module] = module
-    return made[module]
+    if not any(isinstance(part, _BatchNorm) for part in module.modules()):
+        return module
+    kept = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    copy = deepcopy(module, kept)
+    for part in copy.modules():
+        if isinstance(part, _BatchNorm):
+            kind: Any = type(part)
+            part.__class__ = _deferring(kind)
+            vars(part).update(group=group, gathering=True, _gathered=[])
+    return copy
 
 
 @cache
@@ -134,14 +131,6 @@ def _deferring(kind: Any) -> Any:
     if issubclass(kind, nn.SyncBatchNorm):  # its forward is another; pipeline.sync_batchnorm has its effect
         return DeferredBatchNorm if kind is nn.SyncBatchNorm else kind
     return type(kind.__name__, (kind, DeferredBatchNorm), {"__module__": kind.__module__})
-
-
-def _copied(module: nn.Module, parts: dict[str, nn.Module | None], kind: type[nn.Module], **more: object) -> nn.Module:
-    """Returns a module with the attributes of ``module``, the same parameters and buffers, and these parts."""
-    copy = kind.__new__(kind)
-    own = {"_parameters": dict(module._parameters), "_buffers": dict(module._buffers), "_modules": parts}
-    copy.__dict__.update(module.__dict__ | own | more)
-    return copy
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:

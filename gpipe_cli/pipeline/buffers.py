@@ -6,7 +6,7 @@ BatchNorm's statistics may change, when a step ends (`batchnorm.py`).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigurationError
 from ..gpus import GPU
 from .batchnorm import DeferredBatchNorm
-from .messages.grouping import as_tensors, replace_tensors
+from .messages.boundary import as_tensors, replace_tensors
 
 LEAF_CHANGED = "leaf Variable that requires grad is being used in an in-place operation"
 INPUT_CHANGED = "its input in place", "use inplace=False there, or a copy (x.clone())"
@@ -22,14 +22,6 @@ INPUT_CHANGED = "its input in place", "use inplace=False there, or a copy (x.clo
 
 class BufferChanged(ConfigurationError):
     """Raised when a layer changes a buffer, a weight or its input in a training forward; names it and the way out."""
-
-
-class _Seen(NamedTuple):
-    """Holds a buffer's value at one moment; its version is not enough, as batch_norm's kernels do not count it up."""
-
-    tensor: Tensor
-    version: int
-    copy: Tensor
 
 
 class BufferGuard:
@@ -88,14 +80,14 @@ class BufferGuard:
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
         """Returns the result of ``call``, and the name of the first buffer that it replaces or changes."""
-        before = {
-            name: _Seen(tensor, tensor._version, tensor.detach().clone())
-            for name, tensor in self._module.named_buffers()
-        }
+        # A version is not enough: batch_norm's kernels do not count it up.
+        before = {name: (b, b._version, b.detach().clone()) for name, b in self._module.named_buffers()}
         outputs = call(argument)
         after = dict(self._module.named_buffers())
-        names = (name for name in {**before, **after} if not _is_same(before.get(name), after.get(name)))
-        return outputs, next(names, None)
+        for name in {**before, **after}:
+            if name not in before or name not in after or not _is_same(after[name], *before[name]):
+                return outputs, name
+        return outputs, None
 
     def _once_more(self, argument: Any) -> None:
         """Calls the layer without effect on the input, on later random numbers and on BatchNorm's statistics."""
@@ -112,10 +104,11 @@ class BufferGuard:
                 batchnorm.gathering = True
 
 
-def _is_same(before: _Seen | None, after: Tensor | None) -> bool:
-    if before is None or after is None or after is not before.tensor or after._version != before.version:
+def _is_same(buffer: Tensor, before: Tensor, version: int, copy: Tensor) -> bool:
+    """Returns whether a buffer is the tensor that it was, with the same bits."""
+    if buffer is not before or buffer._version != version:
         return False
-    return after.layout is not torch.strided or torch.equal(_bits(after), _bits(before.copy))
+    return buffer.layout is not torch.strided or torch.equal(_bits(buffer), _bits(copy))
 
 
 def _bits(tensor: Tensor) -> Tensor:

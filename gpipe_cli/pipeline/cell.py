@@ -1,7 +1,6 @@
 """Runs one cell: consecutive layers on one device, for one micro-batch at a time (paper, section 2.1: F_k)."""
 
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,8 +17,7 @@ from ..micro_batch import Tensors
 from ..position import Position
 from .batchnorm import DeferredBatchNorm, defer_batchnorm
 from .buffers import INPUT_CHANGED, BufferChanged, BufferGuard
-from .messages.boundary import BoundarySpec, GradientLayouts, canonical, passed_on
-from .messages.grouping import as_argument, as_tensors, grouped_like, replace_tensors
+from .messages.boundary import BoundarySpec, GradientLayouts, as_argument, as_tensors, replace_tensors
 from .offload import CellState, StateFile
 from .randomness import WEIGHTS, NoiseSource, seeded
 from .weight_casts import WeightCasts
@@ -95,10 +93,6 @@ def require_values(builder: LayerBuilder, module: nn.Module) -> None:
         )
 
 
-COMPILED_BACKWARD = (
-    "pipeline.schedule=zero_bubble with pipeline.compile=true: the backward of a compiled layer cannot be divided, so "
-    "the bubble is that of 1f1b; pipeline.compile=false divides it"
-)
 MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
 BEYOND_A_TABLE = "index out of range in self"  # torch says of nn.Embedding
 
@@ -133,7 +127,6 @@ class Cell:
 
     Attributes:
         where: the layer that runs, for error reports; the engine sets it to its own.
-        not_compiled: names of the layers that cannot be compiled, where all others are.
         state: the parameters in a file, where the cell is offloaded.
     """
 
@@ -150,11 +143,11 @@ class Cell:
         self.number = number
         self.layers = [replace(layer, module=defer_batchnorm(layer.module, sync_batchnorm)) for layer in layers]
         self._compiled = [layer.name for layer in self.layers if compiled and compile_layer(layer.module)]
-        self.not_compiled = [layer.name for layer in self.layers if compiled and layer.name not in self._compiled]
         self.noise = noise
         self._layouts = GradientLayouts()
         self._forms: dict[Hashable, BoundarySpec] = {}  # by layer and signature: what it passes on
-        self._unchanged: dict[Hashable, set[int]] = {}  # by signature: layers whose outputs pass on as they are
+        # By signature, with and without a graph: layers whose outputs pass on as they are.
+        self._unchanged: dict[tuple[Hashable, bool], set[int]] = {}
         self._silent: set[int] | None = None  # layers that drew nothing in the step's first micro-batch; None before it
         self._gathers = True  # whether the BatchNorms gather
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
@@ -162,10 +155,11 @@ class Cell:
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._indices = [layer.index for layer in self.layers]
         self.where = Position()
-        self._casts = WeightCasts([layer.module for layer in self.layers], alike=not self.graph_varies)
-        self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
         self._calls = [self._call_of(layer) for layer in self.layers]
-        self._guarded_calls: list[Call] = []  # for the first micro-batch, where buffers are guarded
+        self.graph_varies = not all(call.is_fixed for call in self._calls)
+        self._casts: WeightCasts | None = None  # made when layers first run under autocast
+        self._step_aware: list[Any] = [module for module in modules if hasattr(module, "begin_step")]
+        self._is_guarded = False
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Returns (full name, parameter) of every parameter in layer order; ``encoder.0.attention.query.weight``.
@@ -178,11 +172,6 @@ class Cell:
             for name, parameter in layer.module.named_parameters()
             if name not in layer.tied
         ]
-
-    @property
-    def graph_varies(self) -> bool:
-        """Returns whether micro-batches of one kind may use a layer's weights, or pass gradients on, in unlike ways."""
-        return any(_varies(layer.module) for layer in self.layers)
 
     @property
     def is_trained(self) -> bool:
@@ -198,9 +187,7 @@ class Cell:
 
     def guard_buffers(self) -> None:
         """Makes the next `run_training` refuse a layer whose forward changes its buffers."""
-        self._guarded_calls = [
-            replace(call, forward=BufferGuard(call.layer.name, call.layer.module, call.forward)) for call in self._calls
-        ]
+        self._is_guarded = True
 
     def describe_anew(self) -> None:
         """Forgets which outputs pass on as they are: parameters have been frozen, or freed."""
@@ -220,18 +207,21 @@ class Cell:
     def take_away(self) -> None:
         """Gives the memory of an offloaded cell back."""
         if self.state is not None:
-            self._casts.forget()
+            self.end_step()
             self.state.take_away()
 
     def end_step(self) -> None:
         """Frees the casts, which live for one step."""
-        self._casts.forget()
+        if self._casts is not None:
+            self._casts.forget()
 
     def weights_cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Returns the context in which layers under autocast use weights that are cast once in a step."""
         if self._compiled or not torch.is_autocast_enabled(device.type):  # compiled layers cast within kernels
             return nullcontext()
-        return self._casts.used_on(device)
+        if self._casts is None:
+            self._casts = WeightCasts([layer.module for layer in self.layers], alike=not self.graph_varies)
+        return self._casts.used()
 
     def run_training(
         self, inputs: Tensors, targets: Tensors, step: int, micro_batch: int, signature: Hashable, first_time: bool
@@ -259,17 +249,19 @@ class Cell:
                 batchnorm.gathering = first_time
         values = inputs
         auxiliary: dict[int, Tensor] = {}
-        looks, silent = self._silent is None, self._silent or set()
-        unchanged = self._unchanged.setdefault(signature, set())
-        seeds, has_graph = self.noise.seeds(step, micro_batch, self._indices), torch.is_grad_enabled()
-        for call, seed in zip(self._guarded_calls or self._calls, seeds, strict=True):
-            layer, index = call.layer, call.layer.index
+        looks, silent, has_graph = self._silent is None, self._silent or set(), torch.is_grad_enabled()
+        unchanged = self._unchanged.setdefault((signature, has_graph), set())
+        seeds = self.noise.seeds(step, micro_batch, self._indices)
+        for number, (call, seed) in enumerate(zip(self._calls, seeds, strict=True)):
+            layer, index, forward = call.layer, call.layer.index, call.forward
             self.where.layer = layer.name
+            if self._is_guarded:
+                forward = BufferGuard(layer.name, layer.module, forward)
             if index not in silent:
                 self.noise.seed(seed)
             before = self.noise.moment() if looks and call.is_fixed else None
             try:
-                outputs = call.forward(as_argument(values))
+                outputs = forward(as_argument(values))
                 if call.auxiliary_loss is not None:
                     auxiliary[index] = call.auxiliary_loss(outputs, targets)
                 if before is not None and before == self.noise.moment():
@@ -277,13 +269,22 @@ class Cell:
                 made = as_tensors(outputs)
                 if has_graph and index not in silent:
                     self.noise.seed_backward(seed, (*made, auxiliary.get(index)), values)
-                values = made if index in unchanged else self._settled(call, made, values, signature, micro_batch)
+                if index not in unchanged:
+                    made, is_known = self._layouts.settle(made, values, layer.boundary_type, index, signature)
+                    if not (call.is_fixed or layer.may_vary):
+                        if (form := self._forms.get((index, signature))) is None:
+                            form = self._forms[index, signature] = BoundarySpec.of(made)
+                        if not form.fits(made):  # at every K: a cut may lie behind any layer
+                            raise self.other_form(number, micro_batch, made, form)
+                    elif is_known and call.is_fixed:
+                        unchanged.add(index)
+                values = made
             except (BufferChanged, LayerFailed):
                 raise
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         self.where.layer = None
-        self._guarded_calls, self._silent = [], silent
+        self._is_guarded, self._silent = False, silent
         if [tensor._version for tensor in inputs] != versions:  # in some micro-batches alone
             raise BufferChanged(
                 f"cell {self.number}, micro-batch {micro_batch}: a layer changes {', '.join(INPUT_CHANGED)}"
@@ -310,8 +311,7 @@ class Cell:
                     outputs = layer.module(argument)
                 else:
                     outputs = decode(argument, caches[position])
-                made = passed_on(as_tensors(outputs), values, layer.boundary_type)
-                values = grouped_like(map(canonical, made), made)
+                values, _ = self._layouts.settle(as_tensors(outputs), values, layer.boundary_type, layer.index, None)
             except Exception as error:
                 raise self._failure(layer, micro_batch, error) from error
         return values
@@ -334,7 +334,8 @@ class Cell:
         """
         own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
         forward = _with_graph(layer.module) if own else layer.module
-        return Call(layer, forward, getattr(layer.module, "auxiliary_loss", None), not _varies(layer.module))
+        is_fixed = not getattr(layer.module, "graph_varies", True)
+        return Call(layer, forward, getattr(layer.module, "auxiliary_loss", None), is_fixed)
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> Exception:
         if isinstance(error, IndexError) and BEYOND_A_TABLE in str(error):
@@ -345,59 +346,14 @@ class Cell:
             )
         return failed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}", type(error))
 
-    def refuse_new_shapes(self, message: Tensors, expected: BoundarySpec, micro_batch: int) -> None:
-        """Checks a message: the receiver has posted a receive for the shapes and types of earlier such inputs.
-
-        Raises:
-            LayerFailed: the outputs or the targets have others.
-        """
-        if not expected.fits(message):
-            raise self._other_form(self.layers[-1], micro_batch, message, expected)
-
-    def refuse_new_takers(self, outputs: Tensors, takers: Collection[int], micro_batch: int) -> None:
-        """Raises LayerFailed if an output beside ``takers`` takes a gradient: the next cell gathers none for it."""
-        for number, tensor in enumerate(outputs):
-            if tensor.requires_grad and number not in takers:
-                raise LayerFailed(
-                    f"cell {self.number} (last layer {self.layers[-1].name!r}), micro-batch {micro_batch}: output "
-                    f"{number} takes a gradient, where nothing in front of it was trained before. Set requires_grad "
-                    "before the first step or, in a loop of your own, between two steps; not in a layer's forward"
-                )
-
-    def _settled(self, call: Call, outputs: Tensors, inputs: Tensors, signature: Hashable, micro_batch: int) -> Tensors:
-        """Returns what a layer passes on: its outputs in the type and layout of boundaries.
-
-        Raises:
-            LayerFailed: inputs of the same shapes and types gave others before. This is refused wherever the layer
-                stands, since a message could not follow it and a cut may lie behind any layer.
-        """
-        layer = call.layer
-        made = passed_on(outputs, inputs, layer.boundary_type)
-        if not (call.is_fixed or layer.may_vary):
-            before = self._forms.get((layer.index, signature))
-            if before is None:
-                before = self._forms[layer.index, signature] = BoundarySpec.of(made)
-            if not before.fits(made):
-                raise self._other_form(layer, micro_batch, made, before)
-        settled = self._layouts.settle(made, inputs, layer.index, signature)
-        if call.is_fixed and not layer.may_vary and torch.is_grad_enabled():
-            is_same = all(map(operator.is_, settled, outputs))
-            if is_same and self._layouts.is_known(made, inputs, layer.index, signature):
-                self._unchanged[signature].add(layer.index)
-        return settled
-
-    def _other_form(self, layer: BuiltLayer, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
+    def other_form(self, number: int, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
+        """Returns the refusal of a layer, by its number in the cell: it passes on what a message could not follow."""
         return LayerFailed(
-            f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}: it passes on "
+            f"cell {self.number}, layer {self.layers[number].name!r}, micro-batch {micro_batch}: it passes on "
             f"{BoundarySpec.of(made)}, where inputs of the same shapes and types gave {before} before. What passes to "
             "the next layer may depend on shapes and types of the inputs, not on their values: pad it, or make one "
             "layer of those between which it varies"
         )
-
-
-def _varies(module: nn.Module) -> bool:
-    """Returns whether a layer may behave in unlike ways in two micro-batches of one kind."""
-    return bool(getattr(module, "graph_varies", True))
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:

@@ -14,32 +14,28 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 What passes between two cells is described by a `BoundarySpec`, made in the first forward of each signature and then
 kept. An output requires a gradient in the next cell exactly where it does in this one. Where that may differ from one
 micro-batch to the next, each message of activations says it; and each message of gradients says which have come back,
-because what the cells behind have not used has none, as in torch.
+because what the cells behind have not used has none, as in torch. Such flags are the last tensor of a message.
 """
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigurationError
-from ..micro_batch import Loss, MicroBatch, Tensors
+from ..micro_batch import Loss, Tensors
 from ..position import Position
 from ..schedule.instruction import Instruction, Op
 from ..schedule.posting import Posts, Receives, post_ahead
-from .cell import Cell, failed
+from .cell import Cell, LayerFailed, failed
 from .halves import WeightHalf, backward_of_inputs
-from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, is_channels_last
-from .messages.grouping import grouped, grouping_of
-from .messages.process_group import Wait
-from .messages.transport import Transport
-from .meter import Meter
-from .step import StepPlan, StepRecord
+from .messages.boundary import BoundarySpec, canonical_gradient, fresh_leaves, grouped, grouping_of, is_channels_last
+from .messages.transport import Transport, Wait
+from .step import Meter, StepPlan, StepRecord
 
 TASK = -1  # stands for the task's loss where auxiliary losses have the index of their layer
 SENDS, RECEIVES = (Op.SEND_ACTIVATION, Op.SEND_GRADIENT), (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT)
@@ -61,7 +57,7 @@ class StepBuffers:
 
     Attributes:
         inputs: the boundary in front of the cell; those require a gradient that did where they were made.
-        outputs: the boundary behind it, until it is sent; likewise.
+        outputs: the boundary behind it, until it is sent.
         graphs: from forward or recompute to backward.
         weight_halves: second halves of backwards.
         input_gradients: one for each input of the cell; None where nothing flowed back.
@@ -158,8 +154,7 @@ class Engine:
     def run_forward(
         self,
         instructions: Sequence[Instruction],
-        signatures: Sequence[Hashable],
-        micro_batches: Sequence[MicroBatch] | None,
+        plan: StepPlan,
         sink: Sink,
         caches: Caches | None = None,
         posts: Posts | None = None,
@@ -169,15 +164,14 @@ class Engine:
 
         Args:
             instructions: this worker's list of a forward-only schedule.
-            signatures: as in `StepPlan`; distinct from those of training.
-            micro_batches: on the worker of cell 0.
+            plan: describes the micro-batches, by signatures that are distinct from those of training.
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: what layers keep in generation, by (cell, micro-batch); they live as long as the caller keeps them.
             posts: as in `train_step`.
             number: steps, and forwards since then; the noise of layers that draw it in evaluation depends on it.
         """
         with torch.no_grad(), self.noise.restored():
-            _ForwardStep(self, instructions, signatures, micro_batches, posts, sink, caches, number).run(None)
+            _ForwardStep(self, instructions, plan, posts, sink, caches, number).run(None)
 
     def describe_anew(self) -> None:
         """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
@@ -200,56 +194,32 @@ class Engine:
         if self._transport is not None:
             self._transport.drain()
 
-    def post_receive(self, signatures: Sequence[Hashable], instruction: Instruction) -> Wait | None:
-        """Posts the receive of an instruction; None when its shapes are not known yet.
 
-        With NCCL the send has begun, and the description of an unknown shape too: this waits for it.
-        """
-        message = instruction.awaited_message
-        assert message is not None
-        key, is_activation = (message.boundary, signatures[message.micro_batch]), message.direction == "activation"
-        if key not in self.messages and is_activation and self.receives_block_device:
-            self.messages[key] = self.transport.receive_spec(message.boundary)
-        if (spec := self.messages.get(key)) is None:
-            return None
-        return self.transport.post(message, spec if is_activation else spec.gradients)
-
-
-def _named_in_profile(i: Instruction) -> AbstractContextManager[Any]:
-    """Returns the context in which a profiler that records shows a name; without one it costs less than 1 µs."""
-    if not torch.autograd._profiler_enabled():
-        return nullcontext()
-    return torch.profiler.record_function(f"{i.op.name.lower()}, cell {i.cell}, micro-batch {i.micro_batch}")
-
-
+@dataclass
 class _Step:
     """Interprets the instruction list of one step, in the part that training and forward-only steps share.
 
-    Args:
+    Attributes:
         engine: this worker's.
         instructions: this worker's list.
-        signatures: shapes of each micro-batch.
-        micro_batches: on the worker of cell 0.
+        plan: what is to be done.
         posts: when receives are posted; None: `post_ahead`.
     """
 
     HANDLERS: ClassVar[Handlers]
 
-    def __init__(
-        self,
-        engine: Engine,
-        instructions: Sequence[Instruction],
-        signatures: Sequence[Hashable],
-        micro_batches: Sequence[MicroBatch] | None,
-        posts: Posts | None,
-    ) -> None:
-        self.engine, self.instructions, self.signatures = engine, instructions, signatures
-        self.buffers = StepBuffers()
-        for number, (inputs, targets) in enumerate(micro_batches or ()):
+    engine: Engine
+    instructions: Sequence[Instruction]
+    plan: StepPlan
+    posts: Posts | None
+
+    def __post_init__(self) -> None:
+        self.signatures, self.buffers = self.plan.signatures, StepBuffers()
+        for number, (inputs, targets) in enumerate(self.plan.micro_batches or ()):
             self.buffers.inputs[0, number] = self._to_device(inputs)
             self.buffers.targets[number] = self._to_device(targets)
-        post = partial(engine.post_receive, signatures)
-        self._receives = Receives(post_ahead(instructions) if posts is None else posts, post)
+        posts = post_ahead(self.instructions) if self.posts is None else self.posts
+        self._receives = Receives(posts, self._post) if posts else None
 
     def run(self, meter: Meter | None) -> None:
         """Executes the list, with a time for every instruction where there is a meter."""
@@ -258,11 +228,11 @@ class _Step:
             self._begin()
             for position, instruction in enumerate(self.instructions):
                 op, self.engine.running = instruction.op, instruction
-                self._receives.post_due(position)
+                if self._receives is not None:
+                    self._receives.post_due(position)
                 where.enter(instruction.cell, instruction.micro_batch, op.name.lower())
                 started = None if meter is None else meter.mark()
-                with _named_in_profile(instruction):
-                    self.HANDLERS[op](self, instruction)
+                self.HANDLERS[op](self, instruction)
                 if meter is not None:
                     meter.record(instruction, started)
         except BaseException as error:
@@ -284,7 +254,8 @@ class _Step:
         """
         engine, self.buffers = self.engine, StepBuffers()
         for place, i in enumerate(self.instructions[position:], position):
-            self._receives.post_due(place)
+            if self._receives is not None:
+                self._receives.post_due(place)
             if i.awaited_message is not None:
                 self._receive(i)
             elif i.sent_message is not None:
@@ -322,8 +293,9 @@ class _Step:
             engine.transport.send_spec(i.cell, spec)
         outputs = self.buffers.outputs.pop((i.cell, i.micro_batch))
         flags = (_flags([outputs[number].requires_grad for number in spec.takers]),) if spec.varies else ()
-        tensors = grouped(outputs + flags + targets, grouping_of(outputs))
-        engine.cells[i.cell].refuse_new_shapes(tensors, spec, i.micro_batch)
+        tensors = grouped(outputs + targets + flags, grouping_of(outputs))
+        if not spec.fits(tensors):
+            raise engine.cells[i.cell].other_form(-1, i.micro_batch, tensors, spec)
         self._send(i, tensors, spec)
 
     def _bring(self, i: Instruction) -> None:
@@ -339,42 +311,51 @@ class _Step:
 
     def _receive_activation(self, i: Instruction) -> None:
         engine = self.engine
-        tensors = self._receive(i, separate=engine.n_targets)  # targets stay until the step ends
+        tensors = list(self._receive(i))
         if not tensors:
             raise SenderFailed("the worker of the cell before has failed")
-        spec, split = engine.messages[i.cell - 1, self.signatures[i.micro_batch]], len(tensors) - engine.n_targets
-        flags = [True] * len(spec.takers) if spec.flags is None else tensors[spec.flags].tolist()
-        for number, requires_grad in zip(spec.takers, flags, strict=True):
-            tensors[number].requires_grad_(bool(requires_grad))  # it collects the gradient that will be sent back
-        self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[: split - spec.varies], spec.grouping)
-        self.buffers.targets[i.micro_batch] = tensors[split:]
+        spec = engine.messages[i.cell - 1, self.signatures[i.micro_batch]]
+        flags = tensors.pop() if spec.has_flags else None
+        for place, number in enumerate(spec.takers):
+            tensors[number].requires_grad_(flags is None or bool(flags[place]))  # to collect what will be sent back
+        split = len(tensors) - engine.n_targets
+        self.buffers.inputs[i.cell, i.micro_batch] = grouped(tensors[:split], spec.grouping)
+        self.buffers.targets[i.micro_batch] = tuple(tensors[split:])
 
-    def _receive(self, i: Instruction, separate: int = 0) -> Tensors:
+    def _post(self, i: Instruction) -> Wait | None:
+        """Posts the receive of an instruction; None when its shapes are not known yet.
+
+        With NCCL the send has begun, and the description of an unknown shape too: this waits for it.
+        """
+        message, engine = i.awaited_message, self.engine
+        assert message is not None
+        key, is_activation = (message.boundary, self.signatures[i.micro_batch]), i.op is Op.RECEIVE_ACTIVATION
+        if key not in engine.messages and is_activation and engine.receives_block_device:
+            engine.messages[key] = engine.transport.receive_spec(message.boundary)
+        if (spec := engine.messages.get(key)) is None:
+            return None
+        return engine.transport.post(message, spec if is_activation else spec.gradients)
+
+    def _receive(self, i: Instruction) -> Tensors:
         """Waits for a message, the first one of its shapes behind its description."""
-        key = i.cell - 1, self.signatures[i.micro_batch]
-        if i.op is Op.RECEIVE_ACTIVATION and key not in self.engine.messages:
-            self.engine.messages[key] = self.engine.transport.receive_spec(i.cell - 1)
-        wait = self._receives.take(i) or self.engine.post_receive(self.signatures, i)
+        key, separate = (i.cell - 1, self.signatures[i.micro_batch]), 0
+        if i.op is Op.RECEIVE_ACTIVATION:
+            if key not in self.engine.messages:
+                self.engine.messages[key] = self.engine.transport.receive_spec(i.cell - 1)
+            separate = self.engine.n_targets + self.engine.messages[key].has_flags  # targets stay until the step ends
+        assert self._receives is not None  # the list has receives
+        wait = self._receives.take(i) or self._post(i)
         assert wait is not None  # its shapes are known by now
         return wait(separate)
 
 
+@dataclass
 class _ForwardStep(_Step):
     """Interprets a forward-only list; ``sink``, ``caches`` and ``number`` as in `Engine.run_forward`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        instructions: Sequence[Instruction],
-        signatures: Sequence[Hashable],
-        micro_batches: Sequence[MicroBatch] | None,
-        posts: Posts | None,
-        sink: Sink,
-        caches: Caches | None,
-        number: Sequence[int],
-    ) -> None:
-        super().__init__(engine, instructions, signatures, micro_batches, posts)
-        self.sink, self.caches, self.number = sink, caches, number
+    sink: Sink
+    caches: Caches | None
+    number: Sequence[int]
 
     def _forward(self, i: Instruction) -> None:
         place, cell = (i.cell, i.micro_batch), self.engine.cells[i.cell]
@@ -399,6 +380,7 @@ class _ForwardStep(_Step):
     }
 
 
+@dataclass
 class _TrainingStep(_Step):
     """Interprets a training list.
 
@@ -406,13 +388,12 @@ class _TrainingStep(_Step):
         record: the results of the step.
     """
 
-    def __init__(
-        self, engine: Engine, instructions: Sequence[Instruction], plan: StepPlan, posts: Posts | None
-    ) -> None:
-        super().__init__(engine, instructions, plan.signatures, plan.micro_batches, posts)
-        self.plan, self.record = plan, StepRecord()
+    record: StepRecord = field(default_factory=StepRecord)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._waits: dict[int, dict[int, bool]] = {}  # by cell: see `backward_of_inputs`
-        self._recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
+        self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _begin(self) -> None:
         for cell in self.engine.cells.values():
@@ -461,20 +442,25 @@ class _TrainingStep(_Step):
 
         Unless the cell's graph is fixed, any output may require one later, as after a dropped modality, if the cell or
         what comes before it is trained.
+
+        Raises:
+            LayerFailed: another output requires a gradient; the next cell gathers none for it.
         """
         engine, cell, signature = self.engine, self.engine.cells[i.cell], self.signatures[i.micro_batch]
+        wanted = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
         if (spec := engine.boundaries.get((i.cell, signature))) is not None:
-            cell.refuse_new_takers(outputs, spec.takers, i.micro_batch)
+            if new := [number for number in wanted if number not in spec.takers]:
+                raise LayerFailed(
+                    f"cell {i.cell} (last layer {cell.layers[-1].name!r}), micro-batch {i.micro_batch}: output "
+                    f"{new[0]} takes a gradient, where nothing in front of it was trained before. Set requires_grad "
+                    "before the first step or, in a loop of your own, between two steps; not in a layer's forward"
+                )
             return
         before = (i.cell - 1, signature)
         in_front = engine.boundaries.get(before) or engine.messages.get(before)
-        any_may = cell.graph_varies and (cell.is_trained or (in_front is not None and bool(in_front.takers)))
-        takers = [
-            number
-            for number, tensor in enumerate(outputs)
-            if tensor.requires_grad or (any_may and (tensor.is_floating_point() or tensor.is_complex()))
-        ]
-        engine.boundaries[i.cell, signature] = BoundarySpec.of(outputs).with_takers(takers)
+        if cell.graph_varies and (cell.is_trained or (in_front is not None and bool(in_front.takers))):
+            wanted = [n for n, tensor in enumerate(outputs) if tensor.is_floating_point() or tensor.is_complex()]
+        engine.boundaries[i.cell, signature] = BoundarySpec.of(outputs).with_takers(wanted)
 
     def _run(self, i: Instruction, first_time: bool, counts: bool) -> tuple[Tensors, dict[int, Tensor]]:
         cell, number = self.engine.cells[i.cell], i.micro_batch
@@ -539,8 +525,9 @@ class _TrainingStep(_Step):
             torch.zeros(described.shape, dtype=described.dtype, device=self.engine.device) if one is None else one
             for one, described in zip(gradients, received.gradients.tensors, strict=False)
         )
-        flags = (_flags([one is not None for one in gradients]),) if gradients else ()
-        self._send(i, content + flags, received.gradients)
+        if gradients:
+            content += (_flags([one is not None for one in gradients]),)
+        self._send(i, content, received.gradients)
 
     def _receive_gradient(self, i: Instruction) -> None:
         spec = self.engine.boundaries[i.cell, self.signatures[i.micro_batch]]

@@ -173,10 +173,5 @@ def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) ->
 
 
 def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensor or a contiguous copy on the device of the group's messages."""
-    return tensor.to(wire_device(group)).contiguous()
-
-
-def wire_device(group: dist.ProcessGroup) -> str:
-    """Returns the device of the group's messages: NCCL sends from GPUs, others from the CPU."""
-    return GPU if dist.get_backend(group) == "nccl" else "cpu"
+    """Returns the tensor or a contiguous copy on the device of the group's messages: with NCCL a GPU, else the CPU."""
+    return tensor.to(GPU if dist.get_backend(group) == "nccl" else "cpu").contiguous()

@@ -5,9 +5,7 @@ the sums are added in layer order, and the bits do not depend on the cut. The fi
 alone has an optimizer state, an average and a place in checkpoints.
 """
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .cell import Cell
-from .gradients import fill_gradients, on_wire, wire_device
+from .gradients import fill_gradients, on_wire
 
 _TAG = 0  # no other message has it
 
@@ -28,37 +26,6 @@ class Use(NamedTuple):
     worker: int
 
 
-@dataclass(frozen=True)
-class ReplicaLink:
-    """Describes how a worker reaches the others of its replica.
-
-    Attributes:
-        worker: this one.
-        ranks: ranks of all workers.
-        group: process group for messages; None where there is one worker.
-    """
-
-    worker: int
-    ranks: Sequence[int]
-    group: dist.ProcessGroup | None
-
-    def send(self, tensor: Tensor, worker: int) -> None:
-        """Sends the values of a tensor, in logical order."""
-        assert self.group is not None  # there are other workers
-        dist.send(on_wire(tensor.detach(), self.group), self.ranks[worker], group=self.group, tag=_TAG)
-
-    @torch.no_grad()
-    def receive(self, into: Tensor, worker: int) -> None:
-        """Receives the values of a tensor."""
-        assert self.group is not None  # there are other workers
-        into = into.detach()
-        there = into.device.type == (device := wire_device(self.group)) and into.is_contiguous()
-        arrived = into if there else torch.empty(into.shape, dtype=into.dtype, device=device)
-        dist.recv(arrived, self.ranks[worker], group=self.group, tag=_TAG)
-        if arrived is not into:
-            into.copy_(arrived)
-
-
 class TiedParameters:
     """Holds the tied parameters of a model, as one worker sees them.
 
@@ -68,11 +35,23 @@ class TiedParameters:
     Args:
         ties: the uses of every tied parameter of the model, in layer order.
         cells: this worker's cells.
-        link: to the other workers.
+        worker: this one's number.
+        ranks: ranks of all workers of the replica.
+        group: process group for messages; None where there is one worker.
+
+    Attributes:
+        ties: as given; empty if the model has none.
     """
 
-    def __init__(self, ties: Sequence[Sequence[Use]], cells: Sequence[Cell], link: ReplicaLink) -> None:
-        self._ties, self._link = ties, link
+    def __init__(
+        self,
+        ties: Sequence[Sequence[Use]],
+        cells: Sequence[Cell],
+        worker: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.ties, self._worker, self._ranks, self._group = ties, worker, ranks, group
         names = {use.name for uses in ties for use in uses}
         layers = [layer for cell in cells for layer in cell.layers]
         self._own = {
@@ -85,7 +64,7 @@ class TiedParameters:
     @cached_property
     def users(self) -> list[nn.Parameter]:
         """Returns this worker's tied parameters whose owner is another."""
-        own = (use.name for owner, *others in self._ties for use in others if use.worker == self._link.worker)
+        own = (use.name for owner, *others in self.ties for use in others if use.worker == self._worker)
         return [self._own[name] for name in own]
 
     @property
@@ -99,7 +78,7 @@ class TiedParameters:
         Args:
             trained: full names of the owners, on all workers, that require a gradient.
         """
-        for owner, *others in self._ties:
+        for owner, *others in self.ties:
             for use in others:
                 if use.name in self._own:
                     self._own[use.name].requires_grad_(owner.name in trained)
@@ -110,11 +89,11 @@ class TiedParameters:
         Returns:
             The owner of each use on this worker that had a gradient.
         """
-        here = self._link.worker
-        uses = [(owner.name, self._own[use.name]) for owner, *rest in self._ties for use in rest if use.worker == here]
+        here = self._worker
+        uses = [(owner.name, self._own[use.name]) for owner, *rest in self.ties for use in rest if use.worker == here]
         used = [owner for owner, parameter in uses if parameter.grad is not None]
         fill_gradients(self.users)
-        for owner, *others in self._ties:
+        for owner, *others in self.ties:
             for use in others:
                 gradient = self._brought_to(owner, use)
                 if gradient is not None:
@@ -126,20 +105,20 @@ class TiedParameters:
 
     def _brought_to(self, owner: Use, use: Use) -> Tensor | None:
         """Returns the gradient of a use on the owner's worker; None elsewhere, and where it is frozen."""
-        here = self._link.worker
+        here = self._worker
         if here not in (owner.worker, use.worker):
             return None
         if here == use.worker:
             gradient = self._own[use.name].grad
             if gradient is None or here == owner.worker:
                 return gradient
-            self._link.send(gradient, owner.worker)
+            self._send(gradient, owner.worker)
             return None
         parameter = self._own[owner.name]
         if not parameter.requires_grad:
             return None
         gradient = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-        self._link.receive(gradient, use.worker)
+        self._receive(gradient, use.worker)
         return gradient
 
     def forget_gradients(self) -> None:
@@ -149,8 +128,8 @@ class TiedParameters:
 
     def spread(self) -> None:
         """Gives every use the value of its owner; the uses on one worker share the memory of the first of them."""
-        here = self._link.worker
-        for owner, *others in self._ties:
+        here = self._worker
+        for owner, *others in self.ties:
             first = {owner.worker: owner}
             for use in others:
                 if use.worker in first:
@@ -159,19 +138,21 @@ class TiedParameters:
                     continue
                 first[use.worker] = use
                 if here == owner.worker:
-                    self._link.send(self._own[owner.name], use.worker)
+                    self._send(self._own[owner.name], use.worker)
                 elif here == use.worker:
-                    self._link.receive(self._own[use.name].data, owner.worker)
+                    self._receive(self._own[use.name].data, owner.worker)
 
-    @contextmanager
-    def spread_for_a_while(self) -> Iterator[None]:
-        """Gives every use the present value of its owner; at the end each has its former value, without messages."""
-        former = [parameter.data for parameter in self.users]
-        for parameter in self.users:
-            parameter.data = torch.empty_like(parameter.data)
-        self.spread()
-        try:
-            yield
-        finally:
-            for parameter, data in zip(self.users, former, strict=True):
-                parameter.data = data
+    def _send(self, tensor: Tensor, worker: int) -> None:
+        """Sends the values of a tensor, in logical order."""
+        assert self._group is not None  # there are other workers
+        dist.send(on_wire(tensor.detach(), self._group), self._ranks[worker], group=self._group, tag=_TAG)
+
+    @torch.no_grad()
+    def _receive(self, into: Tensor, worker: int) -> None:
+        """Receives the values of a tensor."""
+        assert self._group is not None  # there are other workers
+        into = into.detach()
+        arrived = on_wire(into, self._group)
+        dist.recv(arrived, self._ranks[worker], group=self._group, tag=_TAG)
+        if arrived is not into:
+            into.copy_(arrived)

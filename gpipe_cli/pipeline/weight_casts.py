@@ -7,7 +7,7 @@ casts of a cell's inputs, and those made without a graph, so that bits would dep
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class WeightCasts:
 
     Args:
         layers: of the cell.
-        alike: whether they do.
+        alike: True if all micro-batches use weights alike; casts found once are then reused.
     """
 
     def __init__(self, layers: Sequence[nn.Module], alike: bool = False) -> None:
@@ -48,10 +48,8 @@ class WeightCasts:
         """Returns the casts of the step."""
         return self._casts or []
 
-    def used_on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Returns the context in which the layers run on the device; the first time in a step it notes their casts."""
-        if not torch.is_autocast_enabled(device.type):
-            return nullcontext()
+    def used(self) -> AbstractContextManager[None]:
+        """Returns the context in which layers run under autocast; the first time in a step it notes their casts."""
         if self._casts is None and self._alike and self._seen is not None and self._are_in_place():
             self._make_casts()
         return self._noting() if self._casts is None else self.in_place()

@@ -1,6 +1,6 @@
 """Assembles one worker's side of a run from the configuration: data source, model, cells, engine, evaluator, decoder.
 
-Every command that runs the pipeline begins here; `training_assembly.py` adds what training needs.
+Every command that runs the pipeline begins here; `run.py` adds what training needs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,7 @@ from ..checkpoint.files import CheckpointError, CheckpointInfo, open_checkpoint,
 from ..checkpoint.layer_state import LayerState, load_layer, restore_layer
 from ..config import PipelineConfig, Settings
 from ..data.source import Batch, Source
-from ..decoding.decoding import Decoder
-from ..decoding.translation import Generator, SpecialTokens, TranslationForm
+from ..decoding.decoding import Decoder, SpecialTokens, TranslationForm
 from ..distributed.pipeline import WorkerPipeline, make_transport
 from ..distributed.step_message import BatchShape
 from ..distributed.world import World, join_world
@@ -34,7 +33,6 @@ from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
 from ..partition.cut import Cut, cut_model, refuse_more_cells_than_layers
 from ..partition.partition import even_placement
-from ..pipeline.cell import COMPILED_BACKWARD
 from ..pipeline.gradients import sum_over_replicas
 from ..planner.fitting_cut import cut_for_run
 from ..planner.kept import memory_of, refuse_too_large
@@ -122,12 +120,6 @@ def assemble_model(
     if trains:
         fewest = None if source is None else source.fewest_examples(config.M * world.replicas)
         _warn_of_single_examples(pipeline, config.sync_batchnorm, read, fewest, journal)
-    if config.compile:
-        left = world.gather_from_workers(name for cell in pipeline.cells for name in cell.not_compiled)
-        if left:
-            journal.message(f"not compiled, because begin_step changes them in every step: {', '.join(left)}")
-        if config.schedule == "zero_bubble" and config.K > 1 and len(left) < len(builders):
-            journal.warn(COMPILED_BACKWARD)
     return Assembly(settings, source, tokens, builders, pipeline)
 
 
@@ -302,13 +294,10 @@ def assemble_evaluator(assembly: Assembly, stop_requested: Callable[[], bool] = 
     Args:
         stop_requested: whether this worker was asked to stop; evaluations then end early.
     """
-    source, task = assembly.source, assembly.pipeline.task
-    generation, generator = task.generation, None
-    if generation is not None:
-        decoder = assemble_decoder(assembly, generation, stop_requested)
-        samples, reports = assembly.settings.trainer.samples, assembly.world.rank == 0
-        generator = Generator(decoder, source, task, generation, samples, reports)
-    return Evaluator(assembly.pipeline, source, stop_requested, generator)
+    generation = assembly.pipeline.task.generation
+    decoder = None if generation is None else assemble_decoder(assembly, generation, stop_requested)
+    samples = assembly.settings.trainer.samples
+    return Evaluator(assembly.pipeline, assembly.source, stop_requested, decoder, samples)
 
 
 def assemble_decoder(

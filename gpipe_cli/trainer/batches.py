@@ -13,14 +13,14 @@ import torch
 from ..checkpoint.files import require_writable_as_json
 from ..config import Settings, TrainerConfig
 from ..data.source import Batch, Report, Source, name_of, no_report
-from ..distributed.exchange import Exchange
 from ..distributed.pipeline import WorkerPipeline
-from ..distributed.world import World
+from ..distributed.step_message import refuse_unlike_lengths
+from ..distributed.world import VALUES, Tree, World
 from ..errors import ConfigurationError, PlainError
 from ..factory.build import build_source
 from ..launch.context import Context
 from ..metrics.journal import Notices
-from ..micro_batch import MicroBatch, Tensors, refuse_unlike_lengths
+from ..micro_batch import MicroBatch, Tensors
 from ..typed_section import shown
 
 PREPARATION_TIMEOUT = timedelta(days=365)
@@ -81,7 +81,7 @@ def wait_for_all(world: World) -> None:
     Uses point-to-point messages, because gloo's collectives take only the group's timeout (`GROUP_TIMEOUT_SECONDS`).
     A worker that dies is still noticed at once, by its closed connections.
     """
-    Exchange({"here": 1}, world.all_ranks).run(PREPARATION_TIMEOUT)
+    Tree(world.all_ranks, VALUES).add_up(torch.zeros(1), PREPARATION_TIMEOUT)
 
 
 class _ToConsole(logging.Handler):
@@ -148,76 +148,15 @@ def _checked(M: int, batches: Iterator[Batch], source: Source, method: str) -> G
         yield batch
 
 
-# -- on the first worker of a replica ----------------------------------------------------------------------------------
+def on_device(micro_batches: Sequence[MicroBatch], device: torch.device) -> list[MicroBatch]:
+    """Returns the micro-batches on the device; the host does not wait for a GPU that still computes."""
+    if device.type == "cpu":
+        return list(micro_batches)
 
+    def copied(tensors: Tensors) -> Tensors:  # memory of the host that is not pinned would make the host wait
+        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
 
-class Uploader:
-    """Copies mini-batches to a GPU while it computes; on a CPU they stay where they are.
-
-    Args:
-        device: the first worker's device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._kind = device, torch.get_device_module(device)
-        self._stream: Any = None if device.type == "cpu" else self._kind.Stream(device)
-
-    def begin(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Starts to copy and returns the copies, which may be used after `take`."""
-        if self._stream is None:
-            return list(micro_batches)
-        with self._kind.stream(self._stream):
-            return [(self._copied(inputs), self._copied(targets)) for inputs, targets in micro_batches]
-
-    def take(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Makes the present stream wait for the copies; the host does not wait."""
-        if self._stream is None:
-            return
-        present = self._kind.current_stream(self._device)
-        present.wait_stream(self._stream)
-        for tensor in (tensor for sides in micro_batches for side in sides for tensor in side):
-            tensor.record_stream(present)  # the allocator must not give its memory away before the step has used it
-
-    def _copied(self, tensors: Tensors) -> Tensors:
-        # Memory of the host that is not pinned would make the host wait for the copy.
-        return tuple(tensor.pin_memory().to(self._device, non_blocking=True) for tensor in tensors)
-
-
-class BatchReader:
-    """Reads one stream of mini-batches and writes the plan of each into the pipeline's message.
-
-    Attributes:
-        micro_batches: those of the current mini-batch; none when the data has ended.
-        position: position of the current mini-batch; None before the first.
-        seconds_waited: seconds that the current mini-batch was waited for.
-
-    Args:
-        uploader: copies each mini-batch to the device before it is taken; None: it stays in the host's memory.
-    """
-
-    def __init__(self, batches: Iterator[Batch], pipeline: WorkerPipeline, uploader: Uploader | None = None) -> None:
-        self._batches, self._pipeline, self._uploader = batches, pipeline, uploader
-        self.micro_batches: list[MicroBatch] = []
-        self.position: Any = None
-        self.seconds_waited = 0.0
-
-    def advance(self) -> None:
-        """Reads the next mini-batch and writes its plan."""
-        began = time.perf_counter()
-        batch = next(self._batches, None)
-        self.seconds_waited = time.perf_counter() - began
-        self.micro_batches = [] if batch is None else list(batch.micro_batches)
-        if batch is not None:
-            self.position = batch.position
-        self._pipeline.write_plan(self.micro_batches)
-        if self._uploader is not None:
-            self.micro_batches = self._uploader.begin(self.micro_batches)
-
-    def take(self) -> list[MicroBatch]:
-        """Returns the current mini-batch, ready for use on the device."""
-        if self._uploader is not None:
-            self._uploader.take(self.micro_batches)
-        return self.micro_batches
+    return [(copied(inputs), copied(targets)) for inputs, targets in micro_batches]
 
 
 # -- on every worker ---------------------------------------------------------------------------------------------------
@@ -240,9 +179,11 @@ class TrainingBatches:
     source: Source | None
     position: Any
     stop_requested: Callable[[], bool]
-    seconds_waited: float = 0.0
-    _reader: BatchReader | None = None
     failure: Exception | SystemExit | None = None
+    seconds_waited: float = 0.0
+    _batches: Iterator[Batch] | None = None
+    _offered: list[MicroBatch] = field(default_factory=list)
+    _next: tuple[Any, float] = None, 0.0  # position and seconds of the mini-batch offered
     _taken: bool = False  # whether a mini-batch was
     _began: float = field(default_factory=time.monotonic)
 
@@ -251,26 +192,24 @@ class TrainingBatches:
         if self.source is not None:
             world, M = self.pipeline.world, self.pipeline.M
             with self._continuing():
-                batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
-            self._reader = BatchReader(batches, self.pipeline, Uploader(world.device))
+                self._batches = training_batches(self.source, self.position, M, world.replica, world.replicas)
 
     def take(self) -> list[MicroBatch] | None:
         """Returns the mini-batch offered before, to be trained on now; None on workers that do not read data."""
-        if self._reader is None:
+        if self._batches is None:
             return None
+        self.position, self.seconds_waited = self._next
         if not self._taken:
-            require_writable_as_json("the position of a mini-batch", self._reader.position)
+            require_writable_as_json("the position of a mini-batch", self.position)
         self._taken = True
-        self.position, self.seconds_waited = self._reader.position, self._reader.seconds_waited
-        return self._reader.take()
+        return self._offered
 
     def offer(self) -> None:
         """Writes the plan of the next mini-batch, and whether the run ends before it."""
-        if self._reader is not None:
+        if self._batches is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 try:
-                    with self._continuing():
-                        self._reader.advance()
+                    self._read(self._batches)
                 except (Exception, SystemExit) as error:
                     if not self._taken:
                         raise
@@ -280,6 +219,17 @@ class TrainingBatches:
         if reached := next((limit for limit, share in shares.items() if share >= 1), ""):
             message.write_flag(reached, True)
         message.write_flag("request", self.stop_requested())
+
+    def _read(self, batches: Iterator[Batch]) -> None:
+        """Reads the next mini-batch, writes its plan, and begins to copy it to the device."""
+        began = time.perf_counter()
+        with self._continuing():
+            batch = next(batches, None)
+        if batch is not None:
+            self._next = batch.position, time.perf_counter() - began
+        micro_batches = [] if batch is None else list(batch.micro_batches)
+        self.pipeline.write_plan(micro_batches)
+        self._offered = on_device(micro_batches, self.pipeline.world.device)
 
     @contextmanager
     def _continuing(self) -> Iterator[None]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 
-from ..distributed.exchange import StopRequested
-from ..distributed.world import machine_id
+from ..distributed.device import machine_id
+from ..distributed.step_message import StopRequested
 from ..metrics.breakdown import Totals
 from ..metrics.journal import Notices
 from ..metrics.records import Progress
@@ -48,6 +48,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.settings, self.pipeline = self.assembly.settings, self.assembly.pipeline
         self.where, self.message = self.pipeline.where, self.pipeline.message
+        self._traced = self.settings.trainer.traced_steps
 
     def run(self) -> None:
         """Trains until the last step, the end of the data, a limit, early stopping or a request to stop."""
@@ -119,7 +120,8 @@ class Trainer:
 
     def _offer(self) -> None:
         self.batches.offer()
-        self.saver.tell()
+        if self.saver.pending is not None:
+            self.saver.tell()
 
     def _with_mini_batch(self, plan: StepPlan) -> StepPlan:
         """Returns the plan with its micro-batches, where this worker reads them, and what only this step knows."""
@@ -129,7 +131,8 @@ class Trainer:
     def _read_plan(self, done: int) -> StepPlan | None:
         """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
         plan = self.message.read_plan("train")
-        self.saver.complete()
+        if self.saver.pending is not None:
+            self.saver.complete()
         all_done = self.settings.trainer.steps is not None and done >= self.settings.trainer.steps
         self.progress.stopped_by = ("steps" if all_done else plan.stop) or self.progress.stopped_by
         return None if self.progress.stopped_by else plan
@@ -137,7 +140,8 @@ class Trainer:
     def _update(self, result: StepResult) -> None:
         """Updates weights and progress."""
         progress, result.lr = self.progress, self.updater.learning_rate
-        adjust_scale(progress, result)
+        if progress.loss_scale is not None:
+            adjust_scale(progress, result)
         self.updater.update(result, progress.step - progress.skipped)
         if result.finite:
             progress.loss, progress.skipped_in_a_row = result.loss, 0
@@ -162,7 +166,7 @@ class Trainer:
         if self.pipeline.world.rank == 0:  # which alone tells of them
             self.totals.add(result)
         self.journal.step(progress, result, self.batches.share_done(progress.step))
-        if progress.step in self.settings.trainer.traced_steps:
+        if progress.step in self._traced:
             self.journal.trace(progress.step, self._recordings())
         if result.not_finite is not None:
             self._warn_of_non_finite(result.not_finite)

@@ -15,7 +15,7 @@ from torch import nn
 from ..distributed.pipeline import WorkerPipeline
 from ..errors import PlainError
 from ..metrics.records import Progress
-from ..pipeline.messages.grouping import as_tensors
+from ..pipeline.messages.boundary import as_tensors
 from ..pipeline.step import StepResult
 
 LARGEST = 2.0**24
@@ -50,13 +50,13 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline) -> str:
     A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
     added up: the caller throws them away.
     """
-    found: list[tuple[int, int, int, str, bool]] = []
+    found: list[tuple[int, int, int, str]] = []
     engine, world = pipeline.engine, pipeline.world
 
     def look(layer: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        if wrong := [tensor for tensor in as_tensors(outputs) if not bool(tensor.isfinite().all())]:
-            may_be_mask = all(bool((tensor < math.inf).all()) for tensor in wrong)
-            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer, may_be_mask))
+        is_right = [(tensor.isfinite() | (tensor == -math.inf)).all() for tensor in as_tensors(outputs)]
+        if not all(map(bool, is_right)):  # -inf may be a mask
+            found.append((engine.running.micro_batch, world.replica, engine.running.cell, layer))
 
     with ExitStack() as hooks:
         for layer in pipeline.layers:
@@ -64,13 +64,12 @@ def find_cause(result: StepResult, pipeline: WorkerPipeline) -> str:
         pipeline.train_step(result.plan, timed=False)
     everyone = sorted((place for places in world.all_gather(found) for place in places), key=lambda place: place[:3])
     symptom = f"the loss is {result.loss:.4g}, the norm of its gradient {result.gradient_norm:.4g}"
-    mask = f"; -inf in layer {everyone[0][3]!r} may be a mask" if everyone and everyone[0][4] else ""
-    if (first := next((place for place in everyone if not place[4]), None)) is not None:
-        micro_batch, replica, cell, layer, _ = first
+    if everyone:
+        micro_batch, replica, cell, layer = everyone[0]
         of_replica = f" of replica {replica}" if world.replicas > 1 else ""
-        return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}{mask}"
+        return f"{symptom}; it began in layer {layer!r} of cell {cell}, micro-batch {micro_batch}{of_replica}"
     losses = [(number, loss) for row in result.losses for number, loss in enumerate(row)]
     bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
     if bad is not None:
-        return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}{mask}"
-    return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward{mask}"
+        return f"{symptom}; it began in the task's loss (cell {pipeline.engine.last}), micro-batch {bad}"
+    return f"{symptom}; all layers' outputs and losses are finite, so it began in a backward"

@@ -20,9 +20,10 @@ class Saver:
         run_dir: shared by all workers.
         message: the vector in which workers meet.
         writer: this worker's writer; None on replicas other than 0, which hold the same weights.
-        updater: gives the state of layers and learning rate schedule.
+        updater: gives the state of layers.
         state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
         saved_step: whose layers are on disk, or being written; -1: none.
+        pending: step and state of the checkpoint that is being written.
     """
 
     run_dir: Path
@@ -31,7 +32,7 @@ class Saver:
     updater: Updater
     state: RunState
     saved_step: int = -1
-    _pending: tuple[int, RunState] | None = None
+    pending: tuple[int, RunState] | None = None
     _saved: Path | None = None
 
     @property
@@ -49,7 +50,6 @@ class Saver:
         state = replace(
             self.state,
             data_position=data_position,
-            schedule=self.updater.lr_state(),
             # None, in place of infinity and NaN, stands for the default, which is one of them.
             scalars=json_safe({key: value for key, value in progress.items() if key not in ("step", "stopped_by")}),
         )
@@ -57,7 +57,7 @@ class Saver:
             if self.message.world.rank == 0 and self.writer is not None:
                 self.writer.amend(step, state)
             return
-        self.saved_step, self._pending = step, (step, state)
+        self.saved_step, self.pending = step, (step, state)
         layers = self.updater.layer_states(keep=self.writer is not None)
         if self.writer is not None:
             self.writer.begin(step, layers, self.updater.take_away if self.updater.is_offloaded else None)
@@ -69,16 +69,16 @@ class Saver:
 
     def complete(self) -> None:
         """Completes the checkpoint, on rank 0, once all workers have told that they have written it."""
-        if self._pending is None or not self.message.is_saved(self._pending[0]):
+        if self.pending is None or not self.message.is_saved(self.pending[0]):
             return
-        (step, state), world = self._pending, self.message.world
-        self._pending = None
+        (step, state), world = self.pending, self.message.world
+        self.pending = None
         if world.rank == 0 and self.writer is not None:
             self._saved = self.writer.commit(step, state, world.workers).path
 
     def finish(self) -> None:
         """Waits until the checkpoint that was begun is complete; every worker calls it at the same place."""
-        if self._pending is not None:
+        if self.pending is not None:
             if self.writer is not None:
                 self.writer.wait()
             self.tell()

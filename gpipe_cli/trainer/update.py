@@ -1,18 +1,17 @@
 """Updates the weights of this worker's cells: gradients, optimizer, learning rate, weight average, BatchNorm."""
 
-import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..checkpoint.files import CheckpointError, CheckpointInfo, Json
+from ..checkpoint.files import CheckpointError, CheckpointInfo
 from ..checkpoint.layer_state import LayerState, layer_state, load_layer, restore_layer
 from ..distributed.optimizer_shards import OptimizerShards
 from ..distributed.pipeline import WorkerPipeline
@@ -86,7 +85,8 @@ class Updater:
             scale: factor by which all gradients are too large.
         """
         self._unused.fill(self._parameters)
-        self._unused.owners = self._ties.add_gradients()
+        if self._ties.ties:
+            self._unused.owners = self._ties.add_gradients()
         for parameters in self._portions():
             if self._replica_group is not None:
                 reduce_over_replicas(parameters, self._replica_group)
@@ -116,8 +116,10 @@ class Updater:
             self._take_step(clip_factor(result.gradient_norm, self._clip))
             if self._shards is not None:
                 self._shards.spread()
-            self._ties.spread()
-            finish_batchnorm(self._batchnorms, self._replica_group)
+            if self._ties.ties:
+                self._ties.spread()
+            if self._batchnorms:
+                finish_batchnorm(self._batchnorms, self._replica_group)
             if self._average is not None:
                 self._average.update(updates_before)
         self._lr_schedule.step()
@@ -150,7 +152,8 @@ class Updater:
             batchnorm.take_gathered()
         for parameter in self._parameters:
             parameter.grad = None
-        self._ties.forget_gradients()
+        if self._ties.ties:
+            self._ties.forget_gradients()
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -158,8 +161,10 @@ class Updater:
         if self._average is None:
             yield
             return
-        with self._average.in_place_of_weights(), self._ties.spread_for_a_while():
+        with self._average.in_place_of_weights():
+            self._ties.spread()
             yield
+        self._ties.spread()
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -183,10 +188,6 @@ class Updater:
         finally:
             for parameter in others:
                 del state[parameter]
-
-    def lr_state(self) -> dict[str, Json]:
-        """Returns the learning rate of each group; the number of steps decides all that a schedule changes."""
-        return {"optimizer_groups": [{"lr": rate} for rate in rates(self.optimizer)]}
 
     def restore_layers(self, info: CheckpointInfo, keep_memory: bool) -> None:
         """Puts weights, buffers, averages and optimizer state of a checkpoint back.
@@ -217,29 +218,9 @@ class Updater:
             cell.state.keep(self.optimizer.state)
         cell.take_away()
 
-    def restore_lr(self, info: CheckpointInfo, settings: Mapping[str, Json]) -> None:
-        """Brings the learning rate schedule to the step of a checkpoint, as the present configuration has it there.
-
-        Args:
-            settings: the resolved configuration.
-
-        Raises:
-            CheckpointError: optimizer and lr_schedule are configured as before, but the learning rates are others.
-        """
-        replay(self._lr_schedule, info.step)
-        before, now = info.state, rates(self.optimizer)
-        if all(before.configuration.get(key) == settings.get(key) for key in ("optimizer", "lr_schedule")):
-            try:
-                saved = [float(group["lr"]) for group in cast(Any, before.schedule)["optimizer_groups"]]
-            except (TypeError, KeyError, ValueError) as error:
-                raise CheckpointError(f"{info.path}/manifest.json is damaged: state.schedule: {error}") from error
-            if len(saved) != len(now) or not all(map(math.isclose, saved, now)):
-                raise CheckpointError(f"{info.path}: its learning rates were {saved}, now {now}")
-
-
-def rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Returns the learning rate of each group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
+    def restore_lr(self, step: int) -> None:
+        """Brings the learning rate schedule to a step, as the present configuration has it there."""
+        replay(self._lr_schedule, step)
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:

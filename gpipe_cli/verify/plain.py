@@ -27,8 +27,15 @@ from ..layers import announce, own_name
 from ..micro_batch import MicroBatch
 from ..pipeline.cell import build_layer
 from ..pipeline.engine import TASK
-from ..pipeline.messages.boundary import canonical, canonical_gradient, is_channels_last, passed_on
-from ..pipeline.messages.grouping import as_argument, as_tensors, grouped_like
+from ..pipeline.messages.boundary import (
+    as_argument,
+    as_tensors,
+    canonical,
+    canonical_gradient,
+    grouped_like,
+    is_channels_last,
+    passed_on,
+)
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, held_by, named, named_buffers

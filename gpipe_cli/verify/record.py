@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..checkpoint.layer_state import copied
-from ..pipeline.messages.grouping import as_tensors
+from ..pipeline.messages.boundary import as_tensors
 from ..pipeline.step import StepResult
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly

@@ -20,12 +20,11 @@ from ..factory.build import build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
-from ..pipeline.meter import peak_memory
+from ..pipeline.step import peak_memory
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches, wait_for_all
-from ..trainer.run import compare_module
-from ..trainer.training_assembly import assemble_training
+from ..trainer.run import assemble_training, compare_module
 from .check import Checker
 from .compare import Found, VerifyReport, agrees, findings
 from .plain import PlainModel

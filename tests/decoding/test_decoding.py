@@ -15,9 +15,8 @@ from torch import Tensor
 from gpipe_cli.config import SamplingSettings
 from gpipe_cli.cpu import as_worker
 from gpipe_cli.decoding.beam import BeamSearch, Hypothesis
-from gpipe_cli.decoding.decoding import Decoder, DecodingForm
+from gpipe_cli.decoding.decoding import Decoder, Form, SpecialTokens, TranslationForm
 from gpipe_cli.decoding.sampling import ContinuationForm, Prompt, Sampling
-from gpipe_cli.decoding.translation import SpecialTokens, TranslationForm
 from gpipe_cli.distributed.pipeline import WorkerPipeline
 from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
@@ -71,9 +70,7 @@ def through_pipeline(
     return decoder.decode(sources if world.reads_data else [], beam)
 
 
-def decoder_of(
-    layers: Sequence[BuiltLayer], K: int, form: DecodingForm, shape: BatchShape, world: World = ALONE
-) -> Decoder:
+def decoder_of(layers: Sequence[BuiltLayer], K: int, form: Form, shape: BatchShape, world: World = ALONE) -> Decoder:
     """Makes a decoder with K cells over the workers of ``world``, three groups in flight."""
     placement = tuple(k * world.workers // K for k in range(K))
     sizes = [len(part) for part in torch.arange(len(layers)).tensor_split(K)]

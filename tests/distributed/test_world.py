@@ -3,12 +3,9 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,14 +14,12 @@ from own_plan import OWN, planned
 from torch.distributed import HashStore, Store
 
 from gpipe_cli.benchmarks.tables.workers import run_workers
-from gpipe_cli.distributed import world
-from gpipe_cli.distributed.exchange import family
+from gpipe_cli.distributed import device, world
+from gpipe_cli.distributed.device import CPU, choose_backend, choose_device
 from gpipe_cli.distributed.optimizer_shards import shares
-from gpipe_cli.distributed.world import CPU, choose_backend, choose_device
+from gpipe_cli.distributed.world import family
 from gpipe_cli.errors import ConfigurationError
-from gpipe_cli.launch.context import GROUP_TIMEOUT_SECONDS, Context
-from gpipe_cli.launch.local_group import register_local_backend
-from gpipe_cli.launch.messenger import LOCAL, Messenger, mailbox
+from gpipe_cli.launch.context import Context
 
 TWO_MACHINES = ["a 0", "a 1", "b 0", "b 1"]
 UNEQUAL_MACHINES = ["a 0", "a 1", "a 2", "a 3", "b 0", "b 1", "b 0", "b 1"]
@@ -88,11 +83,11 @@ def test_gpus_that_cannot_send_to_each_other_are_one_warning() -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, installed: int, usable: int) -> None:
-    monkeypatch.setattr(world, "count_gpus", lambda: installed)
+    monkeypatch.setattr(device, "count_gpus", lambda: installed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: usable)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(world, "compute_on", lambda device: None)
+    monkeypatch.setattr(device, "compute_on", lambda device: None)
 
 
 def test_ranks_of_a_machine_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +110,12 @@ def test_a_program_that_has_chosen_a_gpu_keeps_it(chosen: int, monkeypatch: pyte
 def test_gpus_that_torch_cannot_use_are_told(installed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, installed=installed, usable=0)
     context = Ranks().context(0, 1, HashStore())
-    for device in ("cpu",) if installed else ("cpu", "auto"):
-        assert choose_device(context, device) == torch.device("cpu")
-    for device in ("auto", "cuda") if installed else ("cuda",):
-        said = rf"={device}: .* none of the {installed} GPUs .*NVIDIA driver .*use pipeline\.device=cpu"
+    for wanted in ("cpu",) if installed else ("cpu", "auto"):
+        assert choose_device(context, wanted) == torch.device("cpu")
+    for wanted in ("auto", "cuda") if installed else ("cuda",):
+        said = rf"={wanted}: .* none of the {installed} GPUs .*NVIDIA driver .*use pipeline\.device=cpu"
         with pytest.raises(ConfigurationError, match=said):
-            choose_device(context, device)
+            choose_device(context, wanted)
 
 
 def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +124,7 @@ def test_a_gpu_without_kernels_in_this_torch_is_refused(monkeypatch: pytest.Monk
 
     gpus(monkeypatch, installed=1, usable=1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla K80")
-    monkeypatch.setattr(world, "compute_on", fail)
+    monkeypatch.setattr(device, "compute_on", fail)
     said = r"cannot compute on the Tesla K80 .*: .* no kernel image .*the device; "
     with pytest.raises(ConfigurationError, match=said):
         choose_device(Ranks().context(0, 1, HashStore()), "auto")
@@ -161,24 +156,6 @@ def test_nccl_is_told_its_gpu_where_it_would_guess(monkeypatch: pytest.MonkeyPat
     bound = newer and hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
     told_gpus = [torch.device("cuda", rank) if bound else None for rank in range(2)]
     assert Ranks().together(2, told) == [["nccl", gpu] for gpu in told_gpus]
-
-
-def test_all_groups_wait_as_long_as_the_first_those_of_the_cpu_beside_bound_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    receiving, sending = mailbox()
-    monkeypatch.setattr(dist.distributed_c10d, "default_pg_timeout", timedelta(minutes=10))  # torch's for NCCL
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        register_local_backend(Messenger(0, receiving.detach(), [sending.detach()]))
-        monkeypatch.setattr(dist, "new_group", partial(dist.new_group, device_id=torch.device("cuda", 0)))
-        group: Any = world._new_group(None, LOCAL)
-        assert group._seconds == GROUP_TIMEOUT_SECONDS
-        with patch.object(dist, "new_group", wraps=dist.new_group) as made:  # those of a program's own group
-            world.join_torchrun(1, "cpu", "auto", dist.group.WORLD)
-        assert [call.args[1].total_seconds() for call in made.call_args_list] == [GROUP_TIMEOUT_SECONDS]
-    finally:
-        dist.destroy_process_group()
 
 
 # -- the tree of ranks -----------------------------------------------------------------------------------------------

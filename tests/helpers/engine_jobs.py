@@ -16,8 +16,8 @@ from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer
-from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
-from gpipe_cli.pipeline.messages.transport import Transport, connect_workers
+from gpipe_cli.pipeline.messages.shared_memory import connect_workers
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.early import post_early
 from gpipe_cli.schedule.orders import KINDS
@@ -109,7 +109,7 @@ def compare(context: Context, config: dict[str, Any]) -> list[str]:
         alone = [run_case(Case(4, 5, kind, "always", 11, True, 0.2, v), (0,) * 4, 0, None) for v in (False, True)]
         for varying, (wire, policy) in settings:
             if wire == "like NCCL":
-                transport: Any = ProcessGroupTransport(placement, CPU, CPU, groups, world)
+                transport: Any = Transport(placement, CPU, CPU, groups, world)
                 transport.exchange_first_messages()
                 transport.blocks_device = True
             else:

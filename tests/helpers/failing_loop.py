@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.pipeline.messages import process_group
+from gpipe_cli.pipeline.messages import transport
 
 X, Y = torch.linspace(-1, 1, 16).view(8, 2), torch.zeros(8, 2)
 PLACES = ("a forward", "b forward", "a backward", "b backward", "a evaluation", "b evaluation", "b waits", "lengths")
@@ -96,13 +96,13 @@ def attempt(pipeline: Pipeline, place: str) -> list[BaseException]:
 def main() -> None:
     """Prints one line for each case, as a worker of torchrun."""
     global pid_of_b
-    packed = process_group.pack
+    packed = transport.pack
 
     def pack(*arguments: Any) -> Tensor:
         fail_at(f"{'ab'[dist.get_rank()]} packs")
         return packed(*arguments)
 
-    process_group.pack = pack
+    transport.pack = pack
     for kind in ("gpipe", "zero_bubble"):
         right, _ = ends_of(kind, ())  # makes the default group; each later one joins it
         rank, pids = dist.get_rank(), torch.tensor([0, os.getpid()])

@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpipe_cli.distributed.exchange import Exchange, all_gather_json, broadcast_json, gather_json
 from gpipe_cli.distributed.optimizer_shards import OptimizerShards
+from gpipe_cli.distributed.world import Exchange, all_gather_json, broadcast_json, gather_json
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.gradients import reduce_over_replicas, sum_over_replicas
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
-from gpipe_cli.pipeline.messages.transport import connect_workers
+from gpipe_cli.pipeline.messages.shared_memory import connect_workers
 from gpipe_cli.schedule.instruction import Message
 
 CPU = torch.device("cpu")

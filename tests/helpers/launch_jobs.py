@@ -123,9 +123,8 @@ def meet_and_wait(context: Context, config: dict[str, Any]) -> None:
     """Joins the world as the trainer does, uses all of its groups, and waits for the request to stop."""
     import torch
 
-    from gpipe_cli.distributed.exchange import Exchange
     from gpipe_cli.distributed.pipeline import make_transport
-    from gpipe_cli.distributed.world import join_world
+    from gpipe_cli.distributed.world import Exchange, join_world
     from gpipe_cli.pipeline.gradients import sum_over_replicas
 
     world = join_world(context, 2, context.world_size // 2, "cpu", "auto")

@@ -28,7 +28,7 @@ from gpipe_cli.distributed.step_message import BatchShape
 from gpipe_cli.distributed.world import World
 from gpipe_cli.layers import LayerBuilder, Owner
 from gpipe_cli.partition.cut import Cut
-from gpipe_cli.pipeline.messages.process_group import ProcessGroupTransport
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import COMPUTE, Op
@@ -132,9 +132,9 @@ class Watched(Position):
             HERE.calls.append(Call("compute", (instruction, cell, micro_batch)))
 
 
-def connected_like_nccl(ranks: tuple[int, ...], *arguments: Any) -> ProcessGroupTransport:
+def connected_like_nccl(ranks: tuple[int, ...], *arguments: Any) -> Transport:
     """Does what `connect_workers` does between GPUs."""
-    transport = ProcessGroupTransport(ranks, *arguments)
+    transport = Transport(ranks, *arguments)
     transport.blocks_device, transport._window = True, None
     transport.exchange_first_messages()
     HERE.calls.append(Call("read", "connections"))
@@ -170,7 +170,7 @@ class Run:
         with (
             patch.multiple(dist, **{name: getattr(network, name) for name in names}),
             patch(f"{pipeline}.connect_workers", connected_like_nccl),
-            patch("gpipe_cli.pipeline.messages.process_group._FIRST_MESSAGES", (1, 2)),  # quicker than megabytes
+            patch("gpipe_cli.pipeline.messages.transport._FIRST_MESSAGES", (1, 2)),  # quicker than megabytes
             patch("gpipe_cli.pipeline.gradients.BUCKET_BYTES", self.bucket),
             ThreadPoolExecutor(len(ranks)) as threads,
         ):

@@ -21,7 +21,7 @@ from gpipe_cli.jobs.configuration import composed, prepare
 from gpipe_cli.jobs.job import EntryPoint, launch_program
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
-from gpipe_cli.pipeline.messages.grouping import grouped_like
+from gpipe_cli.pipeline.messages.boundary import grouped_like
 from gpipe_cli.schedule.instruction import Op
 from gpipe_cli.verify import compare as c
 from gpipe_cli.verify import run as verify
@@ -204,6 +204,6 @@ def weight_casts_without_a_graph(held: Any, casts: Any) -> list[Tensor]:
 @fault("pipeline.cell:Cell", "run_training", c.OUTPUTS, said="layer mix_0.*it depends on something", words=BF16)
 def boundary_cast_left_out(run: Any, cell: Any, *arguments: Any) -> Any:
     """Leaves tensors between the layers of cell 0 in float32, as the layers return them."""
-    left_out = mock.patch("gpipe_cli.pipeline.cell.passed_on", lambda outputs, inputs, dtype: outputs)
+    left_out = mock.patch("gpipe_cli.pipeline.messages.boundary.passed_on", lambda outputs, inputs, dtype: outputs)
     with left_out if cell.number == 0 else nullcontext():
         return run(cell, *arguments)

@@ -2,7 +2,7 @@
 
 standin.cpp registers the device with torch, which calls `register` in each process (`torch.backends`, an entry point):
 in gpipe_cli the kind of device is then this one instead of "cuda". It has no streams and no kernels of its own: for
-those see late_device.py.
+those see other_device.py.
 """
 
 import os

@@ -37,7 +37,7 @@ BELOW = {
     "launch": "",
     "schedule": "",
     "terminal": "data launch",
-    "pipeline": "schedule",
+    "pipeline": "launch schedule",
     "distributed": "launch partition pipeline schedule tasks",
     "partition": "pipeline schedule",
     "checkpoint": "data pipeline",

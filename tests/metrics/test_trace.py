@@ -17,8 +17,7 @@ from gpipe_cli.distributed.step_message import BatchShape, StepMessage
 from gpipe_cli.distributed.world import World
 from gpipe_cli.launch.supervisor import Job, launch
 from gpipe_cli.metrics.trace import on_one_clock
-from gpipe_cli.pipeline.meter import Meter
-from gpipe_cli.pipeline.step import StepPlan, StepResult
+from gpipe_cli.pipeline.step import Meter, StepPlan, StepResult
 from gpipe_cli.position import Position
 from gpipe_cli.schedule.instruction import Instruction
 from gpipe_cli.schedule.simulate import Span

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from checkpoint_tools import changed
-from small_models import CPU, build_all, engine_of, gradients_of, train_step
+from small_models import build_all, engine_of, gradients_of, train_step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,7 +96,7 @@ def half() -> torch.autocast:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_changes_for_any_cut_and_schedule(kind: str) -> None:
-    with patch.object(WeightCasts, "used_on", lambda *_: nullcontext()):
+    with patch.object(WeightCasts, "used", lambda *_: nullcontext()):
         plain = trained(build_all(small_model(dropout=0.3)), [7], "gpipe" if kind == "gpipe" else "1f1b", autocast=half)
     for cuts in ([7], [3, 4], [1, 2, 2, 2]):
         assert not changed(trained(build_all(small_model(dropout=0.3)), cuts, kind, autocast=half), plain)
@@ -134,7 +134,7 @@ def test_a_weight_that_is_replaced_between_two_steps_stays_so() -> None:
         layer.weight = weight
         casts.forget()
         for _ in range(2):
-            with half(), casts.used_on(CPU):
+            with half(), casts.used():
                 output = layer(x)
     assert layer.weight is weight
     assert torch.equal(output, layer.bias.bfloat16().expand(2, 4))
@@ -159,9 +159,9 @@ def test_other_uses_of_a_weight_are_left_to_autocast() -> None:
     layer = Odd()
     casts = WeightCasts([layer])
     with half():
-        with casts.used_on(CPU):
+        with casts.used():
             expected = layer(torch.ones(2, 4))
-        with casts.used_on(CPU):
+        with casts.used():
             assert torch.equal(layer(torch.ones(2, 4)), expected)
             changed = [name for name, value in layer.named_parameters() if value.dtype is torch.bfloat16]
     assert changed == ["both.bias", "once.weight", "once.bias", "typed.bias"]
@@ -172,6 +172,6 @@ def test_a_weight_that_two_layers_share_is_left_to_autocast() -> None:
     shared = nn.Linear(4, 4)
     layers = [nn.Sequential(shared), nn.Sequential(shared)]
     casts = WeightCasts(layers)
-    with half(), casts.used_on(CPU):
+    with half(), casts.used():
         layers[1](torch.ones(2, 4))
     assert casts.held == []

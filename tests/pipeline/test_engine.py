@@ -2,13 +2,11 @@
 
 import gc
 from collections.abc import Iterator
-from unittest.mock import patch
 
 import pytest
 import torch
 from engine_jobs import CLOSE, Case, all_cases, run_case, run_plain
 from own_model import in_backward
-from schedule_rules import scheduled
 from small_models import build_all, engine_of, other_values, token_loss, train_step
 from torch import Tensor, nn
 
@@ -58,17 +56,6 @@ def test_nothing_is_left_in_the_engine_after_a_step_and_no_graph_is_alive() -> N
     for kind in KINDS:
         run_case(Case(3, 4, kind, "except_last", 11, True, 0.3), (0,) * 3, 0, None)
     assert not [tensor for tensor in alive() if id(tensor) not in before]
-
-
-def test_a_profile_names_cell_micro_batch_and_operation_of_every_instruction() -> None:
-    engine = engine_of(build_all(small_model()), [3, 4])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train_step(engine, "gpipe", "except_last", mini_batch(0, 4, 2))
-    names = [event.name for event in profile.events() or [] if "micro-batch" in event.name]
-    (own,) = scheduled("gpipe", (0, 0), 2, "except_last")
-    assert names == [f"{i.op.name.lower()}, cell {i.cell}, micro-batch {i.micro_batch}" for i in own]
-    with patch("torch.profiler.record_function", side_effect=AssertionError):
-        train_step(engine, "gpipe", "except_last", mini_batch(0, 4, 2))
 
 
 def broken(gradient: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.pipeline.halves import backward_of_inputs
-from gpipe_cli.pipeline.messages.grouping import as_tensors
+from gpipe_cli.pipeline.messages.boundary import as_tensors
 
 
 def gradients(module: nn.Module, inputs: Sequence[Tensor], in_halves: bool) -> tuple[list[Tensor | None], list[int]]:

@@ -19,8 +19,7 @@ from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.layers import LayerBuilder
 from gpipe_cli.pipeline.buffers import BufferChanged, BufferGuard
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
-from gpipe_cli.pipeline.messages.boundary import BoundarySpec
-from gpipe_cli.pipeline.messages.grouping import as_argument, as_tensors, grouping_of, replace_tensors
+from gpipe_cli.pipeline.messages.boundary import BoundarySpec, as_argument, as_tensors, grouping_of, replace_tensors
 from gpipe_cli.pipeline.randomness import NoiseSource
 
 ONE, TWO = torch.zeros(1), torch.arange(2)

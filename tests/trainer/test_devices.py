@@ -1,4 +1,4 @@
-"""Tests of runs on a device that is not the CPU: one without hardware (tests/helpers/late_device.py), and a GPU."""
+"""Tests of runs on a device that is not the CPU: one without hardware (tests/helpers/other_device.py), and a GPU."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,37 +8,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from inline_run import train_inline
-from late_device import LATE, METER, NAME, QUEUES, LateTensor, Stream, pin_memory, runs_on
+from other_device import NAME, WAITS, runs_on
 from own_model import WORDS
 from processes import command, succeeded
 from run_files import losses, rows
-from torch import Tensor
 
 from gpipe_cli.checkpoint.files import read_manifest, step_directory
 from gpipe_cli.partition.tracking import Tracker
-from gpipe_cli.trainer.batches import TrainingBatches, Uploader
+from gpipe_cli.trainer.batches import TrainingBatches
 
 SMALL = (*WORDS, "trainer.steps=4", "checkpoint.every=2", "optimizer.lr=0.01")
-
-
-@pytest.mark.parametrize("fault", [None, "wait_stream", "record_stream"])
-def test_an_upload_needs_what_it_does(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is taken, used and let go, and the next is on its way before the device has done anything."""
-    if fault is not None:
-        monkeypatch.setattr(Stream if fault == "wait_stream" else LateTensor, fault, lambda *_: None)
-    found = []
-    for seed in range(20):
-        QUEUES.run_all()
-        QUEUES.draw.seed(seed)
-        uploader, sums = Uploader(LATE), []
-        with patch.object(Tensor, "pin_memory", pin_memory):
-            for number in range(1, 4):
-                batch = uploader.begin([((torch.full((30,), float(number)),), ())])
-                uploader.take(batch)
-                sums.append((batch[0][0][0] * 2).sum())
-                del batch
-        found.append([each.item() for each in sums] == [60.0, 120.0, 180.0])
-    assert all(found) == (fault is None)
 
 
 TIED = ("model._target_=own_model.with_ties", "trainer.average=0.9", "trainer.evaluate_every=2")
@@ -87,7 +66,7 @@ def test_a_run_goes_on_from_a_gpu_on_a_cpu(tmp_path: Path) -> None:
 
 
 def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
-    with runs_on(NAME), METER.waiting() as waits:
+    with runs_on(NAME), WAITS.listed() as waits:
         train_inline(folder / str(steps), *SMALL, "checkpoint.every=null", f"trainer.steps={steps}", *words)
     return Counter(waits)
 
@@ -95,10 +74,10 @@ def waits_of_steps(folder: Path, steps: int, *words: str) -> Counter[str]:
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_path: Path) -> None:
     words = ("pipeline.M=8", "trainer.gradient_clip=0.5", "pipeline.schedule=1f1b", f"optimizer={optimizer}")
-    offer, queued = TrainingBatches.offer, list[bool]()
+    offer, waits = TrainingBatches.offer, list[int]()
 
     def noting(batches: TrainingBatches) -> None:
-        queued.append(any(stream.queue for stream in QUEUES.streams))
+        waits.append(WAITS.number)
         offer(batches)
 
     with patch.object(TrainingBatches, "offer", noting):
@@ -107,7 +86,7 @@ def test_the_host_waits_once_a_step_and_once_an_evaluation(optimizer: str, tmp_p
     assert three - two == {"aten::_to_copy in distributed/step_message.py:write_result": 1}
     evaluating = {wait: n for wait, n in two.items() if "evaluator" in wait}
     assert evaluating == {"aten::_to_copy in trainer/evaluator.py:_score": 1}
-    assert all(queued)  # the next mini-batch is read while the device works
+    assert waits[1] == waits[0]  # the next mini-batch is read before the host waits for the step
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +10,14 @@ import yaml
 from inline_run import train_inline
 from own_plan import ON_CPU, planned
 from run_files import losses
-from small_models import CPU, build_all
 
-from benchmarks.subject import small_model
 from gpipe_cli.commands import train, verify
 from gpipe_cli.commands.plan import make_request
 from gpipe_cli.data.source import Batch, Source
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.micro_batch import MicroBatch
-from gpipe_cli.pipeline.cell import Cell
-from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.trainer.assembly import usual_micro_batch
 from gpipe_cli.trainer.batches import evaluation_batches, first_batch, training_batches
-from gpipe_cli.trainer.training_assembly import fingerprint, require_equal_replicas
 
 MICRO_BATCH = ((torch.zeros(1),), (torch.zeros(1),))
 
@@ -82,28 +76,6 @@ def test_the_cut_is_made_for_the_usual_lengths_of_sentences_whatever_those_of_th
 
 def test_a_source_that_knows_no_usual_lengths_reads_nothing_for_the_cut() -> None:
     assert usual_micro_batch(Given(), FIRST, make_request([]).settings.pipeline) is FIRST
-
-
-def marks(change: int | None) -> Any:
-    """Returns what the only worker of a replica sends; the weights of layer number ``change`` differ."""
-    layers = build_all(small_model(batchnorm=True))
-    if change is not None:
-        with torch.no_grad():
-            next(layers[change].module.parameters()).view(-1)[0] += 1e-6
-    cell = Cell(0, layers, NoiseSource(1, 0, CPU))
-    return cell, [(layer.name, fingerprint(layer.module)) for layer in cell.layers]
-
-
-def check(change: int | None) -> None:
-    cell, own = marks(None)
-    world = SimpleNamespace(replicas=2, workers=1, all_gather=lambda value: [own, marks(change)[1]])
-    require_equal_replicas(cast(Any, SimpleNamespace(world=world, layers=cell.layers)))
-
-
-def test_equal_replicas_may_train_and_else_the_first_layer_that_differs_is_named() -> None:
-    check(None)
-    with pytest.raises(ConfigurationError, match=r"layer 'mix_2' has other weights on replica 1 than on replica 0"):
-        check(4)
 
 
 # -- pipeline=auto ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from late_device import LATE, NAME, runs_on
+from other_device import NAME, OTHER, runs_on
 from own_model import DIGITS
 from planted_faults import verified
 from processes import command, succeeded
@@ -69,7 +69,7 @@ def test_an_update_is_compared_with_one_by_the_run_s_device(tmp_path: Path) -> N
 
     with runs_on(NAME), patch.object(PlainModel, "update", noted):
         report = verified(tmp_path, "verify.steps=1", "pipeline.M=1")
-    assert report["agrees"] and devices == {LATE}, report["findings"]
+    assert report["agrees"] and devices == {OTHER}, report["findings"]
 
 
 SLOWER = pytest.mark.slow(2)

@@ -1,21 +1,112 @@
-"""Describes and packs boundaries: the tuples of tensors that pass from one cell to the next."""
+"""Describes and packs boundaries: the tensors that pass from one layer, and one cell, to the next.
+
+One tensor, or a tuple of tensors, needs no grouping. For anything else (nested tuples, lists and dicts, with None and
+plain numbers and texts among the tensors) the grouping is a JSON text, which can be compared and sent.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ...micro_batch import Tensors
-from .grouping import grouped, grouped_like, grouping_of
 
 ALIGNMENT = 256  # bytes; a packed tensor starts at a multiple: cuBLASLt chooses kernels by alignments up to this
+T = TypeVar("T")
+
+
+class Grouped(tuple[T, ...], Generic[T]):
+    """Holds the tensors of a layer's output, or something for each of them, and how they were grouped."""
+
+    grouping: str
+
+    def __new__(cls, items: Iterable[T], grouping: str) -> Grouped[T]:
+        made = super().__new__(cls, items)
+        made.grouping = grouping
+        return made
+
+
+def grouping_of(items: Sequence[object]) -> str | None:
+    """Returns the grouping; None for a plain tuple."""
+    return getattr(items, "grouping", None)
+
+
+def grouped(items: Iterable[T], grouping: str | None) -> tuple[T, ...]:
+    """Returns the items with this grouping."""
+    return tuple(items) if grouping is None else Grouped(items, grouping)
+
+
+def grouped_like(items: Iterable[T], other: Sequence[object]) -> tuple[T, ...]:
+    """Returns the items with the grouping of others."""
+    return grouped(items, grouping_of(other))
+
+
+def as_tensors(value: object) -> Tensors:
+    """Returns a layer's output as a tuple of tensors, `Grouped` where it is more than a tensor or a tuple of them.
+
+    Raises:
+        TypeError: there is no tensor in the output, or something that cannot pass to another process.
+    """
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    leaves, structure = pytree.tree_flatten(value, is_leaf=_is_leaf)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # Among the leaves a list stands for a tensor: a list in the output is part of the structure.
+    others = [[] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    refused = [leaf for leaf in others if leaf != [] and type(leaf) not in (type(None), bool, int, float, str)]
+    if refused or not tensors:
+        found = type(refused[0] if refused else value).__name__
+        raise TypeError(
+            "a layer returns a tensor, or tensors in tuples, lists and dicts (keys: texts or whole numbers), with None "
+            f"and plain numbers among them, not {found}: return its tensors, one beside the other"
+        )
+    return Grouped(tensors, json.dumps([_encoded(structure), others]))
+
+
+def as_argument(tensors: Sequence[Tensor]) -> Any:
+    """Returns the argument of a layer: one tensor alone, several as a tuple, `Grouped` ones as they were."""
+    if isinstance(tensors, Grouped):
+        structure, others = _decoded(tensors.grouping)
+        following = iter(tensors)
+        return pytree.tree_unflatten([next(following) if leaf == [] else leaf for leaf in others], structure)
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def replace_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a layer's output or argument with ``function`` of each tensor in place of the tensor."""
+    return pytree.tree_map_only(Tensor, function, value)
+
+
+def _is_leaf(value: object) -> bool:
+    """Returns whether the value is no plain container: another kind would not arrive as what it is."""
+    if isinstance(value, dict) and any(type(key) not in (str, int) for key in value):
+        return True
+    return type(value) not in (tuple, list, dict)
+
+
+@lru_cache(maxsize=256)
+def _encoded(structure: pytree.TreeSpec) -> str:
+    return pytree.treespec_dumps(structure)
+
+
+@lru_cache(maxsize=256)
+def _decoded(grouping: str) -> tuple[pytree.TreeSpec, list[Any]]:
+    structure, others = json.loads(grouping)
+    return pytree.treespec_loads(structure), others
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------------
 
 
 def is_channels_last(tensor: Tensor) -> bool:
@@ -75,34 +166,37 @@ class GradientLayouts:
     def __init__(self) -> None:
         self._odd: dict[Hashable, bool] = {}
 
-    def settle(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> Tensors:
-        """Returns ``outputs`` of ``layer`` in canonical layout; their gradients will be brought to it when they come.
+    def settle(
+        self, outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None, layer: int, signature: Hashable
+    ) -> tuple[Tensors, bool]:
+        """Returns what a layer passes on, and whether later outputs of these shapes can be passed on as they are.
 
         Tensors that the layer only passes on from its ``inputs`` are canonical already.
+
+        Args:
+            dtype: type of floating-point tensors; None: as they are.
         """
-        came, made = {id(tensor) for tensor in inputs}, list(outputs)
-        for number, tensor in enumerate(outputs):
-            if id(tensor) not in came:
-                made[number] = self._settle_one(canonical(tensor), (layer, number, signature))
-        return grouped_like(made, outputs)
+        came, made, is_known = {id(tensor) for tensor in inputs}, list(passed_on(outputs, inputs, dtype)), True
+        for number, tensor in enumerate(made):
+            if id(tensor) in came:
+                continue
+            settled = made[number] = canonical(tensor)
+            is_known = is_known and settled is outputs[number]
+            if settled.requires_grad and self._odd.get((layer, number, signature), True):
+                self._follow(settled, (layer, number, signature))
+                is_known = False
+        return grouped_like(made, outputs), is_known
 
-    def is_known(self, outputs: Tensors, inputs: Tensors, layer: int, signature: Hashable) -> bool:
-        """Returns whether no gradient of a layer's outputs needs a hook any more."""
-        came = {id(tensor) for tensor in inputs}
-        new = [number for number, one in enumerate(outputs) if one.requires_grad and id(one) not in came]
-        return {self._odd.get((layer, number, signature)) for number in new} <= {False}
+    def _follow(self, tensor: Tensor, place: Hashable) -> None:
+        """Brings the tensor's gradient to its layout when it comes."""
+        last = is_channels_last(tensor)
 
-    def _settle_one(self, tensor: Tensor, place: Hashable) -> Tensor:
-        if tensor.requires_grad and self._odd.get(place, True):
-            last = is_channels_last(tensor)
+        def bring_to_layout(gradient: Tensor) -> Tensor:
+            settled = canonical_gradient(gradient, last)
+            self._odd[place] = self._odd.get(place, False) or settled is not gradient
+            return settled
 
-            def bring_to_layout(gradient: Tensor) -> Tensor:
-                settled = canonical_gradient(gradient, last)
-                self._odd[place] = self._odd.get(place, False) or settled is not gradient
-                return settled
-
-            tensor.register_hook(bring_to_layout)  # type: ignore[no-untyped-call]  # torch's own
-        return tensor
+        tensor.register_hook(bring_to_layout)  # type: ignore[no-untyped-call]  # torch's own
 
 
 @dataclass(frozen=True)
@@ -130,14 +224,6 @@ class TensorSpec:
         """Returns the tensor that begins at byte ``start`` of a message, as a view; the message has its own storage."""
         return message.view(self.dtype).as_strided(self.shape, self._strides, start // self.dtype.itemsize)
 
-    def bytes_of(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Returns the tensor's bytes in a message: a flat uint8 tensor, a view where nothing has to change."""
-        if tensor.requires_grad or tensor.dtype is not self.dtype or tensor.device != device:
-            tensor = tensor.detach().to(device, self.dtype)
-        if self.channels_last:
-            tensor = tensor.permute(0, 2, 3, 1)
-        return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
     @cached_property
     def _strides(self) -> tuple[int, ...]:
         if self.channels_last:
@@ -156,9 +242,8 @@ class BoundarySpec:
     """Describes the tensors of one boundary, for one shape of micro-batch.
 
     Attributes:
-        grouping: see `grouping.py`.
-        varies: which tensors take a gradient differs from micro-batch to micro-batch: each message says it in `flags`,
-            behind the boundary's own tensors.
+        grouping: how the tensors were grouped, as JSON; None: one, or a tuple.
+        varies: True if a tensor may require a gradient in one micro-batch and none in another.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -172,13 +257,12 @@ class BoundarySpec:
     def with_takers(self, takers: Collection[int]) -> BoundarySpec:
         """Returns the description in which the tensors of these indices may take a gradient."""
         tensors = tuple(replace(t, needs_gradient=n in takers) for n, t in enumerate(self.tensors))
-        varies = any(now.needs_gradient != t.needs_gradient for now, t in zip(tensors, self.tensors, strict=True))
-        return BoundarySpec(tensors, self.grouping, varies)
+        return replace(self, tensors=tensors, varies=tensors != self.tensors)
 
-    def followed_by(self, tensors: Sequence[Tensor]) -> BoundarySpec:
-        """Returns the description of a message that holds these tensors behind the boundary's own."""
+    def followed_by(self, targets: Sequence[Tensor]) -> BoundarySpec:
+        """Returns the description of a message that holds these targets behind the boundary's own, and flags last."""
         flags = (_flags(len(self.takers)),) if self.varies else ()
-        return replace(self, tensors=self.tensors + flags + BoundarySpec.of(tensors).tensors)
+        return replace(self, tensors=self.tensors + BoundarySpec.of(targets).tensors + flags)
 
     @cached_property
     def takers(self) -> tuple[int, ...]:
@@ -191,15 +275,15 @@ class BoundarySpec:
         gradients = tuple(replace(self.tensors[number], needs_gradient=False) for number in self.takers)
         return BoundarySpec((*gradients, _flags(len(gradients))) if gradients else ())
 
-    @cached_property
-    def flags(self) -> int | None:
-        """Returns the index of the tensor that says which tensors take, or are, a gradient; None: there is none."""
-        return next((number for number, tensor in enumerate(self.tensors) if tensor.on_host), None)
+    @property
+    def has_flags(self) -> bool:
+        """Returns whether the last tensor says which of the others require, or are, a gradient."""
+        return bool(self.tensors) and self.tensors[-1].on_host
 
     @cached_property
     def without_flags(self) -> BoundarySpec:
         """Describes the message whose flags travel beside it."""
-        return replace(self, tensors=tuple(tensor for tensor in self.tensors if not tensor.on_host))
+        return replace(self, tensors=self.tensors[:-1])
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -209,12 +293,6 @@ class BoundarySpec:
         """
         alignment = 1 if len(self.tensors) == 1 else ALIGNMENT
         return tuple(accumulate((-(-t.size // alignment) * alignment for t in self.tensors), initial=0))
-
-    @cached_property
-    def paddings(self) -> tuple[tuple[int, int], ...]:
-        """Returns (number of the tensor, bytes of padding behind it) of each tensor with padding."""
-        gaps = [end - start - t.size for t, (start, end) in zip(self.tensors, pairwise(self.offsets), strict=True)]
-        return tuple((number, padding) for number, padding in enumerate(gaps) if padding)
 
     @property
     def size(self) -> int:
@@ -240,29 +318,29 @@ class BoundarySpec:
             [list(t.shape), str(t.dtype).removeprefix("torch."), t.needs_gradient, t.channels_last, t.on_host]
             for t in self.tensors
         ]
-        return json.dumps([rows, self.grouping, self.varies])
+        return json.dumps([rows, self.grouping])
 
     @classmethod
     def from_json(cls, text: str) -> BoundarySpec:
         """Decodes the text of `to_json`."""
-        rows, grouping, varies = json.loads(text)
+        rows, grouping = json.loads(text)
         tensors = tuple(TensorSpec(tuple(shape), getattr(torch, dtype), *flags) for shape, dtype, *flags in rows)
-        return cls(tensors, grouping, varies)
+        return cls(tensors, grouping)
 
 
 def pack(tensors: Sequence[Tensor], spec: BoundarySpec, device: torch.device) -> Tensor:
     """Returns the tensors as one message on ``device``: a flat uint8 tensor of ``spec.size`` bytes.
 
-    A single tensor that already has the layout of a message is not copied: the message is a view of it. A worker that
-    has just computed packs with a cold cache, where every operation costs ten times what it costs in a loop; so there
-    are few operations, here and in `unpack`.
+    A single tensor that already has the layout of a message is not copied: the message is a view of it.
     """
-    pieces = [described.bytes_of(tensor, device) for tensor, described in zip(tensors, spec.tensors, strict=True)]
-    if len(pieces) == 1:
-        return pieces[0]
-    for number, padding in spec.paddings:
-        pieces[number] = torch.nn.functional.pad(pieces[number], (0, padding))
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+    if len(tensors) == 1 and not spec.tensors[0].channels_last:
+        tensor = tensors[0].detach().resolve_conj().resolve_neg()
+        if tensor.is_contiguous() and tensor.device == device and tensor.dtype is spec.tensors[0].dtype:
+            return tensor.view(-1).view(torch.uint8)
+    message = torch.empty(spec.size, dtype=torch.uint8, device=device)
+    for place, tensor in zip(unpack(message, spec), tensors, strict=True):
+        place.copy_(tensor.detach())
+    return message
 
 
 def unpack(message: Tensor, spec: BoundarySpec) -> Tensors:
@@ -280,7 +358,7 @@ def fresh_leaves(tensors: Tensors, takers: Collection[int] | None = None) -> Ten
         tensor.detach().requires_grad_(tensor.requires_grad if takers is None else number in takers)
         for number, tensor in enumerate(tensors)
     )
-    return grouped(leaves, grouping_of(tensors))
+    return grouped_like(leaves, tensors)
 
 
 def _flags(count: int) -> TensorSpec:

@@ -16,16 +16,18 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...gpus import GPU
+from ...launch.local_group import LocalGroup
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
-from .process_group import DIRECTIONS, ProcessGroupTransport, Wait, message_tag, routes
+from .transport import DIRECTIONS, Transport, Wait, message_tag, routes
 
 _TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
 _BYTE = b"\0"
@@ -37,56 +39,52 @@ def slot_bytes(message: int) -> int:
     return -(-message // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-@runtime_checkable
-class Sockets(Protocol):
-    """Connects workers of one machine by sockets without a name; `LocalGroup` does (launch/local_group.py)."""
+class SharedMemoryTransport(Transport):
+    """Sends messages through shared memory, but those without content, and descriptions, as `Transport` does.
 
-    def connect(self, rank: int, number: int) -> socket.socket:
-        """Returns a socket whose other end `accept` returns to worker ``rank``, for the same number; never waits."""
-
-    def accept(self, rank: int, number: int) -> socket.socket: ...
-
-
-class SharedMemoryTransport:
-    """Sends messages through shared memory; all workers of the pipeline make theirs at the same time.
-
-    Args:
-        other: for messages without content, and for descriptions.
-        ranks, device: as in `connect_workers`.
+    Its ``control`` is the group of one machine's workers, which also connects them by sockets.
     """
 
-    blocks_device = False
-
-    def __init__(
-        self, other: ProcessGroupTransport, ranks: tuple[int, ...], device: torch.device, sockets: Sockets
-    ) -> None:
-        self._other, self._ranks = other, ranks
+    def _connect(self) -> None:
+        control: Any = self._control
         self._outgoing: dict[tuple[str, int], Outgoing] = {}  # by direction and receiver
         self._incoming: dict[tuple[str, int], Incoming] = {}  # by direction and sender
-        self.send_spec, self.receive_spec, self.drain = other.send_spec, other.receive_spec, other.drain
-        rank, window = dist.get_rank(), send_window(len(set(ranks)))
-        for direction, sender, receiver in routes(ranks):
+        window = send_window(len(set(self._ranks)))
+        for direction, sender, receiver in routes(self._ranks):
             number = 1 + DIRECTIONS.index(direction)
-            if rank == sender:
-                peer = _patient(sockets.connect(receiver, number), _PATIENCE)
+            if self._rank == sender:
+                peer = _patient(control.connect(receiver, number), _PATIENCE)
                 self._outgoing[direction, receiver] = Outgoing(peer, receiver, window)
-            elif rank == receiver:
-                peer = _patient(sockets.accept(sender, number), _PATIENCE)
-                self._incoming[direction, sender] = Incoming(peer, sender, device)
+            elif self._rank == receiver:
+                peer = _patient(control.accept(sender, number), _PATIENCE)
+                self._incoming[direction, sender] = Incoming(peer, sender, self._device)
 
-    def send(self, message: Message, tensors: Tensors, spec: BoundarySpec) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor], spec: BoundarySpec) -> None:
         if not spec.size:
-            self._other.send(message, tensors, spec)
+            super().send(message, tensors, spec)
         else:
             channel = self._outgoing[message.direction, self._ranks[message.receiver]]
             channel.send(tensors, spec, message_tag(message, len(self._ranks)))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
         if not spec.size:
-            return self._other.post(message, spec)
+            return super().post(message, spec)
         channel = self._incoming[message.direction, self._ranks[message.sender]]
         tag = message_tag(message, len(self._ranks))
         return lambda separate: channel.receive(spec, tag)  # every tensor gets memory of its own
+
+
+def connect_workers(
+    ranks: tuple[int, ...],
+    device: torch.device,
+    wire: torch.device,
+    groups: tuple[dist.ProcessGroup, ...],
+    control: dist.ProcessGroup,
+) -> Transport:
+    """Connects this worker with those of the neighbouring cells; the arguments are those of `Transport`."""
+    shares_memory = wire.type != GPU and isinstance(control, LocalGroup)
+    kind = SharedMemoryTransport if shares_memory else Transport
+    return kind(ranks, device, wire, groups, control)
 
 
 class _Slot:

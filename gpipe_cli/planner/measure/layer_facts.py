@@ -27,8 +27,7 @@ from ...partition.survey import ForwardFacts, Survey, survey
 from ...partition.tracking import Operation, Tracker, noting_saved, storage_key
 from ...pipeline.batchnorm import DeferredBatchNorm, defer_batchnorm
 from ...pipeline.halves import WeightHalf, backward_of_inputs
-from ...pipeline.messages.boundary import canonical, passed_on
-from ...pipeline.messages.grouping import as_argument, as_tensors, grouped_like
+from ...pipeline.messages.boundary import as_argument, as_tensors, canonical, grouped_like, passed_on
 from ...pipeline.weight_casts import WeightCasts
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -234,7 +233,7 @@ def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocas
     casts = WeightCasts([module])
     with torch.no_grad(), autocast():
         if torch.is_autocast_enabled("cpu"):
-            with casts.used_on(torch.device("cpu")):
+            with casts.used():
                 run(*inputs)
             _take_gathered(module)
     return casts
