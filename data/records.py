@@ -21,7 +21,6 @@ from xml.etree import ElementTree
 Row = dict[str, Any]
 Rows = Callable[[BinaryIO], Iterator[Row]]
 
-MOST_BYTES = 256 << 20  # of a file that is read whole
 UNREADABLE = "\0"  # the name in a record of what makes it unreadable
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
@@ -31,13 +30,6 @@ _UNTRANSLATED = {"new", "needs-translation", "initial"}  # states in XLIFF; the 
 _MISSING = ElementTree.Element("missing")
 _LANGUAGE = "{http://www.w3.org/XML/1998/namespace}lang"
 _CODE = re.compile("[A-Za-z]{2,3}(?:[-_](?:[A-Za-z]{4}|[A-Za-z]{2}|[0-9]{3}))*")  # a language in a table's first line
-
-
-def _whole(file: BinaryIO) -> bytes:
-    content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES >> 20} MB, which are read at once: write one record a line (.jsonl)")
-    return content
 
 
 def _encoding(start: bytes) -> str:
@@ -51,7 +43,7 @@ def _dateless(content: bytes) -> io.BytesIO:
 def _po(file: BinaryIO) -> Iterator[Row]:
     from babel.messages.pofile import read_po
 
-    content, said = _whole(file), io.StringIO()
+    content, said = file.read(), io.StringIO()
     if (encoding := _encoding(content)) != "utf-8":
         content = re.sub(rb"charset=[-\w]+", b"charset=UTF-8", content.decode(encoding).encode(), count=1)
     for pattern, mended in _TEMPLATE.items():
@@ -66,7 +58,7 @@ def _po(file: BinaryIO) -> Iterator[Row]:
 def _mo(file: BinaryIO) -> Iterator[Row]:
     from babel.messages.mofile import read_mo
 
-    return _messages(read_mo(_dateless(_whole(file))))
+    return _messages(read_mo(_dateless(file.read())))
 
 
 def _messages(catalogue: Any) -> Iterator[Row]:
@@ -152,9 +144,9 @@ def json_array(file: BinaryIO) -> Iterator[Row]:
     """Yields the records of one JSON array.
 
     Raises:
-        ValueError: it is none, or larger than `MOST_BYTES`.
+        ValueError: it is none.
     """
-    return iter(json.loads(_whole(file)))
+    return iter(json.load(file))
 
 
 ROWS_OF: dict[str, Rows] = {".po": _po, ".mo": _mo, ".tmx": _tmx, ".xliff": _xliff, ".xlf": _xliff, ".csv": _csv}

@@ -27,7 +27,7 @@ CHUNK_BATCHES = 64  # mini-batches whose pairs are sorted by length together
 CHUNK_PAIRS = 2**22  # ... but no more pairs than this: they are held in memory, 40 bytes each
 EVALUATION_BATCH = 64  # sentences of a micro-batch
 TOKENS_OF_WIDTH = 0.8  # share of a padded target that is not padding, in CLDR batches
-Sequences = Sequence[Sequence[int]] | Sequence[npt.NDArray[Any]]
+Sequences = Sequence[Sequence[int] | npt.NDArray[Any]]
 LOOKED_AT = 16  # mini-batches of a prepared text, for its usual lengths
 
 
@@ -169,7 +169,8 @@ class PairSource(PreparedSource):
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             pairs = self._store.locate(*sampler.items(number))
-            batches = dealt(*(self._store.lengths(pairs) + 1).T, len(pairs) // self._pairs, self._batch_tokens is None)
+            source, target = (self._store.lengths(pairs) + 1).T
+            batches = dealt(source, target, len(pairs) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
             for place in range(batch, len(batches)):
                 groups = batches[order[place]]
@@ -197,5 +198,5 @@ def _rows(sequences: Sequences, before: tuple[int, ...], after: tuple[int, ...])
     rows = np.full((len(sequences), int(width)), PAD, np.int64)
     for row, ids in zip(rows, sequences, strict=True):
         first, last = len(before), len(before) + len(ids)
-        row[:first], row[first:last], row[last : last + len(after)] = before, ids, after
+        row[:first], row[first:last], row[last : last + len(after)] = before, np.asarray(ids), after
     return torch.from_numpy(rows)

@@ -138,12 +138,12 @@ def read_folder(split: Path, report: Report, known: Sequence[str] | None = None)
     """
     refuse_dead_links([split])
     if not split.is_dir():
-        found = in_short(sorted(path.name for path in split.parent.glob("*")))
-        raise ConfigurationError(f"data.root={split.parent} has no folder '{split.name}', only {found}")
+        there = in_short(sorted(path.name for path in split.parent.glob("*")))
+        raise ConfigurationError(f"data.root={split.parent} has no folder '{split.name}', only {there}")
     classes = in_order(entry.name for entry in visible_entries(split) if entry.is_dir())
     if not classes:
-        found = in_short(sorted(path.name for path in split.iterdir()))
-        raise ConfigurationError(f"{split} has no class folders, only {found}: sort its images into one folder a class")
+        there = in_short(sorted(path.name for path in split.iterdir()))
+        raise ConfigurationError(f"{split} has no class folders, only {there}: sort its images into one folder a class")
     numbers = {name: label for label, name in enumerate(known or classes)}
     names, labels, others, begin = list[str](), list[int](), list[str](), len(f"{split}/")
     for done, name in enumerate(classes):

@@ -96,9 +96,9 @@ class ParallelTextSource(PairSource):
             )
         chosen = languages if pair is None else [pair]
         wanted = None if chosen is None else tuple(chosen)
-        vocabularies = ((source_vocabulary, target_vocabulary), shared)
-        how = (character_coverage, smaller_vocabulary, normalization, own)
-        self.text = ParallelText(root, wanted, target, *vocabularies, *how, max_length, corpus_seed, language_column)
+        pieces = source_vocabulary, target_vocabulary
+        how = (pieces, shared, character_coverage, smaller_vocabulary, normalization, own)
+        self.text = ParallelText(root, wanted, target, *how, max_length, corpus_seed, language_column)
 
     def _knows_lengths(self) -> bool:
         """Opens the store if the text has been prepared; a plan prepares none."""

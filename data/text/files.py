@@ -129,13 +129,12 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
     is_records = has_records(piece.file)
     held, size = list[str](), 0
     for number, raw in enumerate(piece.content.split(b"\n"), start=piece.first):
-        where = f"{piece.file}, line {number}"
         try:
             line = _text_of(raw)
             if is_records and line:
                 yield _record(line, key)
         except BadLine as bad:
-            defects.add(bad.kind, where, bad)
+            defects.add(bad.kind, f"{piece.file}, line {number}", bad)
             continue
         if is_records:
             continue
