@@ -16,6 +16,7 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
 import gpipe_cli.conf
 from benchmarks.common import ROOT, Row
@@ -225,9 +226,10 @@ def same_end(one: Path, other: Path) -> bool:
     """Returns whether two runs agree bit for bit: every tensor of their last checkpoints, and all losses."""
     first, second = latest(one)[0], latest(other)[0]
     assert first is not None and second is not None
-    same_files = first.layers == second.layers  # their digests
+    pairs = [(load_file(first.layer_path(layer)), load_file(second.layer_path(layer))) for layer in first.layers]
+    same_tensors = all(a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs)
     losses = [[row["loss"] for row in read_rows(of / "metrics.jsonl")[0]] for of in (one, other)]
-    return same_files and first.step == second.step and losses[0] == losses[1]
+    return same_tensors and first.step == second.step and losses[0] == losses[1]
 
 
 def tests(site: Site) -> Iterator[Row]:
