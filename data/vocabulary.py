@@ -2,9 +2,11 @@
 
 A vocabulary is a SentencePiece unigram model (Kudo & Richardson, 2018), or a tokenizer.json. A model that translates
 knows padding, the unknown piece, beginning and end by the ids 0 to 3; those of a vocabulary made elsewhere come after.
+A language model has the ids of the file.
 """
 
 import io
+import json
 import logging
 import os
 import re
@@ -21,9 +23,10 @@ from .source import Batch, Source
 PAD, UNKNOWN, BOS, EOS = SPECIAL = 0, 1, 2, 3
 SIDES = ("source", "target")
 SOURCE, TOKENIZER = "source.model", "tokenizer.json"  # of a text; of pairs the target's too, if it has its own
-FILES = (TOKENIZER, *(f"{side}{ending}" for side in SIDES for ending in (".model", ".json")))
+CONFIG = "tokenizer_config.json"  # beside a tokenizer.json; names its end token
+FILES = (TOKENIZER, *(f"{side}{ending}" for side in SIDES for ending in (".model", ".json")), CONFIG)
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<|im_end|>", "[SEP]", "<|eot_id|>")  # of a document
 BLANKS = str.maketrans("\t\n\r", "   ")  # inside a text
 EXAMPLE = (8, 16)  # sentences and tokens of the only batch, by which the model's costs are counted
 
@@ -106,28 +109,34 @@ class Vocabulary:
     Args:
         model: its bytes.
         name: the file's name, for messages.
+        of_pairs: the ids of `SPECIAL` come before those of a model made elsewhere, which needs no end piece.
+
+    Attributes:
+        first: id of its first piece.
+        eos_id: id of the end token.
 
     Raises:
-        ConfigurationError: it is no such model.
+        ConfigurationError: it is no such model, or has no end piece.
     """
 
-    eos_id = EOS
-
-    def __init__(self, model: bytes, name: object = "the vocabulary") -> None:
+    def __init__(self, model: bytes, name: object = "the vocabulary", of_pairs: bool = False) -> None:
         try:
             self._pieces = pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
             special = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
         except RuntimeError as error:
             raise ConfigurationError(f"{name} is damaged, or no SentencePiece model") from error
-        self._first = 0 if special == SPECIAL else len(SPECIAL)  # the id of its first piece
+        self.first = len(SPECIAL) if of_pairs and special != SPECIAL else 0
+        self.eos_id: int = EOS if of_pairs else pieces.eos_id()
+        if self.eos_id < 0:
+            raise ConfigurationError(f"{name} has no end piece, which ends a document: use one trained with eos_id")
 
     def __len__(self) -> int:
-        return self._first + int(self._pieces.get_piece_size())
+        return self.first + int(self._pieces.get_piece_size())
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
         """Returns the ids of each text, without beginning and end tokens; tabs and line breaks are blanks."""
         plain = [text.translate(BLANKS) for text in texts]
-        return _moved(self._pieces.encode(plain, out_type=int, num_threads=threads), self._first)
+        return _moved(self._pieces.encode(plain, out_type=int, num_threads=threads), self.first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.
@@ -136,8 +145,8 @@ class Vocabulary:
             after: ids before this place are of a prompt, in which an end token ends nothing.
         """
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
-        known = (piece for piece in _before_end(ids, EOS, after) if self._first <= piece < len(self))
-        kept = [piece - self._first for piece in known if self._first or piece not in (PAD, BOS, EOS)]
+        known = (i - self.first for i in _before_end(ids, self.eos_id, after) if self.first <= i < len(self))
+        kept = [piece for piece in known if not self._pieces.is_control(piece)]
         return CONTROL.sub("\ufffd", str(self._pieces.decode(kept)))
 
 
@@ -146,14 +155,16 @@ class TokenizerFile:
 
     Args:
         path: path of the file.
-        end_token: the text of the token that ends a document; None: one of `ENDS` that the file has.
+        end_token: the text of the token that ends a document; None: that of `end_beside`, or one of `ENDS`.
         of_pairs: the ids of `SPECIAL` come before those of the file, which needs no end token.
+
+    Attributes:
+        first: id of its first token.
+        eos_id: id of the end token.
 
     Raises:
         ConfigurationError: the library or the file is missing, it is no such file, or has no such token.
     """
-
-    eos_id: int
 
     def __init__(self, path: Path, end_token: str | None = None, of_pairs: bool = False) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # there is a process for each core
@@ -171,11 +182,12 @@ class TokenizerFile:
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._first = len(SPECIAL) if of_pairs else 0  # the id of its first token
+        self.first = len(SPECIAL) if of_pairs else 0
         if of_pairs:
             self.eos_id = EOS
             return
-        wanted = ENDS if end_token is None else (end_token,)
+        named = end_token or end_beside(path)
+        wanted = ENDS if named is None else (named,)
         found = [number for name in wanted if (number := self._tokenizer.token_to_id(name)) is not None]
         if not found:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -187,17 +199,26 @@ class TokenizerFile:
 
     def __len__(self) -> int:
         """Returns one more than the largest id."""
-        return self._first + 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return self.first + 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Returns the ids of each text, without special tokens."""
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _moved([one.ids for one in encoded], self._first)
+        return _moved([one.ids for one in encoded], self.first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text as `Vocabulary.decode` does; special tokens before the end are text."""
-        kept = [token - self._first for token in _before_end(ids, self.eos_id, after) if token >= self._first]
+        kept = [token - self.first for token in _before_end(ids, self.eos_id, after) if token >= self.first]
         return CONTROL.sub("\ufffd", self._tokenizer.decode(kept, skip_special_tokens=False))
+
+
+def end_beside(path: Path) -> str | None:
+    """Returns the end token that the tokenizer_config.json beside a vocabulary names; None: there is none."""
+    try:
+        token = json.loads((path.parent / CONFIG).read_bytes())["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _moved(ids: list[list[int]], by: int) -> list[list[int]]:
@@ -239,7 +260,7 @@ def read_vocabulary(path: Path, end_token: str | None = None, of_pairs: bool = F
     if path.is_file():
         refuse_pointer(path)
         if path.suffix == ".model":
-            return Vocabulary(read_bytes(path), path)
+            return Vocabulary(read_bytes(path), path, of_pairs)
     return TokenizerFile(path, end_token, of_pairs)
 
 

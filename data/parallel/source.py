@@ -1,5 +1,6 @@
 """Yields mini-batches from a folder of parallel text: `data=parallel_text data.root=FOLDER`."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -19,6 +20,8 @@ from ..translation import PairSource
 from ..vocabulary import SIDES, Normalization, file_named, read_vocabulary, require_room
 from .folders import Files, find_pairs
 from .preparation import ParallelText, Preparation
+
+log = logging.getLogger(__name__)
 
 
 class ParallelTextSource(PairSource):
@@ -142,6 +145,9 @@ class ParallelTextSource(PairSource):
         store, sides = self._store, {}
         vocabularies = store.source_vocabulary, store.target_vocabulary
         for side, given, size, vocabulary in zip(SIDES, self.text.given, self.text.pieces, vocabularies, strict=True):
+            if given is not None and vocabulary.first:
+                told = "ids of %s come after 0 to 3: weights that another library saved for them do not fit"
+                log.warning(told, given)
             if given is None and not (self.text.shared and side == "target"):
                 sides[f"{side}_vocabulary"] = size, vocabulary
         used = f"{sum(store.sizes.values()):,} of {store.lines:,} training pairs are used"

@@ -4,7 +4,7 @@ A vocabulary is trained on a sample, or copied; pieces of the files become ids. 
 cache that becomes the store at the end:
 
 store.json              documents, a digest of each piece that is trained on, defects of the text
-source.model or tokenizer.json
+source.model, or tokenizer.json and tokenizer_config.json, which names its end token
 train, dev              uint16 or uint32: the ids of each document and an end token
 """
 
@@ -30,6 +30,7 @@ from ..sampling import EvenSample
 from ..source import Report
 from ..store import Tokens, token_kind
 from ..vocabulary import (
+    CONFIG,
     SOURCE,
     TOKENIZER,
     AnyVocabulary,
@@ -40,7 +41,7 @@ from ..vocabulary import (
 )
 from .files import SEPARATORS, TextPiece, documents, read_text
 
-FORMAT = 3  # raised when the same parameters would give other bytes
+FORMAT = 4  # raised when the same parameters would give other bytes
 SPLITS = ("train", "dev")
 
 AT_ONCE = 256  # documents that are encoded at once
@@ -133,6 +134,8 @@ def prepare_text(
             (folder / SOURCE).write_bytes(_trained(form, files, run_all, report))
         else:
             shutil.copyfile(form.tokenizer, folder / (SOURCE if form.tokenizer.endswith(".model") else TOKENIZER))
+            if form.end_token is not None:
+                write_whole(folder / CONFIG, json.dumps({"eos_token": form.end_token}))
         report("text: tokens", 0, 0)
         for split in SPLITS:
             (folder / split).touch()

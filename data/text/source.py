@@ -16,7 +16,7 @@ from ..prepared import PreparedSource, digest_of, stat_of, worker_count
 from ..source import Report, fingerprint_of
 from ..store import token_kind
 from ..tree import in_short
-from ..vocabulary import BOS, Normalization, file_named, read_vocabulary, require_room, vocabulary_file
+from ..vocabulary import BOS, Normalization, end_beside, file_named, read_vocabulary, require_room, vocabulary_file
 from ..windows import WindowSource
 from .files import Ends, find_texts
 from .preparation import FORMAT, SPLITS, TextDescription, TextForm, prepare_text
@@ -105,6 +105,7 @@ class TextFilesSource(WindowSource, PreparedSource):
         self._workers, self._cache_dir = preparation_workers, cache_dir
         if tokenizer is not None:
             tokenizer = str(file_named(tokenizer))
+            end_token = end_token or end_beside(Path(tokenizer))
             require_room("vocabulary", vocabulary, tokenizer, read_vocabulary(Path(tokenizer), end_token))
         share = held_out if evaluation_root is None else 0.0
         pieces = (vocabulary, character_coverage, smaller_vocabulary, normalization)

@@ -15,7 +15,6 @@ from xml.sax.saxutils import escape
 import numpy as np
 import parallel_folder
 import pytest
-import sentencepiece
 from babel.messages.catalog import Catalog
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
@@ -25,7 +24,7 @@ from inline_run import train_inline
 from parallel_folder import corpus
 from refusals import refusal_of
 from run_files import bytes_of
-from text_sources import in_small_pieces, own_tokenizer, places, prepared, sentences
+from text_sources import in_small_pieces, own_sentencepiece, own_tokenizer, places, prepared, sentences
 
 from gpipe_cli.data.defects import Defects
 from gpipe_cli.data.lines import reading, texts_in
@@ -480,23 +479,15 @@ def test_each_side_has_a_vocabulary_of_its_size_or_both_share_one(root: Path) ->
     assert "use one number for data.source_vocabulary" in refusal(root, shared_vocabulary=True, target_vocabulary=200)
 
 
-def own_sentencepiece(folder: Path, texts: Sequence[str]) -> Path:
-    """Returns a model as SentencePiece makes it by default: <unk>, <s> and </s> are 0 to 2, there is no padding."""
-    prefix = folder / "own"
-    sizes: dict[str, Any] = {"vocab_size": 200, "hard_vocab_limit": False, "character_coverage": 1.0}
-    how = {"model_prefix": str(prefix), "normalization_rule_name": "identity", "minloglevel": 2, **sizes}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), **how)
-    return prefix.with_suffix(".model")
-
-
 @pytest.mark.parametrize("make", [own_sentencepiece, own_tokenizer])
 def test_a_vocabulary_made_elsewhere_is_that_of_a_side_or_of_both(
-    make: Callable[[Path, Sequence[str]], Path], root: Path, tmp_path: Path
+    make: Callable[[Path, Sequence[str]], Path], root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = [text for pair in parallel_folder.pairs_of("de", 300) for text in pair[:2]]
     file = make(tmp_path, texts)
     both = source(root, tokenizer=str(file))
     assert both.target_vocabulary is both.source_vocabulary
+    assert f"ids of {file} come after 0 to 3: weights that another library" in caplog.text
     assert set(sides_read(both, 1)) == {pair.target for pair in parallel_folder.pairs_of("de", 300)}
     read = [inputs[0].flatten() for batch in islice(both.train(None, 1, 0, 1), 9) for inputs, _ in batch.micro_batches]
     ids = np.concatenate(read)

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import parallel_folder
 import pytest
+import sentencepiece
 from inline_run import train_inline
 from refusals import refusal_of
 from run_files import bytes_of
-from text_sources import own_tokenizer, places, prepared
+from text_sources import own_sentencepiece, own_tokenizer, places, prepared
 
 from gpipe_cli.data.cldr import pairs as cldr
 from gpipe_cli.data.text.source import TextFilesSource, TextStore
+from gpipe_cli.data.vocabulary import VocabulariesOnly
 from gpipe_cli.disk import write_whole
 from gpipe_cli.errors import ConfigurationError
 
@@ -324,3 +326,28 @@ def test_a_tokenizer_json_gives_its_ids(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"use data\.vocabulary=\d+"):
         source(root, tokenizer=tokenizer, vocabulary=100)
     assert "is no tokenizer.json" in refusal(root, tokenizer=str(root / "a.jsonl"))
+
+
+def test_a_sentencepiece_model_made_elsewhere_gives_its_own_ids_and_end(tmp_path: Path) -> None:
+    model = own_sentencepiece(tmp_path, documents())
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ours = source(write(tmp_path / "text" / "a.txt", "\n\n".join(documents())), tokenizer=str(model))
+    text = documents()[0]
+    assert ours.encode([text]) == [pieces.encode(text)] and ours.eos_id == pieces.eos_id() == 2
+    assert sorted(texts_of(ours) + texts_of(ours, "dev")) == sorted(documents())
+    assert ours.decode([1, *ours.encode([text])[0], 2, 9]) == text
+    assert "has no end piece" in refusal(
+        tmp_path / "text", tokenizer=str(own_sentencepiece(tmp_path, ["a b"], eos_id=-1))
+    )
+
+
+@pytest.mark.parametrize("named", ["</s>", {"content": "</s>"}, None])
+def test_a_document_ends_with_the_token_that_the_configuration_beside_names(named: Any, tmp_path: Path) -> None:
+    tokenizer = own_tokenizer(tmp_path, documents(), ["</s>", "<eos>"])
+    if named:
+        write(tmp_path / "tokenizer_config.json", json.dumps({"eos_token": named}))
+    root = write(tmp_path / "text" / "a.txt", "\n\n".join(documents()))
+    ours = source(root, tokenizer=str(tokenizer))
+    ours.keep_vocabularies(tmp_path / "kept")
+    kept = VocabulariesOnly(str(tmp_path / "kept"), sequence_length=8)
+    assert ours.eos_id == kept.eos_id == (0 if named else 1)

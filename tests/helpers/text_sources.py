@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from gpipe_cli.data.parallel.source import ParallelTextSource
 from gpipe_cli.data.source import Report, no_report
@@ -57,3 +58,12 @@ def own_tokenizer(folder: Path, texts: Iterable[str], special: Sequence[str] = (
     made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=290, **how))
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+def own_sentencepiece(folder: Path, texts: Iterable[str], **ids: int) -> Path:
+    """Returns a model as SentencePiece makes it by default: <unk>, <s> and </s> are 0 to 2, without padding."""
+    prefix = folder / "own"
+    sizes: dict[str, Any] = {"vocab_size": 200, "hard_vocab_limit": False, "character_coverage": 1.0}
+    how = {"model_prefix": str(prefix), "normalization_rule_name": "identity", "minloglevel": 2, **sizes, **ids}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), **how)
+    return prefix.with_suffix(".model")
