@@ -21,6 +21,7 @@ SMALL = {
     "concepts": "",
     "receives": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
+    "starts": "--quick",
 }
 
 
