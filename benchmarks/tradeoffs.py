@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from benchmarks.common import Row, parser, report
 from gpipe_cli.benchmarks.tables.emulated import Link, LinkTransport
-from gpipe_cli.benchmarks.tables.steps import CPU, engine_step, make_cell, plain_step
+from gpipe_cli.benchmarks.tables.steps import CPU, cpu_transport, engine_step, make_cell, plain_step
 from gpipe_cli.benchmarks.tables.timing import StopWatch
 from gpipe_cli.benchmarks.tables.workers import run_workers
 from gpipe_cli.launch.context import Context
@@ -104,12 +104,14 @@ class CountingTransport(LinkTransport):
     """Counts the bytes of the engine's messages on a `Wire`, and delays them as it says."""
 
     def __init__(self, wire: Wire, placement: tuple[int, ...], size: int) -> None:
-        super().__init__(Link([size / wire.bandwidth] * (len(placement) + 1), wire.latency), placement)
-        self._wire = wire
+        transport = cpu_transport(placement)
+        assert transport is not None  # there are several workers
+        super().__init__(Link([size / wire.bandwidth] * (len(placement) + 1), wire.latency), transport)
+        self._counted = wire
 
-    def send(self, message: Any, tensors: Tensors, spec: Any) -> None:
+    def send(self, message: Any, tensors: Sequence[Tensor], spec: Any) -> None:
         """Counts and sends."""
-        self._wire.sent += sum(tensor.nbytes for tensor in tensors)
+        self._counted.sent += sum(tensor.nbytes for tensor in tensors)
         super().send(message, tensors, spec)
 
 
