@@ -24,8 +24,16 @@ if TYPE_CHECKING:
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
 LISTED = 8  # patterns in a message
-WRAPPED = ("state_dict", "model", "model_state_dict")  # keys under which a .pt file may hold the weights
-WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+|(?<=\.)_orig_mod\.")  # of replicated and of compiled modules
+WRAPPED = (
+    "state_dict",
+    "model",
+    "model_state_dict",
+    "params",
+    "net",
+    "module",
+)  # keys under which a .pt file may hold the weights
+# Of replicated, compiled and checkpointed modules, also below Lightning's model.
+WRAPPERS = re.compile(r"^(?:(?:model\.)?(?:module|_orig_mod)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 # -- which files -------------------------------------------------------------------------------------------------------
@@ -114,16 +122,25 @@ def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]
     def are_tensors(value: Any) -> bool:
         return isinstance(value, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
 
+    def weights_in(name: str, value: Any) -> list[str]:
+        """Returns where state_dicts lie in a value; an optimizer's, deeper in it, have no names with a dot."""
+        if not isinstance(value, Mapping) or not value:
+            return []
+        if are_tensors(value):
+            return [name] if "." not in name or any("." in str(key) for key in value) else []
+        return [found for key, below in value.items() for found in weights_in(f"{name}.{key}", below)]
+
     for key in WRAPPED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            if others := [name for name, value in content.items() if name != key and value and are_tensors(value)]:
+            if others := [found for name in content if name != key for found in weights_in(name, content[name])]:
                 warn(
                     f"{file} holds weights under {key}, which are used, and under {', '.join(others)}, which are not: "
                     "to begin with those, save them alone"
                 )
             content = content[key]
     if not are_tensors(content):
-        raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names")
+        keys = f": save one of {shorten([*map(str, content)])} alone" if isinstance(content, Mapping) else ""
+        raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names{keys}")
     return {name: SavedTensor(tuple(tensor.shape), tensor.detach) for name, tensor in content.items()}
 
 

@@ -140,9 +140,11 @@ def test_no_file_runs_code_and_each_fault_is_told(tmp_path: Path, capsys: pytest
     assert not weight_files(tmp_path)  # a run whose weights were exported into its directory
 
 
-@pytest.mark.parametrize(
-    "named", ["h.0.{}", "module._orig_mod.transformer.h.0.{}", "_orig_mod.module.h.0._orig_mod.{}"]
-)
+NAMED = ["h.0.{}", "module._orig_mod.transformer.h.0.{}", "_orig_mod.module.h.0._orig_mod.{}"]
+NAMED += ["model.module.h.0.{}", "h.0._checkpoint_wrapped_module.{}"]
+
+
+@pytest.mark.parametrize("named", NAMED)
 def test_first_parts_and_wrappers_of_names_do_not_matter(named: str, tmp_path: Path) -> None:
     names = {"transformer.h.0.weight": named.format("weight"), "head.weight": "head.weight"}
     saved = open_foreign(one_file(tmp_path, {name: torch.zeros(2) for name in names.values()}), print)
@@ -156,11 +158,18 @@ def test_a_single_file_is_taken_before_an_index_that_an_earlier_save_has_left(tm
 
 
 def test_averaged_weights_beside_those_that_are_used_are_named(tmp_path: Path) -> None:
-    said: list[str] = []
+    said, deep = list[str](), list[str]()
     of_both = {"model": weights(1), "model_ema": weights(2), "optimizer": {"state": {}, "param_groups": []}, "step": 3}
     torch.save(of_both, tmp_path / "both.pt")
     saved = open_foreign(tmp_path / "both.pt", said.append)
     assert torch.equal(saved["softmax.bias"].read(), weights(1)["softmax.bias"])
+    optimizer = {"state": {0: {"step": torch.ones(1)}}}
+    torch.save({"net": weights(1), "ema": {"module": weights(2)}, "optimizer": optimizer}, tmp_path / "deep.pt")
+    open_foreign(tmp_path / "deep.pt", deep.append)
+    assert len(deep) == 1 and "under net, which are used, and under ema.module, which are not" in deep[0]
+    torch.save({"student": weights(1), "teacher": weights(2)}, tmp_path / "two.pt")
+    with pytest.raises(CheckpointError, match="save one of student, teacher alone"):
+        open_foreign(tmp_path / "two.pt", print)
     assert len(said) == 1 and "weights under model, which are used, and under model_ema, which are not" in said[0]
 
 
