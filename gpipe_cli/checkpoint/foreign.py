@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -169,6 +170,7 @@ def match_names(
     taken = {name: saved_name for saved_name, name in _renamed(model, saved).items() if name in model}
     for group in aliases:
         if given := next((taken[name] for name in group if name in taken), None):
+            _refuse_untied([taken[n] for n in group if n in taken and not is_named(n, left_out)], saved, path)
             taken |= dict.fromkeys((name for name in group if name in model and name not in taken), given)
     wanted = [name for name in model if not is_named(name, left_out)]
     known = set(taken.values())
@@ -197,6 +199,18 @@ def match_names(
             + f"anew: checkpoint.init_except=[{words}]"
         )
     return {name: taken[name] for name in wanted}
+
+
+def _refuse_untied(names: Sequence[str], saved: Mapping[str, SavedTensor], path: Path) -> None:
+    """Raises CheckpointError where names of one tensor of the model have different values in the file."""
+    import torch
+
+    for first, name in pairwise(names):
+        if name != first and not torch.equal(saved[name].read(), saved[first].read()):
+            raise CheckpointError(
+                f"{path} has other values for {first} than for {name}, which are one tensor of this model: untie them, "
+                "by a setting such as tie_word_embeddings=false"
+            )
 
 
 def _renamed(model: Collection[str], saved: Collection[str]) -> dict[str, str]:

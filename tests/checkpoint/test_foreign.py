@@ -108,6 +108,9 @@ def test_one_name_of_a_tied_parameter_is_enough(tmp_path: Path) -> None:
     del wanted["softmax.weight"]
     held, _ = begun(tmp_path, one_file(tmp_path, wanted), "model.tie_embeddings=true", "pipeline.K=3")
     assert torch.equal(held["embedding.weight"], wanted["embedding.weight"])
+    untied = one_file(tmp_path, weights())
+    said = refusal_of(begun, tmp_path, untied, "model.tie_embeddings=true", error=CheckpointError)
+    assert "other values for embedding.weight than for softmax.weight" in said
     wanted["softmax.weight"] = wanted.pop("embedding.weight")
     held, _ = begun(tmp_path, one_file(tmp_path, wanted), "model.tie_embeddings=true", "pipeline.K=3")
     assert torch.equal(held["embedding.weight"], wanted["softmax.weight"])
