@@ -25,8 +25,9 @@ UNPACKERS: dict[str, Callable[[], Any]] = {".xz": lzma.LZMADecompressor, ".bz2":
 UNPACKERS[".gz"] = lambda: zlib.decompressobj(wbits=31)
 UNPACKERS[".zst"] = lambda: zstandard.ZstdDecompressor(max_window_size=LONGEST_WINDOW).decompressobj()
 JSON, PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
-SPLITS = {"train": "train", "dev": "dev", "val": "dev", "valid": "dev", "validation": "dev"}
-SPLITS |= {"test": "test", "devtest": "test"}  # of a corpus, by the words that name them
+SPLITS = dict.fromkeys(("train", "training"), "train")  # of a corpus, by the words that name them
+SPLITS |= dict.fromkeys(("dev", "val", "valid", "validate", "validation", "eval", "evaluation"), "dev")
+SPLITS |= dict.fromkeys(("test", "testing", "devtest", "heldout", "holdout"), "test")
 LANGUAGE = r"[a-z]{2,3}(?:[-_][A-Za-z0-9]{2,8})*"  # "de", "pt_BR", "zh-Hans"
 ROWS = 1_024  # of a Parquet file, read at once
 LONGEST_WINDOW = 2**31  # bytes; zstd --long=31
@@ -56,11 +57,20 @@ _OF_SPLIT = re.compile(  # a file's name without its endings: "wiki.test", "vali
 )
 
 
-def split_of(path: PurePath) -> str | None:
-    """Returns "train", "dev" or "test" where a file's name, or else the nearest of its folders, names a split."""
-    if match := _OF_SPLIT.fullmatch(unpacked(path).stem):
-        return SPLITS[match[1].lower()]
-    return next((SPLITS[name.lower()] for name in reversed(path.parent.parts) if name.lower() in SPLITS), None)
+def split_of(path: PurePath, anywhere: bool = False) -> str | None:
+    """Returns "train", "dev" or "test" where a file's name, or else the nearest of its folders, names a split.
+
+    Args:
+        anywhere: a word anywhere in the file's name counts, as in ``test_clean`` and ``TrainSet``, behind folders.
+    """
+    in_folders = next((SPLITS[name.lower()] for name in reversed(path.parent.parts) if name.lower() in SPLITS), None)
+    stem = unpacked(path).stem
+    if anywhere and in_folders is None:
+        words = re.findall("[A-Z]?[a-z]+|[A-Z]+", stem)
+        found = {SPLITS[word.lower()] for word in words if word.lower() in SPLITS}
+        return next((split for split in ("test", "dev", "train") if split in found), None)
+    match = _OF_SPLIT.fullmatch(stem)
+    return SPLITS[match[1].lower()] if match else in_folders
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from ..lines import (
     unpacked,
 )
 from ..records import CATALOGUES, MEMORIES, ROWS_OF
-from ..tree import files_below, files_matching, refuse_dead_links
+from ..tree import files_below, files_matching, in_short, refuse_dead_links
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ _CATALOGUE = re.compile(  # its path without the ending
     r"|(?:.*[/.])?(?P<name>[a-z]{2}(?:[-_](?:[A-Z]{2}|[A-Z][a-z]{3}))*)$"
 )
 _NAME = re.compile(
-    rf"^(?:(?:.*[._-])?(?P<split>{'|'.join(SPLITS)})(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
-    rf"|(?!.*(?i:dev|test|valid))(?:.*[._-])?(?P<corpus>{_PAIR}))"
+    rf"^(?:(?:.*[._-])?(?:news)?(?P<split>{'|'.join(SPLITS)})(?:\d{{4}})?(?:[._-](?P<pair>{_PAIR})|-\d+-of-\d+)?"
+    rf"|(?!.*(?i:dev|te?st|valid|eval)(?:ation)?[\d._-])(?:.*[._-])?(?P<corpus>{_PAIR}))"
     rf"\.(?P<ending>{'|'.join(_TABLES)}|{LANGUAGE})(?:\.(?:gz|zst|xz|bz2))?$"
 )
 
@@ -115,6 +115,8 @@ def find_pairs(
     for split, files in named.items():
         pairs += _named(folder.absolute(), split, files, target)
     pairs += _of_translators(folder, seen, target, {*named, *(pair.split for pair in pairs)})
+    if root is not None:
+        _tell_of_others(folder, seen, pairs, target)
     found: dict[tuple[str, str, Path], PairFiles] = {}
     for pair in pairs:
         same = found.setdefault((pair.language, pair.split, unpacked(pair.source.resolve())), pair)
@@ -142,6 +144,14 @@ def find_pairs(
     chosen = [pair for pair in found.values() if pair.language in wanted]
     chosen.sort(key=lambda pair: order[pair.language, pair.split])
     return [_with_columns(pair, target, columns, language_column) for pair in chosen]
+
+
+def _tell_of_others(folder: Path, seen: Sequence[Path], pairs: Sequence[PairFiles], target: str) -> None:
+    """Warns of files that by their ending hold a side of parallel text, and are in none of the pairs."""
+    used = {file for pair in pairs for file in pair.files}
+    sides = {f".{side}" for pair in pairs if pair.target is not None for side in (pair.language, target)}
+    if others := [str(path.relative_to(folder)) for path in seen if ending_of(path) in sides and path not in used]:
+        log.warning("%s: %d files are passed over (%s): data.train names files", folder, len(others), in_short(others))
 
 
 def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[str] | None) -> list[PairFiles]:

@@ -86,7 +86,9 @@ def _divided(found: Sequence[Path], place: Path) -> dict[str, list[Path]]:
 
     A file with another ending than a text's belongs to a split only if one is named train: of code, test.py is code.
     """
-    named = {path: split_of(PurePath(os.path.relpath(path, place))) for path in found}
+    named = {path: split_of(PurePath(os.path.relpath(path, place)), anywhere=True) for path in found}
+    if "train" not in named.values():  # words inside names are those of texts
+        named = {path: split_of(PurePath(os.path.relpath(path, place))) for path in found}
     has_train, splits = "train" in named.values(), dict[str, list[Path]]()
     for path, split in named.items():
         splits.setdefault(split if split and (has_train or _is_text(path.name)) else "train", []).append(path)

@@ -167,7 +167,7 @@ def match_names(
     Raises:
         CheckpointError: a name is missing, unknown, or of another shape; the message lists them all.
     """
-    taken = {name: saved_name for saved_name, name in _renamed(model, saved).items() if name in model}
+    taken = {name: saved_name for saved_name, name in _renamed(model, saved, path).items() if name in model}
     for group in aliases:
         if given := next((taken[name] for name in group if name in taken), None):
             _refuse_untied([taken[n] for n in group if n in taken and not is_named(n, left_out)], saved, path)
@@ -213,10 +213,13 @@ def _refuse_untied(names: Sequence[str], saved: Mapping[str, SavedTensor], path:
             )
 
 
-def _renamed(model: Collection[str], saved: Collection[str]) -> dict[str, str]:
+def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict[str, str]:
     """Returns a name for each in the file: as it is, or with one first part more or less where that fits more.
 
     What torch's wrappers put into names, such as ``module._orig_mod.``, does not matter.
+
+    Raises:
+        CheckpointError: the file holds the whole model twice, under other first parts.
     """
     known, bare = set(model), {name: WRAPPERS.sub("", name) for name in saved}
     renamed = [{name: name for name in saved}]
@@ -224,4 +227,12 @@ def _renamed(model: Collection[str], saved: Collection[str]) -> dict[str, str]:
         renamed.append({name: own if own in known else part + own for name, own in bare.items()})
     for part in sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name}):
         renamed.append({name: own.removeprefix(part) for name, own in bare.items()})
+    whole = [{own: name for name, own in names.items() if own in known} for names in renamed]
+    whole = [names for names in whole if len(names) == len(known)]
+    if other := next((names for names in whole if names != whole[0]), None):
+        name = next(own for own in other if other[own] != whole[0][own])
+        raise CheckpointError(
+            f"{path} holds this model more than once, as {whole[0][name]} and {other[name]}: save the one alone that "
+            "the run is to begin with"
+        )
     return max(renamed, key=lambda names: len(known.intersection(names.values())))  # of equal ones the first

@@ -111,7 +111,10 @@ class TracedLayer(nn.Module):
         for condition in self._conditions:
             if not condition.holds(tensors):
                 sizes = " and ".join(" × ".join(map(str, tensor.shape)) for tensor in tensors)
-                raise SizeError(f"the module was traced for inputs where {condition}, and gets {sizes}")
+                raise SizeError(
+                    f"the module was traced for inputs where {condition}, and gets {sizes}: bring inputs to one size, "
+                    "or write the model as a list of layers, which takes any"
+                )
         with self._context(tensors[0].device.type):
             return self._forwards[self.training](self, *tensors)
 

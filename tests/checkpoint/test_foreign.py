@@ -154,6 +154,13 @@ def test_first_parts_and_wrappers_of_names_do_not_matter(named: str, tmp_path: P
     assert match_names({name: [2] for name in names}, saved, [], [], tmp_path) == names
 
 
+def test_a_file_that_holds_the_model_twice_is_refused_by_both_names(tmp_path: Path) -> None:
+    both = {f"{part}.{name}": torch.zeros(2) for part in ("model", "ema_model") for name in ("a.weight", "b.weight")}
+    saved = open_foreign(one_file(tmp_path, both), print)
+    with pytest.raises(CheckpointError, match=r"more than once, as ema_model\.a\.weight and model\.a\.weight"):
+        match_names({"a.weight": [2], "b.weight": [2]}, saved, [], [], tmp_path)
+
+
 def test_a_single_file_is_taken_before_an_index_that_an_earlier_save_has_left(tmp_path: Path) -> None:
     folder(tmp_path, weights(1))
     later = one_file(tmp_path, weights(2))

@@ -279,6 +279,7 @@ def test_pairs_are_turned_by_their_names_and_a_catalogue_by_english(tmp_path: Pa
         ("locale/de/LC_MESSAGES/django.po", "my-test.de.po"),
         ("train/Both.de-en.tmx", "test/Both.de-en.tmx"),
         ("de-en/train.tsv", "DevTest.de.xlf"),
+        ("de-en/Testament.de-en.tsv", "de-en/newstest2014.de-en.tsv"),
     ],
 )
 def test_what_is_named_test_is_never_trained_on_whatever_its_format(train: str, test: str, tmp_path: Path) -> None:
@@ -288,6 +289,13 @@ def test_what_is_named_test_is_never_trained_on_whatever_its_format(train: str, 
         write_lines(tmp_path / "text" / name, lines)
     made = source(tmp_path / "text")
     assert made.sizes == {"de": 300} and {of.reference for of in made.held_out("test")} == {of for _, of in pairs[300:]}
+
+
+def test_a_side_that_is_in_no_pair_is_told(opus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train.bt.de", "train.bt.en", "newsroom.de"):
+        (opus / name).write_text("eins\n")
+    source(opus)
+    assert "3 files are passed over (newsroom.de, train.bt.de, train.bt.en)" in caplog.text
 
 
 @pytest.mark.parametrize("place", [None, "absent", "empty", "unknown"])

@@ -156,6 +156,7 @@ SETS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # file: the split th
     "files": ({"train.txt": "train", "validation.txt": "dev", "test.txt": ""}, {}),
     "folders": ({"train/a.txt": "train", "valid/a.txt": "dev", "test/b.txt": ""}, {}),
     "shards": ({"c4-train.00000-of-00002.txt": "train", "c4-validation.00000-of-00001.txt": "dev"}, {}),
+    "in names": ({"train_clean.txt": "train", "eval.txt": "dev", "test_other.txt": "", "DevTestSet.txt": ""}, {}),
     "of a hub": ({"data/train.txt": "train", "data/test.txt": "", "README.md": "", "LICENSE.txt": ""}, {}),
     "without a train": ({"books.txt": "train", "my-dev.txt": "dev"}, {}),
     "by a pattern": ({"wiki.train.raw": "train", "wiki.valid.raw": "dev", "wiki.test.raw": ""}, {"files": "*.raw"}),
