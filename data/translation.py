@@ -73,7 +73,7 @@ class PairSource(PreparedSource):
         self.evaluation_split = evaluation_split
 
     def _first_held_out(self, language: str, wanted: int) -> int:
-        """Returns where a choice of `wanted` of the language's held-out sentences begins."""
+        """Returns the index of the first chosen sentence, if `wanted` of the language's held-out ones are chosen."""
         return 0
 
     def _use(self, store: Store) -> None:
@@ -83,7 +83,7 @@ class PairSource(PreparedSource):
             self._pairs = max(1, round(self._batch_tokens / _mean_target(store, self._temperature)))
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Returns a micro-batch on the meta device, and the examples of a mini-batch; without data, or as prepared."""
+        """Returns a micro-batch of usual or longest lengths on the meta device, and the examples of a mini-batch."""
         if not longest and self._knows_lengths():
             source, target, examples = self._looked_at(micro_batches)
         else:
@@ -97,11 +97,11 @@ class PairSource(PreparedSource):
         return ((ids, target_in), (target_out,)), examples
 
     def _knows_lengths(self) -> bool:
-        """Returns whether the store is open, so that usual lengths are those of its mini-batches."""
+        """Opens the store if it can, and returns whether `_looked_at` can measure lengths in it. A subclass may."""
         return False
 
     def _looked_at(self, micro_batches: int) -> tuple[int, int, int]:
-        """Returns the mean padded tokens of a pair's source and target, and the mean pairs of a mini-batch."""
+        """Measures means in the first mini-batches: a pair's padded source and target tokens, a mini-batch's pairs."""
         same_for_all = copy(self)
         same_for_all._seed = 0  # one profile of layers for all seeds
         batches = list(islice(same_for_all._train(0, 0, micro_batches, 0, 1), LOOKED_AT))
@@ -125,7 +125,7 @@ class PairSource(PreparedSource):
         targets = self.target_vocabulary.encode([sample.reference for sample in samples])
         fitting = [i for i, ids in enumerate(targets) if len(ids) < self._max_length]
         order = sorted(fitting, key=lambda i: (len(targets[i]), len(samples[i].source_ids)))
-        sides = [samples[i].source_ids[:-1] for i in order], [targets[i] for i in order]
+        sides = [samples[i].source_ids[:-1] for i in order], [targets[i] for i in order]  # both without end tokens
         for parts in evaluation_parts(len(order), EVALUATION_BATCH * M, M):
             made = [_micro_batch(*(side[part.start : part.stop] for side in sides)) for part in parts]
             yield Batch(made, parts[0].start)
@@ -149,6 +149,7 @@ class PairSource(PreparedSource):
         return self._store.held_out(split)
 
     def _chosen(self, code: str, pairs: list[HeldOutPair], per_language: int | None) -> list[HeldOutPair]:
+        """Returns the language's pairs to use: consecutive ones; behind the last comes the first."""
         if per_language is None:
             return pairs
         start = self._first_held_out(code, per_language)
@@ -156,20 +157,22 @@ class PairSource(PreparedSource):
 
     def epoch(self, position: Any) -> float:
         """Returns the pairs read up to `position` over the size of the corpus; small languages repeat more often."""
-        start = position or {"chunk": 0, "batch": 0}  # with `batch_tokens` about as many, within a chunk
+        start = position or {"chunk": 0, "batch": 0}
+        # With `batch_tokens` the pairs within a chunk are an estimate.
         return float((start["chunk"] * self._chunk + start["batch"] * self._pairs) / sum(self._store.sizes.values()))
 
     @property
     def _chunk(self) -> int:
-        """Returns the pairs of a chunk: whole mini-batches."""
+        """Returns the pairs of a chunk, a multiple of those of a mini-batch."""
         return self._pairs * max(1, min(CHUNK_BATCHES, CHUNK_PAIRS // self._pairs))
 
     def _train(self, chunk: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[Batch]:
+        """Yields a replica's part of each mini-batch without end, from mini-batch `batch` of chunk `chunk` on."""
         sampler = TemperatureSampler(self._store.blocks(), self._temperature, self._chunk, self._seed)
         mine = slice(replica * M, (replica + 1) * M)
         for number in count(chunk):
             pairs = self._store.locate(*sampler.items(number))
-            source, target = (self._store.lengths(pairs) + 1).T
+            source, target = (self._store.lengths(pairs) + 1).T  # with the end token
             batches = dealt(source, target, len(pairs) // self._pairs, self._batch_tokens is None)
             order = permutation(len(batches), self._seed, "batches", number)
             for place in range(batch, len(batches)):
@@ -185,15 +188,16 @@ def _mean_target(store: Store, temperature: float) -> float:
     """Returns the mean target tokens of a pair, with the end token, after temperature sampling."""
     shares = temperature_shares(list(store.sizes.values()), temperature)
     summaries = zip(shares, store.languages.values(), strict=True)
-    return float(sum(share * sum(tokens for _, tokens in of.widths.values()) / of.pairs for share, of in summaries))
+    return float(sum(share * sum(tokens for _, tokens in it.widths.values()) / it.pairs for share, it in summaries))
 
 
 def _micro_batch(sources: Sequences, targets: Sequences) -> MicroBatch:
+    """Returns the micro-batch of ids of pairs, without end tokens: ((source, target_in), (target_out,))."""
     return (_rows(sources, (), (EOS,)), _rows(targets, (BOS,), ())), (_rows(targets, (), (EOS,)),)
 
 
 def _rows(sequences: Sequences, before: tuple[int, ...], after: tuple[int, ...]) -> torch.Tensor:
-    """Returns sequences as rows, each between further tokens, padded to one of few widths."""
+    """Returns a row for each sequence: the tokens `before` it, its own, those `after` it, then padding."""
     width = width_of(np.array(max(map(len, sequences)) + 1))
     rows = np.full((len(sequences), int(width)), PAD, np.int64)
     for row, ids in zip(rows, sequences, strict=True):

@@ -145,7 +145,7 @@ class EncoderAttention(SelfAttention):
         return self.add(x, self.attend(*self.project(x), mask)), *inputs[1:]
 
     def decode(self, inputs: tuple[Tensor, ...], cache: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Reads the whole source in the first call of a group; later calls have a source of length 0."""
+        """Attends in a group of sentences' first call; later calls have an empty source and return their inputs."""
         return self.forward(inputs) if inputs[0].shape[1] else inputs
 
 
@@ -161,7 +161,7 @@ class CausalAttention(SelfAttention):
         return (y, *rest) if rest else y
 
     def decode(self, inputs: Boundary, cache: dict[str, Any]) -> Boundary:
-        """Computes the next tokens of y; their keys and values are appended to those in `cache`."""
+        """Attends from the next tokens, y [b, t, d]; appends their keys and values to those in `cache`."""
         y, *rest = (inputs,) if isinstance(inputs, Tensor) else inputs
         query, key, value = self.project(y, cache["key"].shape[2] if "key" in cache else 0)
         if "key" in cache:
@@ -187,7 +187,10 @@ class CrossAttention(Attention):
         return self._attend_to(y, key, value, mask), memory, mask
 
     def decode(self, inputs: tuple[Tensor, Tensor, Tensor], cache: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes the next tokens of y, with the source's keys, values and mask from the group's first call."""
+        """Attends from the next tokens, y [b, t, d], to the source, whose keys, values and mask `cache` keeps.
+
+        Memory has S > 0 in the first call for a group of sentences, which fills the cache, and S = 0 after it.
+        """
         y, memory, mask = inputs
         if memory.shape[1]:
             cache["key"], cache["value"] = self.split_heads(self.key_value(memory), 2)
@@ -195,6 +198,7 @@ class CrossAttention(Attention):
         return self._attend_to(y, cache["key"], cache["value"], cache["mask"]), memory, mask
 
     def _attend_to(self, y: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Returns y plus its attention to the source's keys and values."""
         (query,) = self.split_heads(self.query(self.norm(y)), 1)
         return self.add(y, self.attend(query, key, value, mask))
 
@@ -224,7 +228,7 @@ class TokenEmbedding(nn.Module):
         self.register_buffer("frequencies", waves, persistent=False)
 
     def embed(self, ids: Tensor, first_position: int = 0) -> Tensor:
-        """Returns [b, t, d] of ids [b, t], which stand at `first_position` and after."""
+        """Returns vectors [b, t, d] of ids [b, t], the first of which stand at `first_position`."""
         vectors = F.embedding(ids, self.weight)
         if self.frequencies is None:
             return F.dropout(vectors * self.scale, self.dropout, self.training)
@@ -233,7 +237,7 @@ class TokenEmbedding(nn.Module):
         return F.dropout(torch.add(waves, vectors, alpha=self.scale), self.dropout, self.training)
 
     def embed_next(self, ids: Tensor, cache: dict[str, Any]) -> Tensor:
-        """Returns [b, t, d] of the next tokens; `cache` counts the tokens of earlier calls."""
+        """Returns the next tokens' vectors [b, t, d]; `cache` counts the tokens of earlier calls."""
         first = cache.get("length", 0)
         cache["length"] = first + ids.shape[1]
         return self.embed(ids, first)
@@ -253,7 +257,7 @@ class VocabularyProjection(nn.Linear):
 
 
 def frequencies_of(width: int) -> Tensor:
-    """Returns the falling frequencies [width / 2] of positions."""
+    """Returns the frequencies [width / 2] of sinusoidal positions, highest first."""
     return torch.exp(torch.arange(0, width, 2) * (-math.log(LONGEST_WAVE) / width))
 
 
@@ -264,7 +268,7 @@ def phases(frequencies: Tensor, first_position: int, length: int) -> Tensor:
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Returns x [..., t, w] with each pair (x[i], x[i + w/2]) turned by an angle, in the type of x.
+    """Rotates each pair (x[i], x[i + w/2]) of x [..., t, w] by an angle; returns the type of x.
 
     Args:
         angles: [t, w], of float32; the left half has the signs of the right half reversed.
@@ -273,5 +277,5 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def stacked(name: str, layers: int, sublayers: Sublayers) -> list[LayerBuilder]:
-    """Returns the list of so many equal layers: `name.0.<sublayer>`, …"""
+    """Returns builders of `layers` equal layers, each of some sublayers: `name.0.<sublayer>`, …"""
     return [LayerBuilder(f"{name}.{i}.{kind}", build) for i in range(layers) for kind, build in sublayers.items()]

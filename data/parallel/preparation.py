@@ -95,7 +95,7 @@ class Preparation:
     """Makes one store.
 
     Attributes:
-        folder: that becomes the store.
+        folder: becomes the store.
         pairs: the files to read.
     """
 
@@ -108,7 +108,7 @@ class Preparation:
     _encoded: int = 0  # pairs of lines
 
     def run(self, workers: int) -> None:
-        """Does all steps in some processes.
+        """Does all steps, in so many processes.
 
         Raises:
             ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.
@@ -129,7 +129,7 @@ class Preparation:
         self.report("parallel text: languages", len(writer.languages), len(writer.languages))
 
     def _scan(self, run_all: RunAll) -> tuple[Lines, Samples]:
-        """Returns the pairs of lines of each corpus to train on, and a sample of each.
+        """Returns the number of line pairs of each corpus to train on, and a sample of its pairs.
 
         Raises:
             ConfigurationError: a file is empty, or two that are read line by line have not equally many.
@@ -149,7 +149,10 @@ class Preparation:
         return lines, samples
 
     def _scan_jobs(self) -> Iterator[tuple[PairFiles, int, int]]:
-        """Yields the jobs; a corpus' sample is twice its share of the vocabulary's pairs, judged by file size."""
+        """Yields the arguments of `scan` for each corpus.
+
+        The sample has twice as many pairs as the vocabulary will use, because the share is estimated by file size.
+        """
         shares = shares_of({pair: pair.source.stat().st_size + 1 for pair in self.pairs if pair.split == "train"})
         for pair in self.pairs:
             wanted = min(int(2 * shares[pair] * VOCABULARY_PAIRS) + 1, VOCABULARY_PAIRS) if pair in shares else 0
@@ -167,7 +170,7 @@ class Preparation:
         return digests
 
     def _encode(self, run_all: RunAll, writer: StoreWriter, code: str, lines: Lines, held_out: Collection[int]) -> None:
-        """Makes ids of a language's pieces, divided among shards, and writes the shuffled shards.
+        """Encodes a language's pieces, divides their pairs among shards, and writes the shards shuffled.
 
         Args:
             held_out: digests of the pairs in dev and test files.
@@ -200,7 +203,10 @@ class Preparation:
 
 
 def shares_of(sizes: Mapping[PairFiles, int]) -> dict[PairFiles, float]:
-    """Returns each corpus' share of the vocabularies' pairs: its part of the share of its language."""
+    """Returns each corpus' share of the pairs that vocabularies are trained on.
+
+    Languages get shares by temperature. A language's share is divided among its corpora by size.
+    """
     totals = Counter[str]()
     for pair, size in sizes.items():
         totals[pair.language] += size
@@ -212,7 +218,7 @@ def train_vocabularies(text: ParallelText, folder: Path, lines: Lines, samples: 
     """Trains the vocabularies on the samples, or copies those that are given, into a folder.
 
     Raises:
-        ConfigurationError: there is no text, or a size does not fit it; both sides are told.
+        ConfigurationError: there is no text, or a vocabulary size does not fit it. It names both sides if both fail.
     """
     refused = []
     for number, side in enumerate(SIDES[:1] if text.shared else SIDES):
@@ -235,6 +241,7 @@ def train_vocabularies(text: ParallelText, folder: Path, lines: Lines, samples: 
 
 
 def _no_text(text: ParallelText, first: PairFiles) -> str:
+    """Returns the error that no pair can be used, with the first defect of the first pair of files."""
     defects = Defects()
     readable(next(read_pieces(first, text.piece)), text.max_length, defects)
     found = next(iter(defects.first.values()), f"the first file is {first.source}")
@@ -293,6 +300,7 @@ def read_pieces(files: PairFiles, size: int) -> Iterator[Piece]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, which may be compressed."""
     with reading(path) as file:
         yield from file
 
@@ -333,6 +341,7 @@ def readable(piece: Piece, max_length: int, defects: Defects) -> list[Line]:
 
 
 def _too_long(piece: Piece, place: int, length: str, max_length: int, defects: Defects) -> None:
+    """Counts a line as too long; `length` says how long it is."""
     defects.add("too_long", piece.where(place), f"{KINDS['too_long']}: {length}, data.max_length={max_length} tokens")
 
 
@@ -349,9 +358,10 @@ class EncodedPiece(NamedTuple):
 
 
 def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple[str, str]]]:
-    """Returns the lines of each file, and an even sample of `wanted` pairs that can be read, or up to twice as many.
+    """Returns the number of lines of each file, and an even sample of its pairs.
 
     Args:
+        wanted: pairs to sample; up to twice as many are returned, fewer where lines cannot be read.
         size: lines read at a time.
 
     Raises:
@@ -374,39 +384,41 @@ def scan(pair: PairFiles, wanted: int, size: int) -> tuple[list[int], list[tuple
 def encode(
     text: ParallelText, folder: Path, piece: Piece, number: int, held_out: frozenset[int], shards: int
 ) -> EncodedPiece:
-    """Returns a piece's ids, its pairs divided among shards by a hash of the line.
+    """Returns the ids of a piece's training pairs, divided among shards at random, and its pairs of dev and test.
+
+    The shard depends on the seed and the line's place. Pairs that stand in the dev and test files, too, are left out.
 
     Args:
-        folder: of the vocabularies.
+        folder: the vocabularies' folder.
         number: place of the piece within its language.
         held_out: digests of the language's pairs in dev and test files, see `pair_digest`.
     """
     defects, language = Defects(), piece.files.language
-    trained, drawn = list[Line](), list[Line]()
+    for_training, for_held_out = list[Line](), list[Line]()
     for line in readable(piece, text.max_length, defects):
         if text.split_of(language, line.target) != "train":
-            drawn.append(line)
+            for_held_out.append(line)
             continue
         is_held_out = pair_digest(line.source, line.target) in held_out
         if is_held_out or line.source == line.target:
             defects.add("held_out" if is_held_out else KEPT, piece.where(line.place))
         if not is_held_out:
-            trained.append(line)
-    pairs = short_enough(text, folder, piece, trained, defects)
-    words = random_words(len(piece.rows), text.seed, "shard of", language, number)
+            for_training.append(line)
+    pairs = short_enough(text, folder, piece, for_training, defects)
+    random_numbers = random_words(len(piece.rows), text.seed, "shard of", language, number)
     divided: list[list[tuple[list[int], list[int]]]] = [[] for _ in range(shards)]
     for line, *ids in pairs:
-        divided[int(words[line.place]) % shards].append((ids[0], ids[1]))
+        divided[int(random_numbers[line.place]) % shards].append((ids[0], ids[1]))
     kind = token_kind(*vocabularies_in(folder))
     kept = [
         held_out_pair(text.split_of(language, line.target), piece, line)
-        for line, *_ in short_enough(text, folder, piece, drawn, defects)
+        for line, *_ in short_enough(text, folder, piece, for_held_out, defects)
     ]
     return EncodedPiece(len(piece.rows), [interleave(of_shard, kind) for of_shard in divided], kept, defects)
 
 
 def held_out_pair(split: str, piece: Piece, line: Line) -> HeldOutPair:
-    """Returns a line as it is kept to be translated."""
+    """Returns a line as a pair of dev or test."""
     return HeldOutPair(split, piece.files.language, piece.places[line.place], line.source, line.target)
 
 
@@ -418,7 +430,12 @@ def pair_digest(source: str, target: str) -> int:
 def short_enough(
     text: ParallelText, folder: Path, piece: Piece, usable: list[Line], defects: Defects
 ) -> list[tuple[Line, list[int], list[int]]]:
-    """Returns the lines that are short enough, each with its ids; counts the others."""
+    """Returns the lines that are short enough, each with its ids; counts the others as defects.
+
+    Args:
+        folder: the vocabularies' folder.
+        usable: lines of `piece`.
+    """
     source, target = vocabularies_in(folder)
     of_source = source.encode([line.source for line in usable], threads=1)
     of_target = target.encode([line.target for line in usable], threads=1)
@@ -434,5 +451,5 @@ def short_enough(
 
 @lru_cache(maxsize=2)
 def vocabularies_in(folder: Path) -> tuple[AnyVocabulary, AnyVocabulary]:
-    """Returns the vocabularies of both sides, read once by each process."""
+    """Returns the vocabularies of source and target, which each process reads once."""
     return read_both(folder)

@@ -35,7 +35,7 @@ VOCABULARIES = ("*.vocabulary", "*.source_vocabulary", "*.target_vocabulary")
 NOT_SET = "(not set)"
 # Values that give the same bits. These schedules add up the gradients of the micro-batches from the first to the last,
 # two others from the last to the first (`tests/golden`). Earlier runs lacked the other keys.
-FROM_THE_LAST = {"gpipe", "breadth_first"}
+SCHEDULES_FROM_THE_LAST = {"gpipe", "breadth_first"}
 SAME_BITS: Mapping[str, set[object]] = {
     "pipeline.schedule": {"1f1b", "interleaved_1f1b", "zero_bubble"},
     "model.positions": {NOT_SET, "sinusoids"},
@@ -58,7 +58,10 @@ MAKERS = ("babel", "sentencepiece")  # other releases make other data
 def differences(
     saved: Mapping[str, Json], new: Mapping[str, Json], may_differ: Iterable[str] = MAY_DIFFER
 ) -> dict[str, tuple[Json, Json]]:
-    """Returns the keys that differ and matter; none: the run may continue.
+    """Returns the keys that differ and matter. If there is none, the run may continue.
+
+    A value that gives the same bits as the saved one (`SAME_BITS`, `SCHEDULES_FROM_THE_LAST`) makes no difference, nor
+    does a data key that only one release knows and that is null.
 
     Args:
         may_differ: keys that do not matter: ``optimizer.lr``, ``optimizer`` (all below it) or ``model.drop*``.
@@ -69,10 +72,10 @@ def differences(
     patterns, before, now = list(may_differ), flat(saved), flat(new)
     found = {}
     for key in {**before, **now}:
-        old, own = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
-        same = old == own and isinstance(old, bool) == isinstance(own, bool)
+        old, fresh = pair = before.get(key, NOT_SET), now.get(key, NOT_SET)
+        same = old == fresh and isinstance(old, bool) == isinstance(fresh, bool)  # True == 1 in Python
         same = same or (key.startswith("data.") and all(value in (NOT_SET, None) for value in pair))  # a newer key
-        same = same or (key == "pipeline.schedule" and FROM_THE_LAST.issuperset(pair))
+        same = same or (key == "pipeline.schedule" and SCHEDULES_FROM_THE_LAST.issuperset(pair))
         if not (same or is_named(key, patterns) or (key in SAME_BITS and SAME_BITS[key].issuperset(pair))):
             found[key] = pair
     return found
@@ -84,11 +87,13 @@ def require_compatible(
     """Refuses a configuration that would not continue the training of ``info``.
 
     Args:
-        by_steps: names of layers that depend on `trainer.steps`, as scheduled drop path does; none: it may differ.
+        allow_changes: further keys that may differ.
+        by_steps: names of layers that depend on `trainer.steps`, as scheduled drop path does. If there is none,
+            `trainer.steps` may differ.
 
     Raises:
-        CheckpointError: it names the keys with both values, and what to type to return to the old ones or to insist.
-            Nobody can insist on another size of a vocabulary.
+        CheckpointError: it names the keys with both values, and what to type to return to the old ones or to allow
+            the new ones. Another size of a vocabulary cannot be allowed.
     """
     if sizes := vocabulary_sizes(info, new):
         others = ", ".join(f"{key}={typed(old)} there, {shown(now)} here" for key, (old, now) in sizes.items())
@@ -110,7 +115,7 @@ def require_compatible(
         f"{info.path} was made with another configuration:\n"
         + "\n".join(lines)
         + f"\nTo go on as it was made, type: {shlex.join(back)}\n"
-        + _insist([*allow_changes, *differing])
+        + _how_to_allow([*allow_changes, *differing])
     )
 
 
@@ -127,13 +132,14 @@ def refuse_unknown(changes: Sequence[str], new: Mapping[str, Json], info: Checkp
 
 
 def vocabulary_sizes(info: CheckpointInfo, new: Mapping[str, Json]) -> dict[str, tuple[Json, Json]]:
-    """Returns the sizes of vocabularies that differ, see `differences`: weights of one do not fit the other."""
+    """Returns the sizes of vocabularies that differ: key -> (saved, new). Weights of one do not fit the other."""
     now = flat(new)
     sizes = {key: size for key, size in flat(info.state.configuration).items() if is_named(key, VOCABULARIES)}
     return {key: (size, now[key]) for key, size in sizes.items() if now.get(key, size) != size}
 
 
-def _insist(changes: Sequence[str]) -> str:
+def _how_to_allow(changes: Sequence[str]) -> str:
+    """Returns the sentence that says what to type to continue with these changed keys."""
     words = shlex.quote(f"checkpoint.allow_changes=[{','.join(changes)}]")
     return f"To go on with the change, type: {words} (it is then no longer the same training)"
 
@@ -142,7 +148,7 @@ def _insist(changes: Sequence[str]) -> str:
 
 
 def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes: Sequence[str]) -> None:
-    """Refuses other data than those of ``info``; on rank 0, before any file of the run is overwritten.
+    """Refuses other data than those of ``info``. Rank 0 calls it before any file of the run is overwritten.
 
     `data` in ``allow_changes`` allows other data. Other vocabularies are never allowed: the model has learnt their ids.
 
@@ -154,7 +160,7 @@ def require_same_data(info: CheckpointInfo, source: Source | None, allow_changes
     if None not in (saved, now) and saved != now and not is_named("data", allow_changes):
         raise CheckpointError(
             f"{info.path} was trained on other data than there are now: {_advice(info)}\n"
-            + _insist([*allow_changes, "data"])
+            + _how_to_allow([*allow_changes, "data"])
         )
 
 
@@ -174,7 +180,7 @@ def vocabularies_in(folder: Path) -> dict[str, str]:
 
 
 def with_vocabulary(data: Mapping[str, Json], info: CheckpointInfo) -> dict[str, Json]:
-    """Returns the section `data` with the vocabulary that a run has learnt, where it can take one and names none."""
+    """Returns the section `data` with a run's vocabulary as `tokenizer`, if it has that key and leaves it null."""
     takes_one = data.get("tokenizer", "") is None
     return {**data, **({"tokenizer": str(info.run_dir.absolute())} if takes_one else {})}
 
@@ -200,6 +206,7 @@ def require_same_vocabularies(info: CheckpointInfo, now: Mapping[str, str]) -> N
 
 
 def _advice(info: CheckpointInfo) -> str:
+    """Returns what to do if data or vocabularies are not those of ``info``."""
     made_with = ", ".join(f"{name} {info.versions[name]}" for name in MAKERS if name in info.versions)
     return (
         f"put the former files back, take the run's vocabulary (data.tokenizer={info.run_dir}), or install the "

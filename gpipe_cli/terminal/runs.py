@@ -35,7 +35,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """Holds one run, as its directory has it.
+    """Holds what a run directory says of its run.
 
     Attributes:
         status: "done", "stopped" (it saved first), "not finished, 7 steps on record" or "failed".
@@ -62,12 +62,12 @@ class FinishedRun:
         return {key.lstrip("+~"): value for key, _, value in (word.partition("=") for word in self.words)}
 
     def value(self, key: str) -> Any:
-        """Returns the value of a key of the configuration, or of a group the option that was typed."""
+        """Returns the value of a configuration key, or the typed option of a Hydra group."""
         return self.settings.get(key, self.typed.get(key))
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """Returns the last evaluation's numbers, without single languages."""
+        """Returns the last evaluation's scores, without those of single languages."""
         scores = (self.summary.get("evaluation") or {}).items()
         return {name: score for name, score in scores if "/" not in name and isinstance(score, (int, float))}
 
@@ -91,6 +91,7 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[FinishedRun], list[str]]:
 
 
 def _folders(path: Path) -> Iterator[Path]:
+    """Yields the run directories in a folder and below, or the one that a file lies in."""
     folder = path.parent if path.is_file() else path
     if any((folder / name).is_file() for name in RUN_FILES):
         yield folder
@@ -100,7 +101,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _number(folder: Path) -> tuple[float, str]:
-    """Returns a sort key: jobs of a sweep are called ``12_overrides``."""
+    """Returns a sort key: a sweep's jobs, called ``12_overrides``, by number; others after them, by name."""
     number = folder.name.partition("_")[0]
     return (int(number) if number.isdigit() else float("inf"), folder.name)
 
@@ -109,7 +110,8 @@ def read_run(folder: Path, running: bool = False) -> FinishedRun:
     """Reads a run directory.
 
     Args:
-        running: its figures are not read: what summary.json says is of the run that this one continues.
+        running: the run has not ended. Its figures are not read, because a summary.json is that of the run that this
+            one continues.
     """
     broken: list[str] = []
     settings = flat(_read_yaml(folder / ".hydra" / "config.yaml", dict, broken))
@@ -153,7 +155,10 @@ def _error(path: Path) -> str | None:
 
 
 def _read_yaml(path: Path, kind: type, broken: list[str]) -> Any:
-    """Returns what a file holds, or nothing of its kind, with a line in ``broken`` where it cannot be read."""
+    """Returns the content of a YAML file, or an empty ``kind`` if it is missing or cannot be read.
+
+    A file that cannot be read adds a line to ``broken``.
+    """
     if not path.is_file():
         return kind()
     try:
@@ -182,10 +187,10 @@ class RunTable:
     differing: list[str]
 
     def document(self, folder: Path) -> Document:
-        """Returns the table, with links to the runs' own pages, the plot and the meaning of its columns.
+        """Returns the table as a document, with links to the runs' own pages, the plot and the meaning of its columns.
 
         Args:
-            folder: the folder of the page.
+            folder: where the document will lie; links are relative to it.
         """
         others = [key for key in self.differing if key not in GRID]
         settings, hidden = others[:SETTINGS_AT_MOST], others[SETTINGS_AT_MOST:]
@@ -208,22 +213,25 @@ class RunTable:
         return Document(f"{len(rows)} runs of gpipe-train", blocks)
 
     def matrix(self) -> list[Grid]:
-        """Returns K × M with loss and seconds, of runs that differ in both and in nothing else."""
+        """Returns a grid of loss and seconds by K and M, if the runs differ in both and in nothing else."""
         if {*self.differing} != {*GRID}:
             return []
         runs = {(run["K"], run["M"]): run for run in self.facts if run["wall_seconds"]}
         all_K, all_M = ({key[axis] for key in runs} for axis in (0, 1))
         columns = sorted(all_M)
 
-        def told(K: int, M: int) -> str:
+        def entry(K: int, M: int) -> str:
             run = runs.get((K, M))
             return "" if run is None else f"{number(run['loss'], 4)} in {run['wall_seconds']:.0f} s"
 
-        rows = [[f"K={K}", *(told(K, M) for M in columns)] for K in sorted(all_K)]
+        rows = [[f"K={K}", *(entry(K, M) for M in columns)] for K in sorted(all_K)]
         return [Grid(["loss, seconds of a run", *(f"M={M}" for M in columns)], rows)]
 
     def drawing(self) -> Drawing | None:
-        """Returns measured and ideal throughput over K, a panel for each M and setting that differs; None without."""
+        """Plots measured and ideal throughput over K, a panel for each M and setting that differs.
+
+        Returns None if no panel has two K.
+        """
         panels: dict[str, list[tuple[float, float, float]]] = {}
         for run in self.facts:
             if run["normalised"] is not None:
@@ -240,7 +248,10 @@ class RunTable:
 
 
 def compare(runs: Sequence[FinishedRun]) -> RunTable:
-    """Compares runs; × is examples/s in units of the smallest K, then M, among runs that differ in nothing else."""
+    """Compares runs: settings that differ, figures, and throughput relative to a reference.
+
+    The reference of a run has the smallest K, then M, of the runs that differ from it in nothing else.
+    """
     differing = differing_keys(runs)
     others = [key for key in differing if key not in GRID]
     references: dict[tuple[str, ...], FinishedRun] = {}
@@ -263,19 +274,23 @@ def compare(runs: Sequence[FinishedRun]) -> RunTable:
 def differing_keys(runs: Sequence[FinishedRun]) -> list[str]:
     """Returns the configuration's keys whose values differ between the runs.
 
-    A value taken from another key (an interpolation, ``${...}``) makes no difference of its own. Where each run has
-    typed its option of a group, the option stands for all keys of the group that were not typed.
+    An interpolation (``${...}``) is left out: the key that it refers to counts. Where every command line chose an
+    option of a Hydra group (``optimizer=adam``), that choice is listed in place of the group's keys, except keys that
+    every command line sets, too.
     """
-    known = [run for run in runs if run.settings]
-    of_all = [key for key in (known[0].typed if known else ()) if all(key in run.typed for run in known)]
-    values = {key: {str(run.value(key)) for run in known} for run in known for key in (*of_all, *run.settings)}
+    known = [run for run in runs if run.settings]  # those whose configuration can be read
+    all_typed = [key for key in (known[0].typed if known else ()) if all(key in run.typed for run in known)]
+    values = {key: {str(run.value(key)) for run in known} for run in known for key in (*all_typed, *run.settings)}
     differing = [key for key, found in values.items() if len(found) > 1 and not any("${" in value for value in found)]
     groups = tuple(f"{key}." for key in differing)
-    return [key for key in differing if key not in NO_DIFFERENCE and (key in of_all or not key.startswith(groups))]
+    return [key for key in differing if key not in NO_DIFFERENCE and (key in all_typed or not key.startswith(groups))]
 
 
 def short_names(runs: Sequence[FinishedRun]) -> list[str]:
-    """Returns each folder's name; of a sweep's job its number, because its overrides stand in the columns."""
+    """Returns a short label for each run: the job's number within a sweep, else the folder's name.
+
+    Labels that would be equal have the parent folder's name before them.
+    """
     jobs = [re.match(r"\d+(?=_|$)", run.folder.name) for run in runs]
     names = [run.folder.name if job is None else job[0] for run, job in zip(runs, jobs, strict=True)]
     return [
@@ -291,7 +306,7 @@ def ideal_throughput(K: int, M: int, reference: tuple[int, int] = (2, 1)) -> flo
 
 
 def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | None, float | None]:
-    """Returns the measured and the ideal throughput in units of the reference; None where there is none.
+    """Returns the measured and the ideal throughput in units of the reference's; None where one of them is unknown.
 
     With W workers a pipeline of K cells cannot be faster than one of W cells.
     """
@@ -303,6 +318,6 @@ def _compared(run: FinishedRun, reference: FinishedRun | None) -> tuple[float | 
 
 
 def _speed(run: FinishedRun) -> float | None:
-    """Returns the examples per second of a run that can be compared."""
+    """Returns the examples per second of a run whose K and M are known, else None."""
     known = all((run.summary.get(name) or 0) > 0 for name in ("K", "M"))
     return run.summary.get("examples_per_second") if known else None

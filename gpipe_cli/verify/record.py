@@ -55,7 +55,7 @@ class RecordedStep:
         loss: loss of the mini-batch, per unit of weight.
         losses: unscaled sums by (replica, micro-batch).
         gradient_norm: global, before clipping.
-        loss_scale: factor of what passes back between layers.
+        loss_scale: factor of the loss, and so of the gradients between layers.
         seen: fingerprints of the layers' outputs.
     """
 
@@ -70,11 +70,11 @@ class RecordedStep:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     def rows(self) -> list[tuple[str, Point, Fingerprint]]:
-        """Returns the records as plain values: kind, place, value."""
+        """Returns the fingerprints as plain values: (kind, point, fingerprint)."""
         return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
 
     def add(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Adds the rows of another worker, of which JSON has made lists."""
+        """Adds the rows of another worker; JSON has turned their tuples into lists."""
         for kind, at, value in rows:
             self.seen.setdefault(kind, {})[Point(*at)] = value
 
@@ -83,7 +83,7 @@ class RecordedStep:
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Computes norm and projection on a fixed vector in float64, of the values in logical order."""
+    """Computes a tensor's norm and its projection on a fixed vector, in float64."""
     values = tensor.detach().reshape(-1).double()
     direction = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
     direction.mul_(math.sqrt(2)).mul_(math.pi).cos_()  # without a pattern that data could have
@@ -115,7 +115,8 @@ class Spill:
         """Returns the tensors of one layer; none where nothing was written.
 
         Args:
-            kinds: with these only ``kind/name`` of them, by the name alone; of equal names that of the last kind.
+            kinds: if given, only tensors named ``kind/name`` of these kinds are returned, by ``name`` alone. Where two
+                kinds have one name, the last kind counts.
         """
         path = self._path(moment, layer)
         tensors = load_file(path) if path.exists() else {}
@@ -125,7 +126,7 @@ class Spill:
         return {name.removeprefix(prefix): tensors[name] for prefix, name in wanted}
 
     def drop(self, moment: str) -> None:
-        """Deletes the files of a moment, if there are any; those of all for an empty name."""
+        """Deletes the files of a moment, if there are any. An empty name deletes those of all moments."""
         shutil.rmtree(self._folder / moment, ignore_errors=True)
 
     def _path(self, moment: str, layer: int) -> Path:
@@ -133,13 +134,15 @@ class Spill:
 
 
 def named(layer: Layer) -> dict[str, nn.Parameter]:
-    """Returns a layer's parameters by full name."""
-    return {f"{layer[1]}.{name}": parameter for name, parameter in layer[2].named_parameters()}
+    """Returns a layer's parameters by name in the whole model: layer.parameter."""
+    _, layer_name, module = layer
+    return {f"{layer_name}.{name}": parameter for name, parameter in module.named_parameters()}
 
 
 def named_buffers(layer: Layer) -> dict[str, Tensor]:
-    """Returns a layer's buffers by full name."""
-    return {f"{layer[1]}.{name}": buffer for name, buffer in layer[2].named_buffers()}
+    """Returns a layer's buffers by name in the whole model: layer.buffer."""
+    _, layer_name, module = layer
+    return {f"{layer_name}.{name}": buffer for name, buffer in module.named_buffers()}
 
 
 # -- the pipelined side ------------------------------------------------------------------------------------------------
@@ -169,12 +172,14 @@ class RunWatch:
             module.register_forward_hook(self._after(index))
 
     def hold(self, number: int) -> None:
-        """Writes what this worker holds after so many steps, layer by layer."""
+        """Writes weights, buffers and optimizer state of this worker after `number` steps, layer by layer."""
         states = self._trainer.updater.layer_states()
         for layer in self._layers if self._replica == 0 else []:
             self._spill.put(f"held {number}", layer[0], held_by(layer, states[layer[1]].optimizer))
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
+        """Returns a forward hook that records fingerprints of the outputs of layer number `layer`."""
+
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
             running = self._engine.running
             seen = self._seen[AGAIN if running.op is Op.RECOMPUTE else OUTPUT]
@@ -198,7 +203,11 @@ class RunWatch:
 
 
 def held_by(layer: Layer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Returns weights, buffers and the optimizer's ``states`` of a layer's parameters, by ``kind/full name``."""
+    """Returns weights, buffers and optimizer state of a layer, by ``kind/name`` with the name in the whole model.
+
+    Args:
+        states: parameter's name in the layer -> the optimizer's state of it.
+    """
     held: dict[str, Tensor] = {f"weight/{name}": parameter for name, parameter in named(layer).items()}
     held |= {f"buffer/{name}": buffer for name, buffer in named_buffers(layer).items()}
     for parameter, values in states.items():

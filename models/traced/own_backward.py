@@ -38,7 +38,7 @@ class OwnFunction:
     __name__ = "own_function"  # for torch.fx
 
     def filled(self, given: tuple[Any, ...]) -> list[Any]:
-        """Returns all arguments."""
+        """Returns all arguments, with the tensors and sizes `given` at their places."""
         whole = list(self.others)
         for place, value in zip(self.places, given, strict=True):
             whole[place] = value
@@ -50,12 +50,16 @@ class OwnFunction:
 
 @contextmanager
 def own_backward_kept() -> Iterator[None]:
-    """Makes each call of an autograd function within the context one operation, a key of `functions`."""
+    """Traces each call of a user's `torch.autograd.Function` as one opaque operation, so that its backward is kept.
+
+    `functions[operation]` calls the function.
+    """
     with patch.object(Function, "apply", classmethod(_apply)):
         yield
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:
+    """Replaces `Function.apply`: defines an operation for this call, calls it, and returns outputs of the same form."""
     if function is CheckpointFunction:  # it only computes again
         inside, _, *given = arguments
         return inside(*given)
@@ -73,6 +77,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
         answer = _forward(function, run.filled(given))
         return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in _tensors(answer)]
 
+    # In the graph stands this operation; its fake implementation only says shapes, types and strides.
     name = f"function_{next(_numbers)}"
     takes = ", ".join(f"{'Tensor' if isinstance(arguments[place], Tensor) else 'SymInt'} a{place}" for place in places)
     LIBRARY.define(f"{name}({takes}) -> Tensor[]")
@@ -86,7 +91,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
 
 
 def _forward(function: type[Function], arguments: list[Any]) -> Any:
-    """Returns the output of the function's forward, without a graph."""
+    """Returns the outputs of the function's forward, called as `Function.apply` does but without a graph."""
     context: Any = FunctionCtx()
     context.needs_input_grad = tuple(isinstance(given, Tensor) and given.requires_grad for given in arguments)
     if function.setup_context is Function.setup_context:
@@ -98,4 +103,5 @@ def _forward(function: type[Function], arguments: list[Any]) -> Any:
 
 
 def _tensors(answer: Any) -> list[Tensor]:
+    """Returns the tensors among a function's outputs."""
     return [part for part in ((answer,) if isinstance(answer, Tensor) else answer) if isinstance(part, Tensor)]
