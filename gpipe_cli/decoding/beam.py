@@ -63,7 +63,7 @@ class BeamSearch:
         self._sentences = torch.arange(count)  # indices of those not done, in the order of their rows
         self._totals = torch.zeros(count, 1)  # log-probabilities of the open hypotheses, [not done, width]
         self._history = torch.zeros(count, 1, 0, dtype=torch.int64)  # their tokens, [not done, width, round]
-        self._ended = torch.zeros(count, dtype=torch.int64)
+        self._ended = torch.zeros(count, dtype=torch.int64)  # hypotheses of each sentence that have ended
         self._best_score = torch.full((count,), DEAD, dtype=torch.float64)
         self._best: list[Hypothesis | None] = [None] * count
 
@@ -82,13 +82,16 @@ class BeamSearch:
 
     def best(self) -> list[Hypothesis]:
         """Returns the translation of each sentence, once all are done."""
-        return [hypothesis for hypothesis in self._best if hypothesis is not None]
+        return [hypothesis for hypothesis in self._best if hypothesis is not None]  # none is None then
 
     def _candidates(self, log_probabilities: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the best 2·beam continuations of each sentence, best first: totals, places in the beam, tokens.
+        """Returns the best 2·beam continuations of each sentence, best first, each tensor [not done, 2·beam].
 
-        At most `beam` of them end the sentence, one for each place, so at least `beam` do not. Of few tokens there are
-        fewer continuations.
+        At most `beam` of them end the sentence, one for each place, so at least `beam` do not. There are fewer if the
+        vocabulary is small.
+
+        Returns:
+            (log-probabilities of the whole hypotheses, their places in the beam, next tokens).
         """
         count, width = self._totals.shape
         vocabulary = log_probabilities.shape[-1]
@@ -99,7 +102,12 @@ class BeamSearch:
         return totals.cpu(), order // vocabulary, order % vocabulary
 
     def _end_hypotheses(self, totals: Tensor, places: Tensor, tokens: Tensor, length: int) -> None:
-        """Ends the hypotheses whose end of sentence is among the best `beam` continuations."""
+        """Ends hypotheses whose end of sentence is among the best `beam` continuations; keeps each sentence's best.
+
+        Args:
+            totals, places, tokens: as `_candidates` returns them.
+            length: tokens of a hypothesis that ends now, with its end token.
+        """
         first = slice(0, self._beam)
         ends = (tokens[:, first] == self._eos) & (totals[:, first] > DEAD)
         self._ended[self._sentences] += ends.sum(1)
@@ -142,7 +150,10 @@ class BeamSearch:
 
 
 def _first_of_equals(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the largest ``count`` of each row, descending, equal ones in order; `topk` alone promises no order."""
+    """Returns the largest ``count`` values of each row and their columns, largest first.
+
+    Of equal values the first columns are taken, in their order. `topk` alone promises neither.
+    """
     reach = min(count + 1, values.shape[1])
     found, order = values.topk(reach, dim=1)
     if reach > count and bool((tied := found[:, count - 1] == found[:, count]).any()):

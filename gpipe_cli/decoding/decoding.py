@@ -24,7 +24,7 @@ from .beam import BeamSearch, Hypothesis
 from .sampling import ContinuationForm, Sampling
 
 Sources = Sequence[Any]
-"""What is to be continued, as a `Form` reads it; `len` is its number of tokens."""
+"""Token ids of sentences to translate, or `Prompt`s to continue; `len` of one is its number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,19 @@ class TranslationForm:
 
     @property
     def group(self) -> int:
+        """Returns the number of sentences that are decoded together."""
         return self.settings.group
 
     @property
     def width(self) -> int:
+        """Returns the most rows that a sentence has, the larger of the two beams."""
         return max(self.settings.beam, self.settings.beam_during_run)
 
     def first(self, sources: Sequence[Sequence[int]]) -> MicroBatch:
-        """Returns sources and first tokens; as targets the longest length of each translation."""
+        """Returns a group's first micro-batch: padded sources and first tokens as inputs.
+
+        The targets are the longest length of each translation in tokens, int64 [sentences, 1].
+        """
         width = max(len(source) for source in sources)
         padded = torch.tensor([[*source, *[self.tokens.pad_id] * (width - len(source))] for source in sources])
         first = torch.full((len(sources), 1), self.tokens.bos_id)
@@ -67,7 +72,7 @@ class TranslationForm:
         return (padded, first), (limits,)
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
-        """Returns one more token for each row and no source; the targets are not used."""
+        """Returns a group's next micro-batch: an empty source and one token for each row; its targets are not used."""
         return (tokens.new_zeros(len(tokens), 0), tokens[:, None]), (tokens[:, None],)
 
     def search(self, targets: Tensors, beam: int) -> BeamSearch:
@@ -75,7 +80,7 @@ class TranslationForm:
         return BeamSearch(targets[0][:, 0], beam, self.settings.length_exponent, self.tokens.eos_id)
 
     def log_probabilities(self, outputs: Tensors, targets: Tensors) -> Tensor:
-        """Returns the task's log-probabilities, [rows, V]."""
+        """Returns the task's log-probabilities of the next token, [rows, V]."""
         return self.task.log_probabilities(outputs[0])
 
 
@@ -152,9 +157,15 @@ class Decoder:
     # -- one batch ---------------------------------------------------------------------------------------------
 
     def _run(self, groups: Sequence[Sources], beam: int) -> dict[tuple[int, int, int], Hypothesis] | None:
-        """Decodes one batch of groups; returns the token ids of all replicas, None when no replica had any.
+        """Decodes one batch of groups on each replica.
 
-        The keys are replica, group and source: their numbers, the same on every worker.
+        Args:
+            groups: this replica's, on its first worker; empty elsewhere.
+            beam: rows of each source.
+
+        Returns:
+            On every worker the hypotheses of all replicas, by the numbers of replica, group and source in the group;
+            None when no replica had any group.
         """
         going = self._first_round(groups)
         if going is None:
@@ -175,6 +186,7 @@ class Decoder:
         return {(replica, group, source): Hypothesis(*found) for replica, group, source, *found in everyone}
 
     def _first_round(self, groups: Sequence[Sources]) -> _Round | None:
+        """Returns the round of the groups' first calls, described to all workers; None if no replica has a group."""
         micro_batches = [self._form.first(group) for group in groups] if self._world.reads_data else None
         if micro_batches is not None:
             self._round.write_plan(micro_batches, [1.0] * len(micro_batches))
@@ -188,7 +200,15 @@ class Decoder:
     def _search(
         self, groups: Sequence[int], searches: dict[int, BeamSearch | Sampling], beam: int
     ) -> Callable[[int, Tensors, Tensors], None]:
-        """Returns the function that moves a group's search on by one step, by the outputs of the last cell."""
+        """Returns a function that advances the search of a micro-batch's group by one token.
+
+        The function takes what the last cell gives (`Sink`) and writes the rows that go on into the round's message.
+
+        Args:
+            groups: number of each micro-batch's group.
+            searches: searches by group; a missing one is begun.
+            beam: rows of each source.
+        """
         parents, tokens = self._round.mine("parents"), self._round.mine("tokens")
 
         def advance(micro_batch: int, outputs: Tensors, targets: Tensors) -> None:
@@ -203,7 +223,11 @@ class Decoder:
         return advance
 
     def _next_round(self, going: _Round) -> _Round | None:
-        """Returns the round that the exchange describes; None where no replica has rows left."""
+        """Returns the next round, of the rows that the message says go on; None if no replica has rows left.
+
+        Args:
+            going: the round that has just run.
+        """
         parents, tokens = (self._round.everyones(name).long() for name in ("parents", "tokens"))
         if not bool(parents.any()):
             return None

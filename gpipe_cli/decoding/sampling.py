@@ -24,7 +24,12 @@ PROMPT, SAMPLE, LAST = range(3)  # columns of the targets; LAST: the place whose
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds a sequence to continue; `number` and `sample` tell it from the others of the command."""
+    """Holds a sequence to continue.
+
+    Attributes:
+        number: number of the prompt among all of the command.
+        sample: number of the text among those drawn for the prompt.
+    """
 
     ids: Sequence[int]
     number: int
@@ -36,7 +41,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class ContinuationForm:
-    """Decodes prompts, a group being the samples of one; a `Form`.
+    """Decodes prompts; a `Form`. A group holds the samples of one prompt.
+
+    The targets of a row, int64 [3], are the numbers of its prompt and sample, and `LAST`.
 
     Attributes:
         eos_id: id of the token that ends a document.
@@ -51,6 +58,7 @@ class ContinuationForm:
 
     @property
     def group(self) -> int:
+        """Returns the number of samples of a prompt."""
         return self.settings.samples
 
     @property
@@ -58,13 +66,23 @@ class ContinuationForm:
         return self.window is None
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:
-        """Returns the prompts, which are of one length."""
+        """Returns a group's first micro-batch.
+
+        Args:
+            sources: the same prompt for each sample, so all have one length.
+        """
         ids = torch.tensor([list(source.ids) for source in sources])
         of_row = torch.tensor([[source.number, source.sample, 0] for source in sources])
         return self._inputs(ids, of_row)
 
     def later(self, before: MicroBatch, parents: Tensor, tokens: Tensor) -> MicroBatch:
-        """Returns the new tokens; after the earlier ones where there are no caches."""
+        """Returns a group's next micro-batch: the new tokens, behind all earlier ones if there are no caches.
+
+        Args:
+            before: the group's micro-batch of the round before.
+            parents: rows of ``before`` that go on, [rows].
+            tokens: the next token of each, [rows].
+        """
         (ids,), (of_row,) = before
         of_row, ids = of_row[parents], ids[parents]
         if self.window is None:
@@ -72,6 +90,7 @@ class ContinuationForm:
         return self._inputs(torch.cat((ids[:, : int(of_row[0, LAST]) + 1], tokens[:, None]), 1), of_row)
 
     def _inputs(self, ids: Tensor, of_row: Tensor) -> MicroBatch:
+        """Returns a micro-batch of ``ids`` [rows, tokens], padded to the window, with targets ``of_row`` [rows, 3]."""
         ids, of_row = ids[:, -self.window :] if self.window else ids, of_row.clone()
         of_row[:, LAST] = ids.shape[1] - 1
         if self.window is not None:  # padding on the right: a causal model does not see it
@@ -127,10 +146,15 @@ class Sampling:
         return Continuation(torch.tensor(left, dtype=torch.int64), last)
 
     def best(self) -> list[Hypothesis]:
-        """Returns each row's tokens."""
+        """Returns each row's tokens and their log-probability."""
         return [Hypothesis(tokens, total) for tokens, total in zip(self._tokens, self._totals, strict=True)]
 
     def _choose(self, log_probabilities: Tensor, row: int) -> int:
+        """Returns the next token of a row: the most probable at temperature 0, else one drawn by its probability.
+
+        Args:
+            log_probabilities: of all tokens, [V].
+        """
         settings = self._settings
         if settings.temperature == 0:
             return int(log_probabilities.argmax())

@@ -67,7 +67,7 @@ def predict(context: Context, config: dict[str, Any]) -> list[tuple[str, float]]
 
 
 def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
-    """Returns the results of the evaluation, and the scores of each sentence by which it is compared with another."""
+    """Returns the evaluation's results as they stand in evaluation.json, without the facts of the command."""
     generation = assembly.pipeline.task.generation
     search = {} if generation is None else {**result.effort, "length_exponent": generation.length_exponent}
     search |= {} if generation is None else {"fewest_sentences": generation.fewest_sentences}
@@ -85,7 +85,10 @@ def report(assembly: Assembly, result: Evaluation) -> dict[str, Any]:
 
 
 def write_languages(report: Mapping[str, Any], path: Path) -> None:
-    """Writes a table in CSV: sentences, BLEU, and BLEU of the untranslated source, of each language."""
+    """Writes a CSV table with a row for each language: its sentences, BLEU, and BLEU of the untranslated source.
+
+    Writes nothing if no language has a score.
+    """
     scores = languages_of(report["numbers"])
     if scores:
         rows = [

@@ -1,6 +1,6 @@
-"""Answers lines with text, in every worker of gpipe-translate and gpipe-generate: from a pipe, in order.
+"""Translates or continues the lines of a pipe, in order; runs in every worker of gpipe-translate and gpipe-generate.
 
-Only rank 0 reads and emits; it tells the others whether there are more lines.
+Only rank 0 reads lines and emits texts. It tells the others whether there are more lines.
 """
 
 import time
@@ -77,7 +77,7 @@ def generate(context: Context, config: dict[str, Any]) -> dict[str, int]:
 
 
 def _window(assembly: Assembly) -> int:
-    """Returns the tokens of a training example; on rank 0."""
+    """Returns the number of tokens of a training example; only for rank 0, which has the data source."""
     batch = next(iter(assembly.source.train(None, 1, 0, 1)))  # type: ignore[union-attr]  # rank 0 has the source
     return int(batch.micro_batches[0][0][0].shape[1])
 
@@ -90,7 +90,8 @@ class Answerer:
         beam: width of the beam.
         samples: number of texts for each line.
         begin: the token before a line that is continued; None: lines are translated, and blank ones have no text.
-        counts: numbers of "lines", of those with more than "most" tokens ("left_out"), of those "cut"; on rank 0.
+        counts: on rank 0, numbers of "lines", of lines left out because they have more than "most" tokens ("left_out"),
+            and of texts that reached the longest length without an end ("cut").
     """
 
     context: Context
@@ -102,7 +103,7 @@ class Answerer:
     counts: dict[str, int] = field(default_factory=lambda: {"lines": 0, "left_out": 0, "most": MOST_TOKENS, "cut": 0})
 
     def answer_all(self, config: Mapping[str, Any], at_once: int) -> dict[str, int]:
-        """Answers a prompt, or all lines of a pipe; returns the counts.
+        """Answers one prompt or all lines of a pipe; returns `counts`.
 
         Args:
             config: "prompt", one text, or "input", the path of a pipe with UTF-8 lines.
@@ -119,9 +120,12 @@ class Answerer:
             self.answer(lines or [])
 
     def answer(self, lines: list[str]) -> None:
-        """Emits {"kind": "answers", "texts", "log_probabilities"}: as many texts as samples for each line of rank 0.
+        """Answers lines and emits {"kind": "answers", "texts", "log_probabilities"}, `samples` texts for each line.
 
-        A line of too many tokens has empty texts.
+        Lines with more than `MOST_TOKENS` tokens get empty texts.
+
+        Args:
+            lines: the lines on rank 0; empty elsewhere.
         """
         codec = self.assembly.source
         encoded = [] if codec is None else codec.encode(lines)
@@ -137,13 +141,20 @@ class Answerer:
         for n, sample in product(range(len(lines)), range(self.samples)):
             hypothesis = known.get((n, sample), Hypothesis([], 0.0))
             before = asked[n] if self.begin is not None and (n, sample) in known else []
-            after = [len(before)] if codec.eos_id in before else []  # as of a conversation, whose turns have ends
+            # A prompt may hold end tokens, as a conversation whose turns end; the text stops at one behind the prompt.
+            after = [len(before)] if codec.eos_id in before else []
             texts.append(codec.decode([*before, *hypothesis.tokens], *after))
             log_probabilities.append(hypothesis.log_probability)
         self.context.emit({"kind": "answers", "texts": texts, "log_probabilities": log_probabilities})
 
     def _source(self, ids: Sequence[int], line: int, sample: int) -> Any:
-        """Returns the token ids that the decoder reads for a line of this call."""
+        """Returns what the decoder reads: the ids of a line to translate, or a `Prompt` to continue.
+
+        Args:
+            ids: token ids of the line.
+            line: number of the line in this call. A prompt gets its number among all calls, which seeds its draws.
+            sample: number of the text among those of the line.
+        """
         return ids if self.begin is None else Prompt([self.begin, *ids], self.counts["lines"] + line, sample)
 
 
@@ -161,13 +172,18 @@ class PipeReader:
         Thread(target=self._fill, args=(path,), daemon=True).start()
 
     def _fill(self, path: str) -> None:
+        """Reads the pipe's lines into the queue, and None at the end; runs in a thread."""
         with Path(path).open(encoding="utf-8", newline="\n") as pipe:
             for line in pipe:
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
     def read(self, most: int) -> list[str] | None:
-        """Returns at most ``most`` lines; an empty list after `IDLE_SECONDS` without one; None at the end."""
+        """Returns at most ``most`` lines.
+
+        The list is empty after `IDLE_SECONDS` without a line. None means the end of the pipe, or that the worker is to
+        stop.
+        """
         lines, until = list[str](), time.monotonic() + IDLE_SECONDS
         while len(lines) < most and not self._ended:
             try:

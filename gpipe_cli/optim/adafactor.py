@@ -80,7 +80,9 @@ class Adafactor(SteppedByGroup):
 
 
 def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: float) -> Tensor:
-    """Returns the gradient over √V, where V is the moving average of the squares; of a matrix, of its rows and columns.
+    """Moves the average V of the squares on, and returns the gradient divided by √V.
+
+    Of a matrix only the means of rows R and of columns C are kept: V = R·C / mean(R).
 
     Where a row and a column of zeros meet, R and C are both eps and their product is 0 in float32, so the gradient is
     divided by the two roots one after the other.
@@ -99,4 +101,5 @@ def _over_root(state: dict[str, Any], gradient: Tensor, squares: Tensor, beta2: 
 
 
 def _rms(tensor: Tensor) -> Tensor:
+    """Returns the root mean square, a scalar."""
     return tensor.square().mean().sqrt()

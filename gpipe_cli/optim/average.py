@@ -25,11 +25,11 @@ class WeightAverage:
 
     def __init__(self, cells: Sequence[Cell], decay: float) -> None:
         self._decay = decay
-        self._live: list[Tensor] = []
-        self._averages: list[Tensor] = []
+        self._live: list[Tensor] = []  # the layers' own weights and buffers
+        self._averages: list[Tensor] = []  # the average of each
         self._places: dict[str, dict[str, int]] = {}  # by layer, then name: the index in both lists
-        self._of_cells: list[tuple[Cell, slice]] = []  # which places are whose
-        known: dict[int, int] = {}  # a tensor with two names is averaged once
+        self._of_cells: list[tuple[Cell, slice]] = []  # each cell's indices in both lists
+        known: dict[int, int] = {}  # id of a tensor -> its index: a tensor with two names is averaged once
         for cell in cells:
             first = len(self._live)
             for layer in cell.layers:
@@ -52,7 +52,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, t: int) -> None:
-        """Averages in the weights after update number ``t``."""
+        """Moves the averages towards the present weights, after update number ``t``."""
         decay = min(self._decay, (1 + t) / (10 + t))
         for cell, own in self._of_cells:
             if live := self._live[own]:
@@ -61,7 +61,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def restore(self, layer: str, saved: Mapping[str, Tensor]) -> None:
-        """Continues from ``saved`` averages; where there are none, from the layer's present weights.
+        """Continues from ``saved`` averages or, if there are none, from the layer's present weights.
 
         Raises:
             CheckpointError: names, shapes or types differ.

@@ -65,10 +65,16 @@ def exponential_epochs(
     examples: Count,
     batch_size: Count,
 ) -> LambdaLR:
-    """Decays as `exponential`, with its times in epochs of `examples`, in mini-batches of `batch_size`."""
+    """Decays as `exponential`, with times in epochs instead of updates.
+
+    Args:
+        examples: number of examples in an epoch.
+        batch_size: examples of a mini-batch.
+    """
     steps = examples / batch_size
     return exponential(optimizer, rate, decay_epochs * steps, round(warmup_epochs * steps), floor)
 
 
 def _with_warmup(warmup_steps: int, after: Callable[[int], float]) -> Callable[[int], float]:
+    """Returns the factor of step t: a linear rise to 1 over the warm-up, then ``after(t)``."""
     return lambda t: (t + 1) / warmup_steps if t < warmup_steps else after(t)

@@ -13,7 +13,7 @@ from .optimizers import SteppedByGroup
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the polynomial: the steepest at zero (Jordan et al. 2024)
 SMALLEST_NORM = 1e-7
-STACKED, MOST = 1 << 21, 16  # weights, and matrices, that are multiplied together at most
+STACKED, MOST = 1 << 21, 16  # most weights, and most matrices, that are multiplied together
 
 
 class Muon(SteppedByGroup):
@@ -21,9 +21,12 @@ class Muon(SteppedByGroup):
 
     The momentum of a matrix becomes a matrix with the same directions whose singular values are all about 1, so that
     each direction is learnt at the same speed. The updates are those of `torch.optim.Muon`, which always computes in
-    bfloat16; CPUs without that type emulate it, 20 times slower than float32. Matrices of one shape are multiplied
-    together: on CPUs with the bits of one at a time; elsewhere, where the kernel may depend on their number, and the
-    bits then on the cut, always as many, zeros in place of those that lack. A convolution is a matrix of its outputs.
+    bfloat16; CPUs without that type emulate it, 20 times slower than float32. A convolution is a matrix with a row for
+    each output channel.
+
+    Matrices of one shape are multiplied together. On CPUs that gives the bits of one at a time. Elsewhere the kernel,
+    and so the bits, may depend on how many there are, and this number on the cut. So there it is always the same:
+    matrices of zeros fill the places that are left.
 
     Args:
         params: groups of parameters.
@@ -70,6 +73,7 @@ class Muon(SteppedByGroup):
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Updates the matrices of a Muon group, those of one shape together; leaves other groups to the rest."""
         alike: dict[Any, list[Tensor]] = {}
         for parameter in parameters if group["muon"] else ():
             alike.setdefault(parameter.shape, []).append(parameter)
@@ -79,7 +83,11 @@ class Muon(SteppedByGroup):
                 self._update_alike(group, each[start : start + together], together)
 
     def _update_alike(self, group: dict[str, Any], parameters: list[Tensor], size: int) -> None:
-        """Updates matrices of one shape, ``size`` at most."""
+        """Updates matrices of one shape.
+
+        Args:
+            size: most matrices that are multiplied together; outside CPUs zeros fill up to it.
+        """
         directions = []
         for parameter in parameters:
             assert parameter.grad is not None
@@ -99,9 +107,9 @@ class Muon(SteppedByGroup):
 
 
 def orthogonal(matrices: Tensor, iterations: int) -> Tensor:
-    """Returns matrices [n, a, b] with the same singular vectors, whose singular values are between about 0.7 and 1.2.
+    """Returns matrices [n, a, b] with the same singular vectors, and singular values between about 0.7 and 1.2.
 
-    In bfloat16 where the device multiplies it fast, else in the matrices' own type.
+    The type is bfloat16 where the device multiplies it fast, else the matrices' own.
     """
     if not matrices.is_cpu or torch.cpu._is_avx512_bf16_supported():
         matrices = matrices.bfloat16()

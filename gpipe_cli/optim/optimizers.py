@@ -28,7 +28,7 @@ class SteppedByGroup(Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """Updates the ``parameters`` of the group that have a gradient: one or more."""
+        """Updates the group's ``parameters``, one or more, which all have a gradient."""
         raise NotImplementedError
 
 
@@ -81,6 +81,7 @@ class TFRMSprop(SteppedByGroup):
         torch._foreach_sub_(parameters, momenta)
 
     def _state_of(self, parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the mean squares and the momenta of the parameters, made at the first call."""
         for parameter in parameters:
             state = self.state[parameter]
             if not state:

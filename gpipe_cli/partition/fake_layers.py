@@ -93,6 +93,11 @@ def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Modu
 
 
 def build_or_explain(builder: LayerBuilder) -> nn.Module:
+    """Builds the layer with real weights.
+
+    Raises:
+        CostError: it cannot be built; names the layer and the cause.
+    """
     try:
         module = builder.made()
     except Exception as error:
@@ -134,7 +139,11 @@ def explaining_failures(builder: LayerBuilder, shapes: Sequence[TensorShape]) ->
 
 
 def build_key(builder: LayerBuilder, index: int) -> Hashable:
-    """Returns equal keys for layers built alike (classes and partials with equal arguments), else ``index``."""
+    """Returns a key that is equal for layers that are built alike.
+
+    Alike are the same class, or partials of one function with equal arguments. Any other builder gets ``index``, a key
+    of its own.
+    """
     build = builder.build
     if not isinstance(build, (partial, type)):
         return index
@@ -188,10 +197,12 @@ def measured_on_shapes(
 
 
 def _for_a_trial(module: nn.Module, shares_weights: bool = False) -> nn.Module:
-    """Returns a copy where the module is real: its builder may keep it, and a trial must not change what a run has.
+    """Returns a copy of a real module, and a fake module itself.
+
+    A builder may keep the real module that it has built, and a trial changes the state of its module.
 
     Args:
-        shares_weights: the copy has the same parameters; on fake tensors nothing changes those.
+        shares_weights: the copy has the module's own parameters. For trials on fake tensors, which change none.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(isinstance(tensor, FakeTensor) for tensor in tensors):

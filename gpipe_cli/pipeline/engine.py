@@ -406,45 +406,47 @@ class _TrainingStep(_Step):
         # Only a graph shows which outputs require a gradient: the first run with new shapes builds one, and every run
         # where it varies.
         if keeps_graph or not (is_last or (spec is not None and not spec.varies)):
-            outputs = self._run_with_graph(i, first_time=True, counts=keeps_graph)  # [2]
+            outputs = self._run_with_graph(i, first_time=True, for_backward=keeps_graph)  # [2]
             if not is_last:
                 self._pass_on(i, fresh_leaves(outputs))
         else:
             with torch.no_grad(), self.engine.autocast():
-                outputs, _ = self._run(i, first_time=True, counts=False)  # [1]
+                outputs, _ = self._run(i, first_time=True, for_backward=False)  # [1]
             if spec is not None:
                 self._pass_on(i, fresh_leaves(outputs, spec.takers))
 
     def _recompute(self, i: Instruction) -> None:
-        self._run_with_graph(i, first_time=False, counts=True)  # [3]
+        self._run_with_graph(i, first_time=False, for_backward=True)  # [3]
 
-    def _run_with_graph(self, i: Instruction, first_time: bool, counts: bool) -> Tensors:
-        """Runs F_k and returns its outputs.
+    def _run_with_graph(self, i: Instruction, first_time: bool, for_backward: bool) -> Tensors:
+        """Runs F_k with a graph and returns its outputs.
 
         Args:
-            counts: this is the run that backward will use: its graph is kept and its losses are recorded.
+            first_time: False for a recompute, in which BatchNorm gathers no statistics.
+            for_backward: backward will use this run. Its graph is kept and its losses are recorded.
         """
         is_last = i.cell == self.engine.last
         with torch.enable_grad(), self.engine.autocast():
-            outputs, losses = self._run(i, first_time, counts)
-            if is_last and counts:
-                losses[TASK] = self._score(outputs, i.micro_batch)
+            outputs, losses = self._run(i, first_time, for_backward)
+            if is_last and for_backward:
+                losses[TASK] = self._loss_of(outputs, i.micro_batch)
         if not is_last:
-            self._describe(i, outputs)
-        if counts:
+            self._describe_boundary(i, outputs)
+        if for_backward:
             self.record.losses |= {(layer, i.micro_batch): loss.detach().clone() for layer, loss in losses.items()}
             # The last cell's outputs (logits) are not needed once the loss is known; its graph keeps what it needs.
             self.buffers.graphs[i.cell, i.micro_batch] = () if is_last else outputs, list(losses.values())
         return outputs
 
-    def _describe(self, i: Instruction, outputs: Tensors) -> None:
-        """Describes the boundary behind the cell at its first run; later no further output may require a gradient.
+    def _describe_boundary(self, i: Instruction, outputs: Tensors) -> None:
+        """Describes the boundary behind the cell when shapes are new; else checks it against the description.
 
-        Unless the cell's graph is fixed, any output may require one later, as after a dropped modality, if the cell or
-        what comes before it is trained.
+        The description names the outputs that may require a gradient. Where the cell's graph may vary, and the cell or
+        one before it is trained, these are all outputs: a modality that is dropped now may be used later.
 
         Raises:
-            LayerFailed: another output requires a gradient; the next cell gathers none for it.
+            LayerFailed: an output requires a gradient that the description does not name. The next cell sends none
+                back for it.
         """
         engine, cell, signature = self.engine, self.engine.cells[i.cell], self.signatures[i.micro_batch]
         wanted = [number for number, tensor in enumerate(outputs) if tensor.requires_grad]
@@ -462,15 +464,17 @@ class _TrainingStep(_Step):
             wanted = [n for n, tensor in enumerate(outputs) if tensor.is_floating_point() or tensor.is_complex()]
         engine.boundaries[i.cell, signature] = BoundarySpec.of(outputs).with_takers(wanted)
 
-    def _run(self, i: Instruction, first_time: bool, counts: bool) -> tuple[Tensors, dict[int, Tensor]]:
+    def _run(self, i: Instruction, first_time: bool, for_backward: bool) -> tuple[Tensors, dict[int, Tensor]]:
+        """Runs F_k; returns its outputs and its auxiliary losses by the index of their layer."""
         cell, number = self.engine.cells[i.cell], i.micro_batch
         inputs, targets = self.buffers.inputs[i.cell, number], self.buffers.targets[number]
-        if not counts:  # hooks that layers put on their inputs must not be there twice
+        if not for_backward:  # hooks that layers put on their inputs must not be there twice
             inputs = fresh_leaves(inputs)
         with cell.weights_cast(self.engine.device):
             return cell.run_training(inputs, targets, self.plan.step, number, self.signatures[number], first_time)
 
-    def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
+    def _loss_of(self, outputs: Tensors, micro_batch: int) -> Tensor:
+        """Returns the task's loss of the last cell's outputs, 0 for an empty micro-batch, and adds its statistics."""
         self.engine.where.enter(self.engine.last, micro_batch, "the task's loss")
         try:
             loss, statistics = self.engine.loss(outputs, self.buffers.targets[micro_batch])

@@ -34,10 +34,11 @@ class WeightCasts:
 
     def __init__(self, layers: Sequence[nn.Module], alike: bool = False) -> None:
         self._layers, self._alike = layers, alike
-        self._seen: Mapping[int, torch.dtype] | None = None  # what the two lists below were made of
-        self._wanted: list[tuple[nn.Parameter, torch.dtype]] = []
-        self._slots: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # of a module, with the number of a cast
-        self._casts: list[Tensor] | None = None  # None: the layers have not run in this step
+        self._seen: Mapping[int, torch.dtype] | None = None  # id of a parameter -> type; the next two follow from it
+        self._to_cast: list[tuple[nn.Parameter, torch.dtype]] = []
+        # Where weights stand: a module's dict of parameters, the name in it, the weight, its index in `_to_cast`.
+        self._places: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []
+        self._casts: list[Tensor] | None = None  # in the order of `_to_cast`; None: not made yet in this step
 
     def forget(self) -> None:
         """Frees the casts, before a step and after it."""
@@ -56,6 +57,7 @@ class WeightCasts:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
+        """Notes which weights autocast casts inside the context, and then makes the casts for the rest of the step."""
         with _CastsSeen() as noted, _TypesRead(noted):
             yield
         if (seen := noted.casts) != self._seen:
@@ -64,39 +66,45 @@ class WeightCasts:
         self._make_casts()
 
     def _are_in_place(self) -> bool:
-        """Returns whether the modules have the weights of which casts were chosen."""
-        return all(parameters.get(name) is weight for parameters, name, weight, _ in self._slots)
+        """Returns whether the modules still hold the weights that `_choose` found in them."""
+        return all(parameters.get(name) is weight for parameters, name, weight, _ in self._places)
 
     def _make_casts(self) -> None:
+        """Casts each chosen weight, with a graph, so that gradients flow back to the weight."""
         with torch.enable_grad():
-            self._casts = [parameter.to(dtype) for parameter, dtype in self._wanted]
+            self._casts = [parameter.to(dtype) for parameter, dtype in self._to_cast]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Makes the modules use the casts of the step inside the context."""
-        for parameters, name, _, number in self._slots:
+        for parameters, name, _, number in self._places:
             parameters[name] = self.held[number]
         try:
             yield
         finally:
-            for parameters, name, weight, _ in self._slots:
+            for parameters, name, weight, _ in self._places:
                 parameters[name] = weight
 
     def _choose(self, seen: Mapping[int, torch.dtype]) -> None:
+        """Notes the weights to cast that only one layer has, and all places in modules where each stands.
+
+        Args:
+            seen: id of a parameter -> the type to which the first micro-batch cast it.
+        """
         users = Counter(id(parameter) for layer in self._layers for parameter in layer.parameters())
-        self._wanted, self._slots, numbers = [], [], {}
+        self._to_cast, self._places, number_of = [], [], {}
         for module in dict.fromkeys(module for layer in self._layers for module in layer.modules()):
             for name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) not in seen or users[id(parameter)] > 1:
                     continue
-                if id(parameter) not in numbers:
-                    numbers[id(parameter)] = len(self._wanted)
-                    self._wanted.append((parameter, seen[id(parameter)]))
-                self._slots.append((module._parameters, name, parameter, numbers[id(parameter)]))
+                if id(parameter) not in number_of:
+                    number_of[id(parameter)] = len(self._to_cast)
+                    self._to_cast.append((parameter, seen[id(parameter)]))
+                self._places.append((module._parameters, name, parameter, number_of[id(parameter)]))
 
 
 class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Notes the tensors of which one cast to half precision is made, and nothing else, by their ids."""
+    """Counts the uses of each parameter, by its id, and notes its casts to half precision."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
@@ -105,7 +113,7 @@ class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def casts(self) -> dict[int, torch.dtype]:
-        """Returns the type of each such cast."""
+        """Returns id of the parameter -> type of the cast, for parameters whose only use is one cast."""
         return {key: dtype for key, dtype in self._types.items() if self.uses[key] == 1}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,13 +128,13 @@ class _CastsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class _TypesRead(TorchFunctionMode):
-    """Counts the reading of a parameter's type as a use."""
+    """Counts each reading of ``weight.dtype`` as a use beside the cast, so that such a weight is left to autocast."""
 
     def __init__(self, casts: _CastsSeen) -> None:
         super().__init__()
-        self._casts, self._read = casts, Tensor.dtype.__get__  # type: ignore[attr-defined]  # a C descriptor
+        self._casts, self._get_dtype = casts, Tensor.dtype.__get__  # type: ignore[attr-defined]  # a C descriptor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == self._read:
+        if func == self._get_dtype:
             self._casts.uses[id(args[0])] += 1
         return func(*args, **kwargs or {})

@@ -33,19 +33,20 @@ from ..partition.cost import LayerTimes
 
 @dataclass(frozen=True)
 class _Least:
-    """Holds the least of everything for one micro-batch in a cell: seconds, except `graph`.
+    """Holds the least seconds that one micro-batch takes in a cell, whatever the schedule, and its graph's bytes.
 
     Attributes:
-        forward: a forward.
-        ready: a forward and what else it takes to have a graph.
-        urgent: the backward that the cell in front waits for.
-        backward: the whole backward.
-        extra: what making the graph again adds.
-        arrival: before the forward can begin.
-        turn: from the end of the forward to the beginning of the backward: forwards and backwards of later cells.
-        drain: after the urgent backward: those of the cells in front.
-        kept, again: lives of a graph that is kept, and of one that is made again.
-        graph: bytes.
+        forward: seconds of a forward without a graph or with one, whichever is less.
+        ready: seconds to have a graph: a forward that keeps it, or one and a recompute.
+        urgent: seconds of the part of backward that the cell in front waits for, the input's gradient.
+        backward: seconds of the whole backward.
+        extra: seconds that a recompute adds.
+        arrival: seconds from the start of the step until the forward can begin: forwards of the cells in front.
+        turn: seconds from the end of the forward to the start of the backward: later cells' forwards and backwards.
+        drain: seconds after the urgent backward until the step ends: urgent backwards of the cells in front.
+        kept: seconds that a graph lives which is kept from the forward on.
+        again: seconds that a graph lives which is recomputed.
+        graph: bytes of the graph.
     """
 
     forward: float
@@ -94,13 +95,14 @@ def bound_of_any_cut(
     speeds: Sequence[float],
     M: int,
     memory: float,
-    together: float,
+    memory_of_all: float,
 ) -> float:
     """Returns seconds that every schedule takes at least, however the layers are cut, and wherever the cells lie.
 
-    A schedule of a cut is one of as many workers as layers, too, so the bound of those holds. And the workers share the
-    work, by their speeds: the one whose first layer is the j-th of theirs has at least j layers in front, for which
-    it waits at the beginning and at the end; least is lost if the fastest wait least. Their graphs share the memory.
+    Two bounds; the larger counts. (1) A worker with several layers does no more than one worker for each of them could,
+    so `step_bound` of one layer per worker holds. (2) All workers together do all the work, each by its speed. The j-th
+    worker in the pipeline (j from 0) has j layers or more in front. It waits for their forwards at first and for their
+    backwards at last. The least is lost if the fastest worker is first. The graphs of all share `memory_of_all`.
 
     Args:
         layers: seconds of one micro-batch in each layer, on the fastest worker.
@@ -108,20 +110,26 @@ def bound_of_any_cut(
         speeds: the workers' speeds, in any unit; each gets at least one layer.
         M: micro-batches.
         memory: most bytes that a worker has for graphs; infinity: no limit.
-        together: bytes that all workers have for them.
+        memory_of_all: bytes that all workers together have for graphs.
     """
-    if together < 0:
+    if memory_of_all < 0:
         return inf
     least, parts = _least(layers, graphs), sorted((speed / max(speeds) for speed in speeds), reverse=True)
     arrivals = sum(part * layer.arrival for part, layer in zip(parts, least, strict=False))
     drains = sum(part * layer.drain for part, layer in zip(parts, least, strict=False))
-    urgent = arrivals + drains + M * sum(layer.ready + layer.urgent for layer in least)
-    whole = arrivals + M * sum(layer.ready + layer.backward for layer in least)
-    shared = max(_with_recompute(least, M, together / sum(parts), work, 0.0) for work in (urgent, whole))
+    urgent = arrivals + drains + M * sum(layer.ready + layer.urgent for layer in least)  # until the last input gradient
+    whole = arrivals + M * sum(layer.ready + layer.backward for layer in least)  # all work, weight gradients too
+    shared = max(_with_recompute(least, M, memory_of_all / sum(parts), work, 0.0) for work in (urgent, whole))
     return max(shared / sum(parts), step_bound(layers, graphs, range(len(layers)), M, [memory] * len(layers)))
 
 
 def _least(cells: Sequence[LayerTimes], graphs: Sequence[float]) -> list[_Least]:
+    """Returns the least seconds of each cell, with those that it waits for the cells before and behind it.
+
+    Args:
+        cells: seconds of one micro-batch in each cell.
+        graphs: bytes of one micro-batch's graph in each cell.
+    """
     forwards = [min(cell.inference, cell.forward) for cell in cells]
     urgent = [min(cell.backward, cell.input_gradient) for cell in cells]
     arrivals, drains = ([0.0, *accumulate(seconds)] for seconds in (forwards, urgent))

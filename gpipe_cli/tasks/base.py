@@ -73,11 +73,15 @@ class Task(ABC):
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """Returns the scores of generated sentences; with `groups`, a name for each sentence, also of every group."""
+        """Returns the scores of generated sentences by name and, with `groups`, also those of each group.
+
+        Args:
+            groups: the name of each sentence's group; None: no groups.
+        """
         raise NotImplementedError
 
     def signature(self) -> str | None:
-        """Returns how `score` counts, in short."""
+        """Returns a short text that describes how `score` counts; None without scores."""
         return None
 
 
@@ -124,7 +128,11 @@ class GenerationSettings:
         problems.refuse()
 
     def effort(self, at_end: bool) -> dict[str, int | None]:
-        """Returns `sentences_per_language` and `beam` for reports."""
+        """Returns the `sentences_per_language` and the `beam` of an evaluation, for reports.
+
+        Args:
+            at_end: True for the evaluation after the last step.
+        """
         if at_end:
             return {"sentences_per_language": self.per_language_at_end, "beam": self.beam}
         return {"sentences_per_language": self.per_language, "beam": self.beam_during_run}

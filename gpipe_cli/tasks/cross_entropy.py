@@ -35,7 +35,10 @@ def smoothed_cross_entropy(
 
 
 class _SmoothedCrossEntropy(torch.autograd.Function):
-    """Returns (loss, clipped logits, targets that count); saves the logits and one number per row for backward."""
+    """Returns (loss, number of clipped logits, number of targets that count).
+
+    Saves the logits and one number per row for backward.
+    """
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ from ..typed_section import Positive, ShareOrZero
 from .base import Task
 from .cross_entropy import smoothed_cross_entropy, widened
 
-LARGEST = 709  # whose exponential is a float
+LARGEST = 709  # the largest whole number whose exponential is a finite float
 
 
 class LanguageModelTask(Task):
@@ -60,4 +60,5 @@ class LanguageModelTask(Task):
 
 
 def _rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns logits [b, t, V] as [b·t, V], and targets [b, t] as [b·t]."""
     return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)

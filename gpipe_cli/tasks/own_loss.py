@@ -26,7 +26,7 @@ DEPENDS_ON_M = (
 
 
 class OwnLossTask(Task):
-    """Takes the model's output for the mean loss of a micro-batch's targets, and weights it by their number.
+    """Regards the model's output as the mean loss over a micro-batch's targets, and multiplies it by their number.
 
     The data source's targets are the last inputs of the model (`targets_become`), so that it can compute the loss.
 
@@ -61,17 +61,18 @@ class OwnLossTask(Task):
         return total, torch.zeros(0, dtype=torch.float64, device=mean.device)
 
     def _count(self, target: Tensor) -> Tensor:
+        """Returns the number of targets that count, a scalar on their device."""
         ignored = (target == -100) if self.ignored is None else (target == -100) | target.eq(self.ignored)
         return (~ignored).sum()
 
 
 class LossFunctionTask(Task):
-    """Takes a function's result for the mean loss of a micro-batch's examples, and weights it by their number.
+    """Regards a function's result as the mean loss over a micro-batch's examples, and multiplies it by their number.
 
     Args:
         function: function (outputs, targets), each a tensor, or a tuple of several; returns a mean loss.
         weight: function (targets) that returns the number over which the loss is a mean; None: examples.
-        answer: function that makes the first argument of ``function`` from the outputs; None: a tensor, or a tuple.
+        answer: makes the first argument of ``function`` from the outputs; None: it is a tensor, or a tuple of several.
         warn: function that is called with one line if the loss depends on how a mini-batch is divided.
     """
 
@@ -83,11 +84,11 @@ class LossFunctionTask(Task):
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._function, self._count, self._answer = function, weight or len_of_first, answer or alone
-        self._warn, self._comparisons = warn, COMPARISONS  # that are left
-        self._earlier: MicroBatch | None = None
+        self._warn, self._comparisons = warn, COMPARISONS  # comparisons that are still to be made
+        self._earlier: MicroBatch | None = None  # the micro-batch before, outputs and targets
 
     def unwatched(self) -> "LossFunctionTask":
-        """Returns the same task without the comparisons, which a run's own micro-batches are for."""
+        """Returns the same task without the comparisons, so that a trial does not use up those of the run."""
         same = copy(self)
         same._comparisons = 0
         return same
@@ -115,7 +116,14 @@ class LossFunctionTask(Task):
         return total, torch.zeros(0, dtype=torch.float64, device=mean.device)
 
     def _warn_of_other_means(self, micro_batch: MicroBatch) -> None:
-        """Warns if the loss of some examples is not the weighted mean of its parts, and so depends on M."""
+        """Warns if the loss of some examples is not the weighted mean of the losses of their parts.
+
+        Then losses and gradients would depend on M. The parts are the micro-batch's halves. A micro-batch of one
+        example is one part, and the micro-batch before it the other.
+
+        Args:
+            micro_batch: outputs and targets.
+        """
         earlier, self._earlier = self._earlier, micro_batch
         if len({tensor.shape[:1] for side in micro_batch for tensor in side}) > 1:  # not of examples alone
             return
@@ -135,9 +143,10 @@ class LossFunctionTask(Task):
 
     @torch.no_grad()
     def _together_and_apart(self, parts: tuple[MicroBatch, MicroBatch]) -> tuple[float, float]:
-        """Returns the loss of two parts joined, and the weighted mean of their losses; the first twice if it is random.
+        """Returns the loss of two parts joined, and the weighted mean of their losses.
 
-        A copy of the function computes them, as it may keep what it has seen.
+        If the loss is random, so that the parts joined have two losses, the first of these is returned twice. Copies of
+        the function compute all losses, because it may keep what it has seen.
         """
         whole = _joined(*parts)
         computed = [
@@ -161,11 +170,13 @@ def len_of_first(targets: Any) -> int:
 
 
 def _halves(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Returns the first and the second half of a micro-batch's examples."""
     outputs, targets = [[tensor.tensor_split(2) for tensor in side] for side in micro_batch]
     first, second = [(tuple(o[n] for o in outputs), tuple(t[n] for t in targets)) for n in range(2)]
     return first, second
 
 
 def _joined(first: MicroBatch, second: MicroBatch) -> MicroBatch:
+    """Returns the examples of both micro-batches as one."""
     outputs, targets = [tuple(map(torch.cat, zip(*sides, strict=True))) for sides in zip(first, second, strict=True)]
     return outputs, targets

@@ -24,7 +24,10 @@ LIBRARIES = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}
 
 
 def tokenizer_for(language: str | None) -> str:
-    """Returns sacreBLEU's tokenizer for a language, by the first part of its code; char if it is missing."""
+    """Returns the name of sacreBLEU's tokenizer for a language, by the first part of the language's code.
+
+    "char" stands in for a tokenizer whose library is not installed.
+    """
     name = TOKENIZERS.get(re.split("[-_]", language or "")[0].lower(), "13a")
     return name if name not in LIBRARIES or find_spec(LIBRARIES[name]) else "char"
 
@@ -39,7 +42,7 @@ def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str], tokenizer:
 
 
 class TranslationTask(LanguageModelTask):
-    """Adds decoding and BLEU to the loss of a language model; targets are the decoder's inputs one place later.
+    """Adds decoding and BLEU to the loss of a language model. Targets are the decoder's inputs shifted by one token.
 
     Args:
         label_smoothing, logit_clip, pad_id: see `LanguageModelTask`.
@@ -80,7 +83,10 @@ class TranslationTask(LanguageModelTask):
     def score(
         self, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """Returns `bleu` of all sentences together; with `groups`, a name for each sentence, also `bleu/<name>`.
+        """Returns `bleu` of all sentences together and, with `groups`, `bleu/<name>` of each group.
+
+        Args:
+            groups: the name of each sentence's group, such as its language; None: no groups.
 
         Raises:
             ValueError: there are no sentences, or the lists differ in length.

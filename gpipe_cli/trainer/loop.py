@@ -121,7 +121,7 @@ class Trainer:
     def _offer(self) -> None:
         self.batches.offer()
         if self.saver.pending is not None:
-            self.saver.tell()
+            self.saver.tell_written_step()
 
     def _with_mini_batch(self, plan: StepPlan) -> StepPlan:
         """Returns the plan with its micro-batches, where this worker reads them, and what only this step knows."""

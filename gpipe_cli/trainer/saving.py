@@ -18,11 +18,11 @@ class Saver:
 
     Attributes:
         run_dir: shared by all workers.
-        message: the vector in which workers meet.
+        message: the numbers that all workers exchange once per step.
         writer: this worker's writer; None on replicas other than 0, which hold the same weights.
         updater: gives the state of layers.
         state: what every checkpoint says of the run: configuration, fingerprint of the data, vocabularies.
-        saved_step: whose layers are on disk, or being written; -1: none.
+        saved_step: the step whose layers are on disk or being written; -1: none.
         pending: step and state of the checkpoint that is being written.
     """
 
@@ -41,9 +41,13 @@ class Saver:
         return str(self._saved) if self._saved is not None else f"the newest in {self.run_dir / 'checkpoints'}, if any"
 
     def begin(self, progress: Mapping[str, Any], data_position: Any) -> None:
-        """Copies the worker's layers and writes them in the background, after the save before has ended.
+        """Copies the worker's layers and writes them in the background, after the previous save has ended.
 
-        Where the layers of this step are saved already only the progress is replaced.
+        If the layers of this step are saved already, only the saved state is replaced.
+
+        Args:
+            progress: "step" and the other numbers of the run that a checkpoint keeps.
+            data_position: the place in the data from which a resumed run goes on reading.
         """
         self.finish()
         step = int(progress["step"])
@@ -62,13 +66,13 @@ class Saver:
         if self.writer is not None:
             self.writer.begin(step, layers, self.updater.take_away if self.updater.is_offloaded else None)
 
-    def tell(self) -> None:
-        """Tells the others, when they meet next, the last step that this worker has written."""
+    def tell_written_step(self) -> None:
+        """Puts the last step that this worker has written into the next message to the others."""
         if self.writer is not None:
             self.message.write_saved(self.writer.finished_step)
 
     def complete(self) -> None:
-        """Completes the checkpoint, on rank 0, once all workers have told that they have written it."""
+        """Completes the pending checkpoint on rank 0, once all workers have told that their layers are written."""
         if self.pending is None or not self.message.is_saved(self.pending[0]):
             return
         (step, state), world = self.pending, self.message.world
@@ -81,8 +85,8 @@ class Saver:
         if self.pending is not None:
             if self.writer is not None:
                 self.writer.wait()
-            self.tell()
+            self.tell_written_step()
             self.message.run()
             self.complete()
         if self.writer is not None:
-            self.writer.wait()
+            self.writer.wait()  # for the removal of older checkpoints, which `complete` or an amendment began

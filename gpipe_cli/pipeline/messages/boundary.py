@@ -242,7 +242,7 @@ class BoundarySpec:
     """Describes the tensors of one boundary, for one shape of micro-batch.
 
     Attributes:
-        grouping: how the tensors were grouped, as JSON; None: one, or a tuple.
+        grouping: how the tensors were grouped, as JSON; None: one tensor, or a plain tuple.
         varies: True if a tensor may require a gradient in one micro-batch and none in another.
     """
 
@@ -255,34 +255,38 @@ class BoundarySpec:
         return cls(tuple(TensorSpec.of(tensor) for tensor in tensors), grouping_of(tensors))
 
     def with_takers(self, takers: Collection[int]) -> BoundarySpec:
-        """Returns the description in which the tensors of these indices may take a gradient."""
+        """Returns a description in which the tensors of these indices, and no others, may require a gradient."""
         tensors = tuple(replace(t, needs_gradient=n in takers) for n, t in enumerate(self.tensors))
         return replace(self, tensors=tensors, varies=tensors != self.tensors)
 
     def followed_by(self, targets: Sequence[Tensor]) -> BoundarySpec:
-        """Returns the description of a message that holds these targets behind the boundary's own, and flags last."""
+        """Describes a message of the boundary's tensors, then the targets, then flags where `varies` is set."""
         flags = (_flags(len(self.takers)),) if self.varies else ()
         return replace(self, tensors=self.tensors + BoundarySpec.of(targets).tensors + flags)
 
     @cached_property
     def takers(self) -> tuple[int, ...]:
-        """Returns the indices of the tensors that may take a gradient."""
+        """Returns the indices of the tensors that may require a gradient (the takers)."""
         return tuple(number for number, tensor in enumerate(self.tensors) if tensor.needs_gradient)
 
     @cached_property
     def gradients(self) -> BoundarySpec:
-        """Describes the gradients that travel back: one for each of `takers`, and flags: which of them there are."""
+        """Describes the message that travels back.
+
+        It holds a gradient for each tensor that may have one (`takers`), then a uint8 tensor with 1 for each gradient
+        that exists and 0 for each that does not.
+        """
         gradients = tuple(replace(self.tensors[number], needs_gradient=False) for number in self.takers)
         return BoundarySpec((*gradients, _flags(len(gradients))) if gradients else ())
 
     @property
     def has_flags(self) -> bool:
-        """Returns whether the last tensor says which of the others require, or are, a gradient."""
+        """Returns whether the last tensor holds flags: which of the others require a gradient, or exist as one."""
         return bool(self.tensors) and self.tensors[-1].on_host
 
     @cached_property
     def without_flags(self) -> BoundarySpec:
-        """Describes the message whose flags travel beside it."""
+        """Describes the same message without its last tensor, the flags, which then travel beside it."""
         return replace(self, tensors=self.tensors[:-1])
 
     @cached_property
@@ -352,7 +356,7 @@ def fresh_leaves(tensors: Tensors, takers: Collection[int] | None = None) -> Ten
     """Returns the boundary in front of a cell: detached tensors, of which some collect gradients.
 
     Args:
-        takers: their indices; None: those that require a gradient now.
+        takers: indices of the tensors that collect gradients; None: those that require a gradient now.
     """
     leaves = (
         tensor.detach().requires_grad_(tensor.requires_grad if takers is None else number in takers)
@@ -362,4 +366,5 @@ def fresh_leaves(tensors: Tensors, takers: Collection[int] | None = None) -> Ten
 
 
 def _flags(count: int) -> TensorSpec:
+    """Describes the flags of a message: a uint8 tensor, one byte for each tensor that has a flag."""
     return TensorSpec((count,), torch.uint8, False, on_host=True)
