@@ -25,12 +25,12 @@ class DeferredBatchNorm(_BatchNorm):
 
     Attributes:
         group: replicas that share the training statistics of each micro-batch; None: each replica has its own.
-        gathering: off while a micro-batch is recomputed.
+        gathering: False while a micro-batch is recomputed, whose statistics are gathered already.
     """
 
     group: dist.ProcessGroup | None
     gathering: bool
-    _gathered: list[Tensor]  # of each forward: (3, C) of count, mean, unbiased variance
+    _gathered: list[Tensor]  # for each forward count, mean and unbiased variance by channel, (3, C)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``x`` of shape (n, C, …), normalised over all dimensions but the second."""
@@ -81,6 +81,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; see `forward`
     def _gather(self, statistics: Tensor) -> None:
+        """Notes the statistics (3, C) of a forward for `finish_batchnorm`, unless it is a recompute."""
         averages = self.running_mean, self.running_var, self.num_batches_tracked
         if self.gathering and self.training and not any(average is None for average in averages):
             self._gathered.append(statistics)
@@ -127,16 +128,20 @@ def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -
 
 @cache
 def _deferring(kind: Any) -> Any:
-    """Returns a subclass of ``kind`` in which torch's forward, called as ``super()`` too, is the deferred one."""
+    """Returns a subclass of ``kind`` whose forward, also if called through ``super()``, is that of the deferred one."""
     if issubclass(kind, nn.SyncBatchNorm):  # its forward is another; pipeline.sync_batchnorm has its effect
         return DeferredBatchNorm if kind is nn.SyncBatchNorm else kind
     return type(kind.__name__, (kind, DeferredBatchNorm), {"__module__": kind.__module__})
 
 
 def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.ProcessGroup | None) -> None:
-    """Updates the moving averages by mean and population variance of the mini-batch, in few operations for all layers.
+    """Updates the moving averages by mean and population variance of the mini-batch, for all layers together.
 
-    Numbers are added up one by one in the order of the micro-batches, then over ``replicas``: the same for every cut.
+    Numbers are added up one by one in the order of the micro-batches, and then over the replicas, so they are the same
+    for every cut.
+
+    Args:
+        replicas: group of the replicas; None: there is one.
     """
     alike: dict[object, list[tuple[Any, list[Tensor]]]] = defaultdict(list)
     for layer in layers:

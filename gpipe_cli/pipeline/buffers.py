@@ -27,16 +27,16 @@ class BufferChanged(ConfigurationError):
 class BufferGuard:
     """Calls a layer and compares its buffers, its weights and its input before and after.
 
-    A change of the input in place is refused wherever the layer stands: at the start of a cell the input is kept for
+    A change of the input in place is refused wherever the layer stands. At the start of a cell the input is kept for
     re-materialization, and where cells start depends on K.
 
-    Where they differ the layer is called once more, on a copy of its input: a buffer that is made at first use, such
-    as a table of positions, does not change again, and is allowed.
+    If a buffer has changed, the layer is called once more, on a copy of its input. A buffer that is made at first use,
+    such as a table of positions, does not change again, and is allowed.
 
     Args:
         name: the layer's name, for the message.
         module: the layer.
-        forward: how it is called without the guard.
+        forward: calls the layer without the guard.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -73,13 +73,14 @@ class BufferGuard:
         return outputs
 
     def _refusal(self, what: str, way: str) -> BufferChanged:
+        """Returns the error that says ``what`` the layer changes, and the ``way`` out."""
         return BufferChanged(
             f"layer {self._name!r} changes {what}: {way} (docs/your-own-model.md). A micro-batch may go forward twice, "
             "so results would depend on pipeline.K and pipeline.remat"
         )
 
     def _changes(self, argument: Any, call: Callable[[Any], Any]) -> tuple[Any, str | None]:
-        """Returns the result of ``call``, and the name of the first buffer that it replaces or changes."""
+        """Returns the result of ``call``, and the name of the first buffer that it replaces or changes; None: none."""
         # A version is not enough: batch_norm's kernels do not count it up.
         before = {name: (b, b._version, b.detach().clone()) for name, b in self._module.named_buffers()}
         outputs = call(argument)

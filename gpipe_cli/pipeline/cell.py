@@ -39,7 +39,10 @@ class LayerFailed(RuntimeError):
 
 
 def failed(text: str, cause: type[BaseException] | None) -> LayerFailed:
-    """Returns a `LayerFailed` that is also of the class of its cause, where that can be; never a StopIteration."""
+    """Returns a `LayerFailed` that is also of its cause's class, if the classes can be combined.
+
+    Never one that ends a loop, as StopIteration would.
+    """
     stops = (StopIteration, StopAsyncIteration, GeneratorExit, LayerFailed)
     if cause is not None and not issubclass(cause, stops):
         with suppress(Exception):  # a class that cannot be combined, or wants other arguments
@@ -57,7 +60,7 @@ class BuiltLayer:
     """Holds a layer of this worker.
 
     Attributes:
-        index: place in the model's list.
+        index: index in the model's list of layers.
         boundary_type: type of the floating-point tensors that it passes on; None: as it returns them.
         tied: parameters that an earlier layer owns, by all their names there (`tied_parameters.py`).
         may_vary: no cut can lie behind it, so what it passes on may have shapes that depend on values.
@@ -102,7 +105,8 @@ class Call:
     """Says how a layer is called in training.
 
     Attributes:
-        auxiliary_loss: the layer's, if it has one.
+        forward: called with the layer's argument; returns its outputs.
+        auxiliary_loss: the layer's method of this name; None if it has none.
         is_fixed: the layer promises to behave alike in all micro-batches (`graph_varies = False`).
     """
 
@@ -121,13 +125,13 @@ class Cell:
     Args:
         number: number of the cell among the K.
         layers: its layers, in order.
-        noise: seeds each layer's dropout, and restores the generators.
-        sync_batchnorm: replicas over which BatchNorm's training statistics are shared.
-        compiled: compiles the layers.
+        noise: seeds each layer's dropout.
+        sync_batchnorm: group of the replicas that share BatchNorm's training statistics; None: each has its own.
+        compiled: True to compile the layers.
 
     Attributes:
-        where: the layer that runs, for error reports; the engine sets it to its own.
-        state: the parameters in a file, where the cell is offloaded.
+        where: where the cell writes which layer runs, for error reports; the engine sets it to its own.
+        state: the parameters in a file, if the cell is offloaded; else None.
     """
 
     state: CellState | None = None
@@ -145,11 +149,12 @@ class Cell:
         self._compiled = [layer.name for layer in self.layers if compiled and compile_layer(layer.module)]
         self.noise = noise
         self._layouts = GradientLayouts()
-        self._forms: dict[Hashable, BoundarySpec] = {}  # by layer and signature: what it passes on
-        # By signature, with and without a graph: layers whose outputs pass on as they are.
+        self._forms: dict[Hashable, BoundarySpec] = {}  # by (layer, signature): the outputs that it passes on
+        # By (signature, whether with a graph): indices of layers whose outputs need neither checks nor other layouts.
         self._unchanged: dict[tuple[Hashable, bool], set[int]] = {}
-        self._silent: set[int] | None = None  # layers that drew nothing in the step's first micro-batch; None before it
-        self._gathers = True  # whether the BatchNorms gather
+        # Fixed layers that drew no random number in the step's first micro-batch; None before it.
+        self._silent: set[int] | None = None
+        self._gathers = True  # whether the BatchNorms gather statistics now
         modules = list(dict.fromkeys(module for layer in self.layers for module in layer.module.modules()))
         self._built_in_evaluation = [module for module in modules if not module.training]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
@@ -190,7 +195,7 @@ class Cell:
         self._is_guarded = True
 
     def describe_anew(self) -> None:
-        """Forgets which outputs pass on as they are: parameters have been frozen, or freed."""
+        """Forgets which outputs need no checks, because parameters were frozen or freed."""
         self._unchanged.clear()
 
     def begin_step(self, step: int, steps: int) -> None:
@@ -231,12 +236,12 @@ class Cell:
         Args:
             inputs: the boundary in front of the cell.
             targets: the micro-batch's targets, for layers with an ``auxiliary_loss``.
-            step, micro_batch: seed the noise.
-            signature: signature of the shapes that entered the pipeline.
-            first_time: False for a recompute: BatchNorm then gathers nothing.
+            step, micro_batch: numbers that seed the noise.
+            signature: shapes and types of the micro-batch that entered the pipeline.
+            first_time: False for a recompute, in which BatchNorm gathers no statistics.
 
         Returns:
-            The boundary behind the cell, and the auxiliary losses by the index of their layer.
+            The outputs of the last layer, and the auxiliary losses by the index of their layer.
 
         Raises:
             LayerFailed: an exception in a layer.
@@ -249,7 +254,7 @@ class Cell:
                 batchnorm.gathering = first_time
         values = inputs
         auxiliary: dict[int, Tensor] = {}
-        looks, silent, has_graph = self._silent is None, self._silent or set(), torch.is_grad_enabled()
+        is_first, silent, has_graph = self._silent is None, self._silent or set(), torch.is_grad_enabled()
         unchanged = self._unchanged.setdefault((signature, has_graph), set())
         seeds = self.noise.seeds(step, micro_batch, self._indices)
         for number, (call, seed) in enumerate(zip(self._calls, seeds, strict=True)):
@@ -259,7 +264,7 @@ class Cell:
                 forward = BufferGuard(layer.name, layer.module, forward)
             if index not in silent:
                 self.noise.seed(seed)
-            before = self.noise.moment() if looks and call.is_fixed else None
+            before = self.noise.moment() if is_first and call.is_fixed else None  # to see whether the layer draws
             try:
                 outputs = forward(as_argument(values))
                 if call.auxiliary_loss is not None:
@@ -270,13 +275,13 @@ class Cell:
                 if has_graph and index not in silent:
                     self.noise.seed_backward(seed, (*made, auxiliary.get(index)), values)
                 if index not in unchanged:
-                    made, is_known = self._layouts.settle(made, values, layer.boundary_type, index, signature)
+                    made, is_settled = self._layouts.settle(made, values, layer.boundary_type, index, signature)
                     if not (call.is_fixed or layer.may_vary):
                         if (form := self._forms.get((index, signature))) is None:
                             form = self._forms[index, signature] = BoundarySpec.of(made)
                         if not form.fits(made):  # at every K: a cut may lie behind any layer
                             raise self.other_form(number, micro_batch, made, form)
-                    elif is_known and call.is_fixed:
+                    elif is_settled and call.is_fixed:
                         unchanged.add(index)
                 values = made
             except (BufferChanged, LayerFailed):
@@ -294,10 +299,12 @@ class Cell:
     def run_inference(
         self, inputs: Tensors, number: Sequence[int], micro_batch: int, caches: list[dict[str, Any]] | None
     ) -> Tensors:
-        """Runs F_k without a graph; with ``caches`` (one dict a layer) one incremental call of generation.
+        """Runs F_k for one micro-batch without a graph, and returns the outputs of the last layer.
 
         Args:
-            number, micro_batch: seed the noise of layers that draw it in evaluation, too.
+            inputs: the boundary in front of the cell.
+            number, micro_batch: numbers that seed layers that draw noise in evaluation, too.
+            caches: a dict for each layer, for one incremental call of generation; None: evaluation.
         """
         values = inputs
         seeds = self.noise.evaluation_seeds(number, micro_batch, self._indices)
@@ -328,9 +335,10 @@ class Cell:
             raise failed(text, type(error)) from error
 
     def _call_of(self, layer: BuiltLayer) -> Call:
-        """Returns the call of a layer that gives the same bits without a graph as with one.
+        """Returns how to call a layer so that it gives the same bits without a graph as with one.
 
         oneDNN's LSTM computes in another order without a graph, and a compiled layer is then compiled in another way.
+        Such layers always build a graph.
         """
         own = layer.name in self._compiled or any(isinstance(inner, nn.LSTM) for inner in layer.module.modules())
         forward = _with_graph(layer.module) if own else layer.module
@@ -338,6 +346,7 @@ class Cell:
         return Call(layer, forward, getattr(layer.module, "auxiliary_loss", None), is_fixed)
 
     def _failure(self, layer: BuiltLayer, micro_batch: int, error: Exception) -> Exception:
+        """Returns the exception to raise for an ``error`` in a layer; it names the layer and the micro-batch."""
         if isinstance(error, IndexError) and BEYOND_A_TABLE in str(error):
             return ConfigurationError(
                 f"layer {layer.name!r} looks up an index beyond the end of its table (nn.Embedding): the data have "
@@ -347,7 +356,13 @@ class Cell:
         return failed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}", type(error))
 
     def other_form(self, number: int, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
-        """Returns the refusal of a layer, by its number in the cell: it passes on what a message could not follow."""
+        """Returns the error of a layer whose outputs have another form than before, for which messages are laid out.
+
+        Args:
+            number: index of the layer in the cell.
+            made: its outputs.
+            before: the form of its earlier outputs, from inputs of the same shapes and types.
+        """
         return LayerFailed(
             f"cell {self.number}, layer {self.layers[number].name!r}, micro-batch {micro_batch}: it passes on "
             f"{BoundarySpec.of(made)}, where inputs of the same shapes and types gave {before} before. What passes to "
@@ -357,7 +372,7 @@ class Cell:
 
 
 def _with_graph(module: nn.Module) -> Callable[..., Any]:
-    """Returns the call of a layer that always builds a graph; without gradient mode it is dropped."""
+    """Returns a forward of the layer that always builds a graph, and drops it outside gradient mode."""
 
     def forward(argument: Any) -> Any:
         if torch.is_grad_enabled():

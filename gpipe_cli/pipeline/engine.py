@@ -13,8 +13,8 @@ B backward; the digit is the micro-batch (gpipe, remat except_last, as `schedule
 
 What passes between two cells is described by a `BoundarySpec`, made in the first forward of each signature and then
 kept. An output requires a gradient in the next cell exactly where it does in this one. Where that may differ from one
-micro-batch to the next, each message of activations says it; and each message of gradients says which have come back,
-because what the cells behind have not used has none, as in torch. Such flags are the last tensor of a message.
+micro-batch to the next, each message of activations has flags that say it. Each message of gradients has flags, too:
+an output that the cells behind have not used has no gradient, as in torch. Flags are the last tensor of a message.
 """
 
 import time
@@ -48,7 +48,7 @@ Graph = tuple[Tensors, list[Tensor]]  # the roots of a backward: outputs of a ce
 
 
 class SenderFailed(RuntimeError):
-    """Raised where a worker gets nothing, since the one before it has failed."""
+    """Raised when a message is empty, because the worker that sends it has failed."""
 
 
 @dataclass
@@ -56,13 +56,13 @@ class StepBuffers:
     """Holds the tensors that one step has made or received and not yet used up, by (cell, micro-batch).
 
     Attributes:
-        inputs: the boundary in front of the cell; those require a gradient that did where they were made.
-        outputs: the boundary behind it, until it is sent.
-        graphs: from forward or recompute to backward.
-        weight_halves: second halves of backwards.
-        input_gradients: one for each input of the cell; None where nothing flowed back.
-        output_gradients: one for each output of the cell, received; likewise.
-        targets: the targets of each micro-batch, until the step ends.
+        inputs: the tensors that the cell reads. Those require a gradient that did so where they were made.
+        outputs: the tensors that the cell has put out, until they are sent.
+        graphs: outputs and losses whose graph is kept, from forward or recompute to backward.
+        weight_halves: second halves of backwards that are still to run.
+        input_gradients: the gradient of each input of the cell; None where nothing flowed back.
+        output_gradients: the received gradient of each output of the cell; None where nothing flowed back.
+        targets: the targets of each micro-batch, by its number, until the step ends.
     """
 
     inputs: dict[tuple[int, int], Tensors] = field(default_factory=dict)
@@ -83,16 +83,16 @@ class Engine:
     Args:
         cells: this worker's cells, in order.
         placement: worker of every cell.
-        transport: to the other workers; None when there are none.
-        loss: (outputs, targets) of the last cell to (sum, statistics); it may raise ConfigurationError.
+        transport: sends to the other workers and receives from them; None when there are none.
+        loss: maps the last cell's (outputs, targets) to (sum of the loss, statistics); may raise ConfigurationError.
         targets: number of targets among the tensors of a message.
-        device: this worker's.
+        device: the device on which the cells run.
         autocast: makes the context in which forward runs.
-        where: kept up to date with what runs, for error reports.
+        where: the engine writes into it what runs, for error reports.
 
     Attributes:
         running: the instruction whose layers run, for hooks on them.
-        frees_peers: True: a worker that fails sends zeros, and receives, so that its peers can finish the step.
+        frees_peers: True if a worker that fails still receives, and sends zeros, so that its peers can finish the step.
         failed_at: `time.time()` of the latest failure.
     """
 
@@ -139,7 +139,7 @@ class Engine:
             instructions: this worker's list of the schedule.
             plan: describes the mini-batch.
             posts: when receives are posted; None: `post_ahead`.
-            timed: the engine's meter records every instruction.
+            timed: True to record the time of every instruction in the engine's meter.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
@@ -168,20 +168,23 @@ class Engine:
             sink: called on the worker of the last cell with (micro-batch, outputs, targets).
             caches: what layers keep in generation, by (cell, micro-batch); they live as long as the caller keeps them.
             posts: as in `train_step`.
-            number: steps, and forwards since then; the noise of layers that draw it in evaluation depends on it.
+            number: (training steps done, forwards since then), which seeds layers that draw noise in evaluation, too.
         """
         with torch.no_grad(), self.noise.restored():
             _ForwardStep(self, instructions, plan, posts, sink, caches, number).run(None)
 
     def describe_anew(self) -> None:
-        """Forgets which tensors pass between cells; all workers call it at the same time, between two steps."""
+        """Forgets the descriptions of boundaries, so that the next forward makes new ones.
+
+        All workers call it at the same time, between two steps.
+        """
         self.boundaries.clear()
         self.messages.clear()
         for cell in self.cells.values():
             cell.describe_anew()
 
     def forget_failure(self) -> None:
-        """Forgets a step that has failed, with the shapes that it told; all workers call it at the same time."""
+        """Forgets what a failed step has left (descriptions, casts, statistics); all workers call it together."""
         self.describe_anew()
         self.where.leave()
         for cell in self.cells.values():
@@ -200,9 +203,9 @@ class _Step:
     """Interprets the instruction list of one step, in the part that training and forward-only steps share.
 
     Attributes:
-        engine: this worker's.
+        engine: this worker's engine.
         instructions: this worker's list.
-        plan: what is to be done.
+        plan: the mini-batch, and how it is run.
         posts: when receives are posted; None: `post_ahead`.
     """
 
@@ -222,7 +225,11 @@ class _Step:
         self._receives = Receives(posts, self._post) if posts else None
 
     def run(self, meter: Meter | None) -> None:
-        """Executes the list, with a time for every instruction where there is a meter."""
+        """Executes the list.
+
+        Args:
+            meter: records the time of every instruction; None: times are not taken.
+        """
         where, position, op = self.engine.where, -1, Op.FORWARD
         try:
             self._begin()
@@ -237,7 +244,7 @@ class _Step:
                     meter.record(instruction, started)
         except BaseException as error:
             self.engine.failed_at = time.time()
-            is_lost = op in RECEIVES and not isinstance(error, SenderFailed)  # the peer, or the connection
+            is_lost = op in RECEIVES and not isinstance(error, SenderFailed)  # the peer or the connection has ended
             if self.engine.frees_peers and not is_lost:
                 self._send_nothing(position if op in SENDS else position + 1)  # a send that fails has not sent
             raise
@@ -248,9 +255,13 @@ class _Step:
         """Makes the layers ready, before the first instruction."""
 
     def _send_nothing(self, position: int) -> None:
-        """Goes through the list from this position on without computing: receives, and sends zeros.
+        """Goes through the rest of the list without computing. It receives all messages, and sends zeros in each.
 
-        A message whose shapes its receiver does not know yet is described as empty; who receives that fails, too.
+        Where the receiver does not know the shapes of a message yet, an empty one is described; so the receiver fails,
+        too (`SenderFailed`).
+
+        Args:
+            position: index of the first instruction of the rest.
         """
         engine, self.buffers = self.engine, StepBuffers()
         for place, i in enumerate(self.instructions[position:], position):
@@ -299,17 +310,25 @@ class _Step:
         self._send(i, tensors, spec)
 
     def _bring(self, i: Instruction) -> None:
+        """Begins to read the weights of an offloaded cell from its file."""
         if (state := self.engine.cells[i.cell].state) is not None:
             state.bring()
 
     def _take_away(self, i: Instruction) -> None:
+        """Gives the memory of an offloaded cell back."""
         self.engine.cells[i.cell].take_away()
 
     def _send(self, i: Instruction, tensors: Tensors, spec: BoundarySpec) -> None:
+        """Starts to send the tensors, which ``spec`` describes, as the instruction's message."""
         assert i.sent_message is not None
         self.engine.transport.send(i.sent_message, tensors, spec)
 
     def _receive_activation(self, i: Instruction) -> None:
+        """Receives a cell's inputs and the micro-batch's targets.
+
+        Raises:
+            SenderFailed: the message is empty.
+        """
         engine = self.engine
         tensors = list(self._receive(i))
         if not tensors:
@@ -323,9 +342,10 @@ class _Step:
         self.buffers.targets[i.micro_batch] = tuple(tensors[split:])
 
     def _post(self, i: Instruction) -> Wait | None:
-        """Posts the receive of an instruction; None when its shapes are not known yet.
+        """Posts the receive of an instruction; returns its wait, or None when the message's shapes are not known yet.
 
-        With NCCL the send has begun, and the description of an unknown shape too: this waits for it.
+        With NCCL receives are posted after their sends. The description of new shapes is then on its way, and this
+        waits for it.
         """
         message, engine = i.awaited_message, self.engine
         assert message is not None
@@ -337,7 +357,10 @@ class _Step:
         return engine.transport.post(message, spec if is_activation else spec.gradients)
 
     def _receive(self, i: Instruction) -> Tensors:
-        """Waits for a message, the first one of its shapes behind its description."""
+        """Waits for the instruction's message and returns its tensors.
+
+        If the shapes are new, this first waits for the description that precedes the message.
+        """
         key, separate = (i.cell - 1, self.signatures[i.micro_batch]), 0
         if i.op is Op.RECEIVE_ACTIVATION:
             if key not in self.engine.messages:
@@ -358,6 +381,7 @@ class _ForwardStep(_Step):
     number: Sequence[int]
 
     def _forward(self, i: Instruction) -> None:
+        """Runs F_k without a graph; gives the outputs to the next cell or, of the last cell, to the sink."""
         place, cell = (i.cell, i.micro_batch), self.engine.cells[i.cell]
         caches = None if self.caches is None else self.caches.setdefault(place, [{} for _ in cell.layers])
         with self.engine.autocast():
@@ -392,14 +416,16 @@ class _TrainingStep(_Step):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._waits: dict[int, dict[int, bool]] = {}  # by cell: see `backward_of_inputs`
+        self._waits: dict[int, dict[int, bool]] = {}  # by cell, then id of a weight: see `backward_of_inputs`
         self._recomputed = {(i.cell, i.micro_batch) for i in self.instructions if i.op is Op.RECOMPUTE}
 
     def _begin(self) -> None:
+        """Tells the layers the number of the step."""
         for cell in self.engine.cells.values():
             cell.begin_step(self.plan.step, self.plan.steps)
 
     def _forward(self, i: Instruction) -> None:
+        """Runs F_k, with a graph where it is kept or needed to describe the boundary, and passes the outputs on."""
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
         is_last, key = i.cell == self.engine.last, (i.cell, self.signatures[i.micro_batch])
         spec = self.engine.boundaries.get(key)
@@ -416,6 +442,7 @@ class _TrainingStep(_Step):
                 self._pass_on(i, fresh_leaves(outputs, spec.takers))
 
     def _recompute(self, i: Instruction) -> None:
+        """Runs F_k again, with a graph for the backward that follows."""
         self._run_with_graph(i, first_time=False, for_backward=True)  # [3]
 
     def _run_with_graph(self, i: Instruction, first_time: bool, for_backward: bool) -> Tensors:
@@ -489,7 +516,7 @@ class _TrainingStep(_Step):
         return torch.zeros_like(loss) if micro_batch in self.plan.empty else loss
 
     def _backward(self, i: Instruction) -> None:
-        """Runs B_k, or with INPUT_GRADIENT its first half."""
+        """Runs B_k or, for INPUT_GRADIENT, its first half; keeps the gradients of the cell's inputs."""
         place = i.cell, i.micro_batch
         (outputs, losses), inputs = self.buffers.graphs.pop(place), self.buffers.inputs.pop(place)  # [4]
         arrived = zip(outputs, self._output_gradients(i), strict=True)
@@ -509,6 +536,7 @@ class _TrainingStep(_Step):
             ]
 
     def _weight_gradient(self, i: Instruction) -> None:
+        """Runs the second half of B_k, which adds up the gradients of the weights."""
         with self.engine.cells[i.cell].going_backward(i.micro_batch):
             self.buffers.weight_halves.pop((i.cell, i.micro_batch)).run()
 
@@ -521,7 +549,7 @@ class _TrainingStep(_Step):
         return self.buffers.output_gradients.pop((i.cell, i.micro_batch))
 
     def _send_gradient(self, i: Instruction) -> None:
-        """Sends a gradient for each tensor that may require one, zeros where nothing flowed, and which of them are."""
+        """Sends a gradient for each input that may require one (zeros if none flowed), and flags that say which."""
         received = self.engine.messages[i.cell - 1, self.signatures[i.micro_batch]]
         made = self.buffers.input_gradients.pop((i.cell, i.micro_batch))
         gradients = [made[number] for number in received.takers]
@@ -534,6 +562,7 @@ class _TrainingStep(_Step):
         self._send(i, content, received.gradients)
 
     def _receive_gradient(self, i: Instruction) -> None:
+        """Receives the gradients of the cell's outputs, None for each that the flags say is missing."""
         spec = self.engine.boundaries[i.cell, self.signatures[i.micro_batch]]
         found: list[Tensor | None] = [None] * len(spec.tensors)
         if arrived := self._receive(i):
@@ -558,5 +587,5 @@ class _TrainingStep(_Step):
 
 
 def _flags(values: Sequence[bool]) -> Tensor:
-    """Returns what a message says of the tensors that may require, or are, a gradient: a byte for each."""
+    """Returns the flags of a message as uint8, one byte for each tensor that has a flag."""
     return torch.tensor(values, dtype=torch.uint8)

@@ -18,7 +18,7 @@ BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this s
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Gives trained parameters without a gradient one of zero, so that workers can add theirs up; returns those.
+    """Gives a gradient of zero to trained parameters that have none, and returns these parameters.
 
     A sparse gradient, as of nn.Embedding(sparse=True), becomes dense: norms, sums over replicas and optimizers expect
     that.
@@ -34,11 +34,11 @@ def fill_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 class UnusedParameters:
-    """Knows which parameters this worker has used in a step, and those whose gradient of zero stands in for none.
+    """Knows which parameters this worker has used in a step, and which have a gradient of zero only for the sums.
 
-    What nothing used has no gradient, and the optimizer leaves it alone. A gradient of zero is another thing: weight
-    decay and momentum would change the parameter. Sums over replicas and over the uses of tied parameters need a
-    gradient everywhere, so zeros stand in until the workers have met.
+    A parameter that nothing used has no gradient, and the optimizer leaves it alone. With a gradient of zero, weight
+    decay and momentum would change it. Sums over replicas and over the uses of tied parameters need a gradient
+    everywhere, so zeros stand in until the workers have exchanged which parameters were used.
 
     Args:
         own: this worker's parameters, by full name.
@@ -52,7 +52,7 @@ class UnusedParameters:
         self.owners: Sequence[str] = ()
 
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gives trained parameters without a gradient one of zero until `clear`."""
+        """Gives a gradient of zero to trained parameters that have none; `clear` takes it away."""
         self._filled.update(map(id, fill_gradients(parameters)))
 
     def used(self) -> list[str]:
@@ -63,7 +63,7 @@ class UnusedParameters:
         """Takes the gradient of zero from the parameters that no worker has used.
 
         Args:
-            everywhere: returns the names of those that some worker has used.
+            everywhere: returns the names of the parameters that at least one worker has used.
         """
         if self._filled:
             used = everywhere()
@@ -86,7 +86,7 @@ def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.Process
 
 
 def flattened(bucket: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Returns the numbers of all tensors in one, and a function that puts them back from there.
+    """Returns the numbers of all tensors in one flat tensor, and a function that copies them back from it.
 
     A large tensor has a bucket of its own, and needs no copy.
     """
@@ -131,7 +131,7 @@ def clip_factor(norm: float, limit: float | None) -> float:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies every gradient in place."""
+    """Multiplies the parameters' gradients by a factor, in place."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
@@ -165,7 +165,7 @@ def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) -> None:
-    """Replaces a contiguous ``tensor`` by that of one replica; all of them call it at the same time."""
+    """Replaces a contiguous ``tensor`` by that of one replica; all replicas call it at the same time."""
     wired = on_wire(tensor, group)
     dist.broadcast(wired, group_src=replica, group=group)
     if wired is not tensor:

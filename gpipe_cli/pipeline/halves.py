@@ -31,7 +31,12 @@ _INDIVISIBLE = ("CheckpointFunctionBackward", "CompiledFunctionBackward")
 
 @dataclass
 class _Joint:
-    """Holds a node on the path to the input, the weights that join there, and the gradients that arrived."""
+    """Holds a node on the path to the input.
+
+    Attributes:
+        leaves: the weights that join there.
+        noted: the gradients that arrived, for each output of the node; empty before.
+    """
 
     node: Node
     leaves: list[Tensor] = field(default_factory=list)
@@ -66,8 +71,9 @@ class WeightHalf:
     """Holds the second half of a backward: the gradients of the weights that could wait.
 
     Args:
-        joints: where they join the way to the inputs.
-        late: weights that must wait and have no joint; `whole` runs the backward once more for them alone.
+        joints: where the weights join the path to the inputs.
+        late: weights that must wait and have no joint.
+        whole: runs the backward once more, for the ``late`` weights alone.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ def backward_of_inputs(
 
     Args:
         roots: the outputs and losses of a cell, for one micro-batch.
-        gradients: of the roots.
+        gradients: the gradient of each root.
         inputs: leaves whose ``.grad`` is computed now. If none needs a gradient, the whole backward runs here.
         waits: whether each weight, by its id, has waited in an earlier micro-batch of the step. Then it does so again,
             even if this graph is another, because its gradients must be added up in one order.
@@ -110,7 +116,7 @@ def backward_of_inputs(
         return WeightHalf(())
     wanted, whole = [tensor for tensor in inputs if tensor.requires_grad], partial(_backward, roots, gradients)
     starts = [get_gradient_edge(root).node for root in roots] if wanted or waits else []
-    order = _from_roots(starts)
+    order = _from_roots(starts)  # nodes of the graph; `now` gets the weights whose gradient is computed in this half
     joints: list[_Joint] = []
     late: list[Tensor] = []
     divisible = not any(type(node).__name__ in _INDIVISIBLE for node in order)
@@ -132,6 +138,7 @@ def backward_of_inputs(
 
 
 def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], **options: Any) -> None:
+    """Runs torch's backward with these options; does nothing without roots."""
     if roots:
         torch.autograd.backward(list(roots), list(gradients), **options)
 
@@ -139,7 +146,16 @@ def _backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], **options: A
 def _as_before(
     joints: Sequence[_Joint], now: Sequence[Tensor], waits: dict[int, bool]
 ) -> tuple[list[_Joint], list[Tensor], list[Tensor]]:
-    """Returns joints, weights that cannot wait and weights that must, as in the step's earlier micro-batches."""
+    """Makes each weight wait, or not, as it did in the step's earlier micro-batches; a new one is noted in ``waits``.
+
+    Args:
+        joints: joints with weights that could wait in this graph.
+        now: weights that cannot wait in this graph.
+        waits: as in `backward_of_inputs`.
+
+    Returns:
+        (joints with weights that wait, weights that do not wait, weights that must wait and have no joint).
+    """
     late = [weight for weight in now if waits.setdefault(id(weight), False)]
     now = [weight for weight in now if not waits[id(weight)]]
     for joint in joints:
@@ -168,7 +184,13 @@ def _from_roots(roots: Sequence[Node]) -> list[Node]:
 def _sort_weights(
     order: Sequence[Node], starts: Sequence[Node], inputs: Sequence[Tensor]
 ) -> tuple[list[_Joint], list[Tensor]]:
-    """Returns the joints with the weights that can wait, and the weights that cannot."""
+    """Returns the joints with the weights that can wait, and the weights that cannot.
+
+    Args:
+        order: nodes of the graph, as `_from_roots` returns them.
+        starts: nodes of the roots.
+        inputs: leaves whose gradient is computed in the first half.
+    """
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
     shared = _Joint(order[0])  # stands for "no single joint"
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}

@@ -55,13 +55,17 @@ class NoiseSource:
         return self._seeds(layers, NOISE, self._seed, step, self._replica, micro_batch)
 
     def evaluation_seeds(self, number: Sequence[int], micro_batch: int, layers: Sequence[int]) -> list[int]:
-        """Returns the seed of each of ``layers`` for a micro-batch of a forward without backward, by its number."""
+        """Returns the seed of each of ``layers`` for a micro-batch of a forward without backward.
+
+        Args:
+            number: numbers of the forward (`Engine.run_forward`).
+        """
         return self._seeds(layers, EVALUATION, self._seed, *number, self._replica, micro_batch)
 
     def _seeds(self, layers: Sequence[int], *place: int) -> list[int]:
-        """Returns 63 bits for each of ``layers``, made of these numbers only.
+        """Returns a seed of 63 bits for each of ``layers``, made of its index and the numbers ``place`` only.
 
-        One digest serves `_TOGETHER` layers: a pipeline needs thousands of seeds per second.
+        One digest serves `_TOGETHER` layers, because a pipeline needs thousands of seeds per second.
         """
         digests: dict[int, tuple[int, ...]] = {}
         for block in {layer // _TOGETHER for layer in layers}:
@@ -75,13 +79,14 @@ class NoiseSource:
             generator.manual_seed(seed)
 
     def seed_backward(self, seed: int, outputs: Iterable[Tensor | None], given: Sequence[Tensor] = ()) -> None:
-        """Seeds the generators, before the backward of a layer begins, by a seed made of ``seed``.
+        """Makes the layer's backward seed the generators, when it begins, by a seed made of ``seed``.
 
         Args:
-            outputs: of the layer, with its loss. Its backward begins with the first gradient of one that it has made.
-            given: its inputs, which it may only pass on.
+            outputs: the layer's outputs and its auxiliary loss (None: no loss). The backward begins when the first
+                gradient arrives at one of those that the layer itself has made.
+            given: the layer's inputs. It has not made those that are also among its outputs.
         """
-        left = [seed ^ BACKWARD]
+        left = [seed ^ BACKWARD]  # empty once the generators are seeded
 
         def begin(gradients: object) -> None:
             if left:
@@ -103,12 +108,12 @@ class NoiseSource:
         return [generator.get_state() for generator in self._generators]
 
     def moment(self) -> bytes:
-        """Returns what changes with every number that is drawn."""
+        """Returns the generators' states as bytes, which change with every number that is drawn."""
         return b"".join(state.numpy().tobytes() for state in self.states())
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Leaves the generators as they were before the context."""
+        """Puts the generators back, at the end of the context, into the states that they had before it."""
         states = self.states()
         try:
             yield

@@ -74,15 +74,16 @@ class StepResult:
         plan: what was to be done.
         loss: loss of the mini-batch, per unit of weight.
         losses: unscaled sums by replica, then micro-batch.
-        gradient_norm: global, before clipping.
-        statistics: sums over the mini-batch.
+        gradient_norm: norm of the whole gradient, before clipping.
+        statistics: sums of the task's statistics over the mini-batch.
         bubble: share of the workers' time that is not computing, from when the first worker begins the step until the
             last one ends it. What rank 0 does between the steps, such as drawing pictures, lies outside.
         cells: seconds per cell (mean over replicas) for each of `KINDS_OF_TIME`, and "waiting", for both neighbours.
-        numbers: by each of `WORKER_NUMBERS` one for each rank: seconds from the exchange before the step to its begin
-            on this worker; from there to its last instruction; the computing time of that; seconds for which the first
-            worker waited for this mini-batch; the peak memory; and seconds of each of `PHASES` between the step before
-            and this one, because they end after the workers have met.
+        numbers: a number for each rank, by the names of `WORKER_NUMBERS`. "late": seconds from the exchange before the
+            step until the rank begins the step. "span": seconds from there to the end of its last instruction. "busy":
+            the seconds of these in which it computes. "waited_for_data": seconds for which the first worker waited for
+            this mini-batch. "memory_bytes": peak memory. And seconds of each of `PHASES` between the step before and
+            this one, because those of this step end after the workers have met.
         lr: learning rate of the update.
         seconds: seconds of the whole step on this worker, its update included; known when it has ended.
         not_finite: the first place with a value that is not finite, in words; None where all are finite.
@@ -102,16 +103,17 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
+        """Returns whether loss and gradient norm are finite, so that the update is applied."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
     @property
     def overflowed(self) -> bool:
-        """Returns whether a smaller loss scale may help: the loss is finite, its scaled gradients are not."""
+        """Returns whether a smaller loss scale may help: the loss is finite, and its scaled gradients are not."""
         return self.plan.loss_scale > 1 and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
     @property
     def workers(self) -> list[dict[str, float]]:
-        """Returns the numbers of each rank by their names."""
+        """Returns for each rank its `WORKER_NUMBERS` by name."""
         return [dict(zip(self.numbers, row, strict=True)) for row in zip(*self.numbers.values(), strict=True)]
 
 
@@ -151,24 +153,28 @@ class Meter:
     the step have been; nothing is synchronised in between.
 
     Args:
-        device: this worker's.
-        where: told the step and the phase that run.
+        device: this worker's device.
+        where: the meter writes into it which step and phase run.
 
     Attributes:
-        began: begin of the step by the machine's monotonic clock, which all its processes share.
-        spans: spans of the last step that was read, in seconds of that clock.
+        began: seconds of the machine's monotonic clock, which all its processes share, when the step began.
+        spans: begin and end of each instruction of the last step that was read, in seconds of that clock.
     """
 
     def __init__(self, device: torch.device, where: Position) -> None:
         self._where, self._device, self._on_gpu = where, device, device.type != "cpu"
         self._marks: list[tuple[Instruction, Mark, Mark]] = []
         self._phase_marks: list[tuple[str, Mark, Mark]] = []
-        self._phases_before = self._phase_marks
+        self._phases_before = self._phase_marks  # those between the step before and this one
         self.began, self._started, self._host_began = 0.0, 0.0, 0.0
         self.spans: list[Span] = []
 
     def begin_step(self, number: int | None = None) -> None:
-        """Starts the clock; ``number`` of the step, from 1."""
+        """Starts the clock of a step.
+
+        Args:
+            number: number of the step, from 1, for error reports; None: it has none.
+        """
         self._where.step = number
         self._phases_before, self._phase_marks, self._marks = self._phase_marks, [], []
         self.began = self._host_began = time.perf_counter()
@@ -188,13 +194,16 @@ class Meter:
         self._marks.append((instruction, started, self.mark()))
 
     def read_step(self, reached: Mark = None) -> tuple[dict[str, float], float]:
-        """Fills `spans`; on a GPU waits for the instructions first, and sets `began` to when it began, not its host.
+        """Fills `spans` with the times of the step.
+
+        On a GPU this first waits for the instructions, and sets `began` to when the GPU, not its host, began the step.
 
         Args:
-            reached: a later mark, for which the host has just waited.
+            reached: a mark after the instructions, for which the host has just waited; None: this waits for the last.
 
         Returns:
-            The seconds of each phase before the step, and those from its begin to the end of its last instruction.
+            The seconds of each phase before the step, and the seconds from its begin to the end of its last
+            instruction.
         """
         ended = self._marks[-1][2] if self._marks else self._started
         if self._on_gpu:
@@ -206,7 +215,11 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Records the time of the body, one of `PHASES`, and names its work in error reports."""
+        """Records the time of the context's body, and names its work in error reports.
+
+        Args:
+            name: one of `PHASES`.
+        """
         now = self.mark if name in DEVICE_PHASES else time.perf_counter
         started = now()
         with self._where.doing(PHASES[name]):
@@ -214,7 +227,10 @@ class Meter:
         self._phase_marks.append((name, started, now()))
 
     def recording(self) -> list[tuple[str, float, float]]:
-        """Returns name, begin and end of each instruction and each phase since; on a GPU waits for its work first."""
+        """Returns (name, begin, end) of each instruction of the step and each phase since, in seconds of the clock.
+
+        On a GPU this first waits for all its work.
+        """
         if self._on_gpu:
             torch.get_device_module(self._device).synchronize(self._device)
         phases = [(name, self._time(a), self._time(b)) for name, a, b in self._phase_marks]
@@ -228,6 +244,7 @@ class Meter:
         return dict(sums)
 
     def _time(self, mark: Mark) -> float:
+        """Returns the mark in seconds of the machine's monotonic clock."""
         return mark if isinstance(mark, float) else self.began + seconds_between(self._started, mark)
 
 

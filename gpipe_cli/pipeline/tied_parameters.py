@@ -29,13 +29,13 @@ class Use(NamedTuple):
 class TiedParameters:
     """Holds the tied parameters of a model, as one worker sees them.
 
-    All workers of a replica call each method at the same time, and go through ties and uses in the same order: of the
-    messages that are not done, both ends of the first are at it, so no order of sends and receives can wait for itself.
+    All workers of a replica call each method at the same time, and go through ties and uses in the same order. So the
+    blocking sends and receives cannot deadlock.
 
     Args:
-        ties: the uses of every tied parameter of the model, in layer order.
+        ties: the uses of every tied parameter of the model, in layer order, so the owner comes first.
         cells: this worker's cells.
-        worker: this one's number.
+        worker: number of this worker in the replica.
         ranks: ranks of all workers of the replica.
         group: process group for messages; None where there is one worker.
 
@@ -63,7 +63,7 @@ class TiedParameters:
 
     @cached_property
     def users(self) -> list[nn.Parameter]:
-        """Returns this worker's tied parameters whose owner is another."""
+        """Returns the parameters of this worker's uses, without owners."""
         own = (use.name for owner, *others in self.ties for use in others if use.worker == self._worker)
         return [self._own[name] for name in own]
 
@@ -84,10 +84,12 @@ class TiedParameters:
                     self._own[use.name].requires_grad_(owner.name in trained)
 
     def add_gradients(self) -> list[str]:
-        """Adds the gradients of all uses, in layer order, to the owners', which have one, and clears the others.
+        """Adds the gradients of all uses, in layer order, to those of the owners, and then clears them.
+
+        Owners that are trained have a gradient (`UnusedParameters.fill`).
 
         Returns:
-            The owner of each use on this worker that had a gradient.
+            For each use on this worker that had a gradient, the owner's name.
         """
         here = self._worker
         uses = [(owner.name, self._own[use.name]) for owner, *rest in self.ties for use in rest if use.worker == here]
@@ -104,7 +106,11 @@ class TiedParameters:
         return used
 
     def _brought_to(self, owner: Use, use: Use) -> Tensor | None:
-        """Returns the gradient of a use on the owner's worker; None elsewhere, and where it is frozen."""
+        """Sends the gradient of a use to the owner's worker.
+
+        Returns:
+            The gradient on the owner's worker; None on other workers, and if the parameter is frozen.
+        """
         here = self._worker
         if here not in (owner.worker, use.worker):
             return None
@@ -127,7 +133,7 @@ class TiedParameters:
             parameter.grad = None
 
     def spread(self) -> None:
-        """Gives every use the value of its owner; the uses on one worker share the memory of the first of them."""
+        """Gives every use the value of its owner. The uses on one worker share the memory of the first of them."""
         here = self._worker
         for owner, *others in self.ties:
             first = {owner.worker: owner}

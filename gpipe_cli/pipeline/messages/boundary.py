@@ -36,22 +36,22 @@ class Grouped(tuple[T, ...], Generic[T]):
 
 
 def grouping_of(items: Sequence[object]) -> str | None:
-    """Returns the grouping; None for a plain tuple."""
+    """Returns the grouping as JSON; None for a plain tuple."""
     return getattr(items, "grouping", None)
 
 
 def grouped(items: Iterable[T], grouping: str | None) -> tuple[T, ...]:
-    """Returns the items with this grouping."""
+    """Returns the items as `Grouped` with this grouping, or as a plain tuple if it is None."""
     return tuple(items) if grouping is None else Grouped(items, grouping)
 
 
 def grouped_like(items: Iterable[T], other: Sequence[object]) -> tuple[T, ...]:
-    """Returns the items with the grouping of others."""
+    """Returns the items with the grouping of ``other``."""
     return grouped(items, grouping_of(other))
 
 
 def as_tensors(value: object) -> Tensors:
-    """Returns a layer's output as a tuple of tensors, `Grouped` where it is more than a tensor or a tuple of them.
+    """Returns a layer's output as a tuple of its tensors; `Grouped` if it was neither a tensor nor a plain tuple.
 
     Raises:
         TypeError: there is no tensor in the output, or something that cannot pass to another process.
@@ -89,7 +89,7 @@ def replace_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _is_leaf(value: object) -> bool:
-    """Returns whether the value is no plain container: another kind would not arrive as what it is."""
+    """Returns whether the value is no plain container; one of another kind would arrive as something else."""
     if isinstance(value, dict) and any(type(key) not in (str, int) for key in value):
         return True
     return type(value) not in (tuple, list, dict)
@@ -97,11 +97,13 @@ def _is_leaf(value: object) -> bool:
 
 @lru_cache(maxsize=256)
 def _encoded(structure: pytree.TreeSpec) -> str:
+    """Returns torch's description of nested containers as text."""
     return pytree.treespec_dumps(structure)
 
 
 @lru_cache(maxsize=256)
 def _decoded(grouping: str) -> tuple[pytree.TreeSpec, list[Any]]:
+    """Returns the containers and the leaves of a grouping, [] in place of each tensor."""
     structure, others = json.loads(grouping)
     return pytree.treespec_loads(structure), others
 
@@ -132,9 +134,12 @@ def canonical(tensor: Tensor) -> Tensor:
 
 
 def passed_on(outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Returns a layer's outputs as the next layer gets them: floating-point ones in ``dtype``; None: as they are.
+    """Returns a layer's outputs as the next layer gets them.
 
-    Tensors that the layer only passes on from its ``inputs`` stay as they came.
+    Tensors that the layer only passes on from its ``inputs`` stay as they are.
+
+    Args:
+        dtype: type that floating-point outputs get; None: they keep theirs.
     """
     if dtype is None:
         return outputs
@@ -151,7 +156,11 @@ def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def canonical_gradient(gradient: Tensor, of_channels_last: bool) -> Tensor:
-    """Returns the gradient in the layout of its tensor."""
+    """Returns the gradient in the canonical layout.
+
+    Args:
+        of_channels_last: True if the gradient's tensor is channels-last, as the gradient then must be.
+    """
     layout = torch.channels_last if of_channels_last else torch.contiguous_format
     return canonical(gradient.contiguous(memory_format=layout))
 
@@ -164,31 +173,38 @@ class GradientLayouts:
     """
 
     def __init__(self) -> None:
+        # By (layer, number of the output, signature): whether its gradients had to be brought to their layout.
         self._odd: dict[Hashable, bool] = {}
 
     def settle(
         self, outputs: Tensors, inputs: Tensors, dtype: torch.dtype | None, layer: int, signature: Hashable
     ) -> tuple[Tensors, bool]:
-        """Returns what a layer passes on, and whether later outputs of these shapes can be passed on as they are.
+        """Returns a layer's outputs in the canonical layout, and whether later ones of these shapes need no `settle`.
 
         Tensors that the layer only passes on from its ``inputs`` are canonical already.
 
         Args:
-            dtype: type of floating-point tensors; None: as they are.
+            dtype: type that floating-point outputs get; None: they keep theirs.
+            layer: index of the layer.
+            signature: shapes and types of the micro-batch, from which those of the outputs follow.
         """
-        came, made, is_known = {id(tensor) for tensor in inputs}, list(passed_on(outputs, inputs, dtype)), True
+        from_inputs, made, is_settled = {id(tensor) for tensor in inputs}, list(passed_on(outputs, inputs, dtype)), True
         for number, tensor in enumerate(made):
-            if id(tensor) in came:
+            if id(tensor) in from_inputs:
                 continue
             settled = made[number] = canonical(tensor)
-            is_known = is_known and settled is outputs[number]
+            is_settled = is_settled and settled is outputs[number]
             if settled.requires_grad and self._odd.get((layer, number, signature), True):
-                self._follow(settled, (layer, number, signature))
-                is_known = False
-        return grouped_like(made, outputs), is_known
+                self._settle_gradient(settled, (layer, number, signature))
+                is_settled = False
+        return grouped_like(made, outputs), is_settled
 
-    def _follow(self, tensor: Tensor, place: Hashable) -> None:
-        """Brings the tensor's gradient to its layout when it comes."""
+    def _settle_gradient(self, tensor: Tensor, place: Hashable) -> None:
+        """Hooks the tensor, so that its gradient is brought to the tensor's layout when it arrives.
+
+        Args:
+            place: key in `_odd`.
+        """
         last = is_channels_last(tensor)
 
         def bring_to_layout(gradient: Tensor) -> Tensor:
@@ -205,7 +221,7 @@ class TensorSpec:
 
     Attributes:
         needs_gradient: a gradient may flow back through it.
-        on_host: the receiver reads it at once, so it stays on the CPU.
+        on_host: True for flags, which the receiver reads at once, so they stay on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -226,6 +242,7 @@ class TensorSpec:
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
+        """Returns the strides in elements, of a contiguous tensor or a channels-last one."""
         if self.channels_last:
             _, channels, height, width = self.shape
             return (channels * height * width, 1, width * channels, channels)

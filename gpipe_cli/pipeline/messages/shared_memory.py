@@ -40,12 +40,13 @@ def slot_bytes(message: int) -> int:
 
 
 class SharedMemoryTransport(Transport):
-    """Sends messages through shared memory, but those without content, and descriptions, as `Transport` does.
+    """Sends messages through shared memory; descriptions, and messages without content, as `Transport` does.
 
     Its ``control`` is the group of one machine's workers, which also connects them by sockets.
     """
 
     def _connect(self) -> None:
+        """Opens a socket to each neighbour for each direction."""
         control: Any = self._control
         self._outgoing: dict[tuple[str, int], Outgoing] = {}  # by direction and receiver
         self._incoming: dict[tuple[str, int], Incoming] = {}  # by direction and sender
@@ -60,6 +61,7 @@ class SharedMemoryTransport(Transport):
                 self._incoming[direction, sender] = Incoming(peer, sender, self._device)
 
     def send(self, message: Message, tensors: Sequence[Tensor], spec: BoundarySpec) -> None:
+        """Copies a message into shared memory and announces it."""
         if not spec.size:
             super().send(message, tensors, spec)
         else:
@@ -67,6 +69,7 @@ class SharedMemoryTransport(Transport):
             channel.send(tensors, spec, message_tag(message, len(self._ranks)))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
+        """Returns the function that waits for a message; see `Transport.post`."""
         if not spec.size:
             return super().post(message, spec)
         channel = self._incoming[message.direction, self._ranks[message.sender]]
@@ -99,7 +102,10 @@ class _Slot:
         self._tensors: Tensors = ()
 
     def tensors(self, spec: BoundarySpec) -> Tensors:
-        """Returns views of the slot for the tensors of such a message; made once for messages that are alike."""
+        """Returns views of the slot, one for each tensor of a message that ``spec`` describes.
+
+        They are made once for messages that are alike.
+        """
         if self._spec is not spec:
             self._spec, self._tensors = spec, unpack(self._bytes, spec)
         return self._tensors
@@ -142,7 +148,7 @@ class Outgoing:
             self._take_back(wait=False)
 
     def _slot_for(self, size: int) -> tuple[_Slot, int | None]:
-        """Returns a free slot that is large enough; for new memory also its descriptor, to be sent to the receiver."""
+        """Returns a free slot of at least ``size`` bytes and, if its memory is new, the descriptor for the receiver."""
         if not self._free and self._on_their_way:
             self._take_back(wait=len(self._on_their_way) == self._window)
         number = len(self._on_their_way)
@@ -156,7 +162,11 @@ class Outgoing:
         return _Slot(number, descriptor), descriptor
 
     def _take_back(self, wait: bool) -> None:
-        """Frees the slots of messages that were taken: the oldest, as messages are taken in the order of sending."""
+        """Frees the slots of messages that the receiver has taken, which are the oldest.
+
+        Args:
+            wait: wait until at least one is taken.
+        """
         try:
             taken = self._peer.recv(self._window, 0 if wait else socket.MSG_DONTWAIT)
         except OSError as error:
@@ -202,6 +212,7 @@ class Incoming:
         return tensors
 
     def _next_token(self) -> tuple[int, int, bool]:
+        """Waits for the next announcement; returns (tag, number of the slot, whether its memory is new)."""
         try:
             token = self._peer.recv(_TOKEN.size, socket.MSG_WAITALL)
         except OSError as error:
@@ -227,14 +238,17 @@ class Incoming:
 
 
 def _lost(peer: int, error: OSError | None = None) -> RuntimeError:
-    """Returns an error in gloo's words, by which the launcher recognises the consequence of another worker's end."""
+    """Returns the error of a lost peer, in gloo's words, by which the launcher sees that another worker has ended."""
     if isinstance(error, BlockingIOError):
         return RuntimeError(f"process group, shared memory: rank {peer} neither sends nor takes a message any more")
     return RuntimeError(f"process group, shared memory: Connection closed by peer, rank {peer} ({error})")
 
 
 def _patient(peer: socket.socket, seconds: float) -> socket.socket:
-    """Sets the longest wait in the kernel: Python's own timeout would cost two more system calls per message."""
+    """Sets the longest wait of a socket in the kernel, and returns the socket.
+
+    Python's own timeout would cost two more system calls per message.
+    """
     limit = struct.pack("@ll", int(seconds), 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

@@ -86,6 +86,7 @@ class Transport:
         self._connect()
 
     def _connect(self) -> None:
+        """Connects this worker with its neighbours, before the first step."""
         if self.blocks_device:
             self.exchange_first_messages()
             torch.cuda.synchronize(self._wire)
@@ -106,10 +107,10 @@ class Transport:
                     dist.recv(content, sender, group=group)
 
     def send(self, message: Message, tensors: Sequence[Tensor], spec: BoundarySpec) -> None:
-        """Starts to send; the caller may let go of the tensors at once, but must not write into them.
+        """Starts to send a message. The caller may forget its tensors at once, but must not write into them.
 
-        With gloo it waits for the oldest message once `send_window` messages of the direction are kept. As a rule that
-        one has long arrived; for every kind of schedule this wait ends.
+        With gloo this waits for the oldest message once `send_window` messages of the direction are kept. As a rule
+        that one has long arrived. For every kind of schedule the wait ends.
 
         Raises:
             RuntimeError: the receiver has ended, or takes nothing for too long.
@@ -122,7 +123,7 @@ class Transport:
         if self._puts_flags_aside(spec):
             *tensors, flags = tensors
             spec = spec.without_flags
-        content = pack(tensors, spec, self._wire)  # which may fail, before anything is on its way
+        content = pack(tensors, spec, self._wire)  # first, because it may fail, and nothing must be on its way then
         if flags is not None:
             work = dist.isend(flags, receiver, group=self._control, tag=flags_tag(message, len(self._ranks)))
             self._sending["flags"].append((work, flags))
@@ -133,10 +134,11 @@ class Transport:
         sending.append((work, content))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
-        """Starts to receive, without waiting; returns the function that waits and returns the tensors on the device.
+        """Starts to receive a message, and returns a function that waits for it.
 
-        Its argument is how many tensors at the end get memory of their own, so that keeping them does not keep the
-        whole message. It raises RuntimeError when the sender has ended, or sends nothing for too long.
+        The function returns the message's tensors on the device. Its argument is how many of the last tensors get
+        memory of their own, so that keeping them does not keep the whole message. It raises RuntimeError when the
+        sender has ended, or sends nothing for too long.
         """
         sender, K = self._ranks[message.sender], len(self._ranks)
         works: list[dist.Work | None] = []
@@ -192,6 +194,7 @@ class Transport:
                 _finish_oldest(sending)
 
     def _group(self, direction: str, sender: int, receiver: int) -> dist.ProcessGroup:
+        """Returns the process group of the messages of one direction between two ranks."""
         number = DIRECTIONS.index(direction)
         return self._groups[number if len(self._groups) == 2 or sender < receiver else number + 2]
 
@@ -205,6 +208,7 @@ class Transport:
 
 
 def _finish_oldest(sending: deque[tuple[dist.Work | None, Tensor]]) -> None:
+    """Waits until the oldest message has left, and frees it."""
     work, _ = sending.popleft()
     if work is not None:
         work.wait()
