@@ -456,7 +456,7 @@ class _TrainingStep(_Step):
         with torch.enable_grad(), self.engine.autocast():
             outputs, losses = self._run(i, first_time, for_backward)
             if is_last and for_backward:
-                losses[TASK] = self._loss_of(outputs, i.micro_batch)
+                losses[TASK] = self._score(outputs, i.micro_batch)
         if not is_last:
             self._describe_boundary(i, outputs)
         if for_backward:
@@ -500,7 +500,7 @@ class _TrainingStep(_Step):
         with cell.weights_cast(self.engine.device):
             return cell.run_training(inputs, targets, self.plan.step, number, self.signatures[number], first_time)
 
-    def _loss_of(self, outputs: Tensors, micro_batch: int) -> Tensor:
+    def _score(self, outputs: Tensors, micro_batch: int) -> Tensor:
         """Returns the task's loss of the last cell's outputs, 0 for an empty micro-batch, and adds its statistics."""
         self.engine.where.enter(self.engine.last, micro_batch, "the task's loss")
         try:
