@@ -50,7 +50,7 @@ GONE = {  # keys that our own models, data and optimizers had in earlier release
         *("vocabulary_pairs", "vocabulary_temperature", "vocabulary_samples"),
     ),
 }
-PARALLEL_TEXT = "gpipe_cli.data.parallel.source.ParallelTextSource"  # whose `vocabulary` was a number, if shared
+PARALLEL_TEXT = "gpipe_cli.data.parallel.source.ParallelTextSource"  # in format 2 `vocabulary` meant a shared one
 STEP_NAME = re.compile(r"step_(\d{8,})")
 PARTIAL = ".partial"
 DISCARDED = ".discarded"
@@ -137,7 +137,11 @@ class CheckpointInfo:
 
     @contextmanager
     def named(self, typed: Iterable[str] = ()) -> Iterator[None]:
-        """Names the manifest in the refusal of its configuration, unless the refusal is about a key that was typed."""
+        """Puts the manifest's path before a refusal of its configuration inside the context.
+
+        Args:
+            typed: keys from the command line; a refusal about one of these, or with the path already, stays.
+        """
         try:
             yield
         except ConfigurationError as error:
@@ -178,6 +182,7 @@ def step_directories(run_dir: Path) -> list[Path]:
 
 
 def sha256_of(path: Path) -> str:
+    """Computes a file's SHA-256, in hexadecimal."""
     checksum = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         while block := file.read(1 << 22):
@@ -211,8 +216,8 @@ def read_manifest(directory: Path) -> CheckpointInfo:
 
 
 def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of an earlier release with today's sections, keys and ``_target_``s."""
-    renamed = {"lr_schedule" if key == "schedule" else key: of for key, of in configuration.items() if key != "verify"}
+    """Translates the configuration of an earlier release into today's sections, keys and ``_target_``s."""
+    renamed = {"lr_schedule" if key == "schedule" else key: it for key, it in configuration.items() if key != "verify"}
     for name, section in renamed.items():
         target = str(section.get("_target_")) if isinstance(section, Mapping) else ""
         if target.startswith("gpipe_cli."):
@@ -224,7 +229,7 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems(info: CheckpointInfo) -> list[str]:
-    """Returns one sentence for each file that is missing or has another size; a worker compares what it loads."""
+    """Returns one sentence for each file that is missing or has another size. Checksums are not read here."""
     found = []
     for layer, file in info.layers.items():
         path = info.layer_path(layer)
@@ -249,7 +254,7 @@ def read_whole(directory: Path) -> CheckpointInfo:
 
 
 def is_whole(directory: Path) -> bool:
-    """Returns whether `read_whole` reads a checkpoint; raises NewerFormat as it does."""
+    """Returns whether a checkpoint's files are all there at full size; raises NewerFormat for a later release's."""
     with suppress(CheckpointError):
         return bool(read_whole(directory))
     return False
@@ -271,7 +276,9 @@ def require_whole(info: CheckpointInfo, layer: str) -> None:
 
 
 def best_step(run_dir: Path) -> int | None:
-    """Returns the step of the best evaluation, as the newest manifest says; None without, or if its checkpoint is gone.
+    """Returns the step of the best evaluation, as the newest readable manifest says.
+
+    None: no evaluation was the best, or its checkpoint is gone.
 
     Raises:
         NewerFormat: a later release has written that manifest.
@@ -291,7 +298,7 @@ Choice: TypeAlias = tuple[CheckpointInfo | None, list[str]]
 
 
 def latest(run_dir: Path) -> Choice:
-    """Returns the newest checkpoint of a run whose files are there at full size; None when the run saved none.
+    """Returns the newest whole checkpoint of a run, and warnings of damaged newer ones. None: the run saved none.
 
     Raises:
         NewerFormat: a later release has written the newest one that is not damaged.
@@ -320,7 +327,7 @@ def resolve(resume: str | Path, run_dir: Path, run_root: Path | None = None) -> 
         run_root: the directory of all runs; ``auto`` then takes the run below it (one or two levels) that saved last.
 
     Returns:
-        No checkpoint only for ``auto`` when nothing was saved yet: the run begins at step 0.
+        The checkpoint, and warnings. None stands only for ``auto`` before anything was saved: the run begins at step 0.
 
     Raises:
         CheckpointError: the path holds no checkpoint, or none that can be used.
@@ -385,7 +392,10 @@ def advice(damaged: Path) -> str:
 
 
 def _newest_run(run_root: Path) -> Path | None:
-    """Returns the run with the newest manifest, one or two levels below: runs are often grouped by date."""
+    """Returns the run with the newest manifest, one or two levels below; None: there is none.
+
+    Two levels, because runs are often grouped by date.
+    """
     saved: list[tuple[int, Path]] = []
     for home in [*run_root.glob("*/checkpoints"), *run_root.glob("*/*/checkpoints")]:
         for directory in step_directories(home.parent):
@@ -395,7 +405,7 @@ def _newest_run(run_root: Path) -> Path | None:
 
 
 def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
-    """Refuses a run directory with the checkpoints of another run; called before any file in it is overwritten.
+    """Refuses a run directory with the checkpoints of another run. It is called before any file is overwritten.
 
     Raises:
         NewerFormat: one of them, perhaps later than the resumed one, was written by a later release.
@@ -412,7 +422,7 @@ def refuse_another_run(run_dir: Path, resumed: CheckpointInfo | None) -> None:
 
 
 def require_writable_as_json(name: str, value: Json) -> None:
-    """Writes a value that manifests are to hold as JSON and reads it back, before a step is computed in vain.
+    """Refuses a value that JSON cannot hold, by writing and reading it, before a step is computed in vain.
 
     Raises:
         ConfigurationError: a checkpoint that holds it could not be read again.
@@ -427,7 +437,7 @@ def require_writable_as_json(name: str, value: Json) -> None:
 
 
 def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Returns True if a pattern matches a dotted name, or something that it is part of."""
+    """Returns whether a pattern matches a dotted name or a section that contains it."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 

@@ -46,7 +46,8 @@ class LayerState:
         buffers: persistent buffers, likewise.
         optimizer: parameter name -> state key -> value; parameters without optimizer state are absent.
         averages: moving averages of weights and buffers by the same names; empty where the run keeps none.
-        tied: parameters that the file of another layer, their owner's, holds. A state that was read has their values.
+        tied: parameters whose values stand in the file of another layer, their owner; own name -> owner. After
+            `load_layer` their values are among ``weights``, too.
     """
 
     weights: Mapping[str, Tensor]
@@ -75,7 +76,7 @@ def layer_state(
     averages: Mapping[str, Tensor] | None = None,
     tied: Mapping[str, Owner] | None = None,
 ) -> LayerState:
-    """Returns the state of one layer. It refers to the live tensors: copy it before training goes on.
+    """Returns the state of one layer. It refers to the live tensors, so copy it before training goes on.
 
     Args:
         optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
@@ -137,17 +138,21 @@ def restore_layer(name: str, module: nn.Module, optimizer: Optimizer | None, sta
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
-    """Returns parameters and persistent buffers; a shared one under each of its names, as in ``state_dict``."""
+    """Returns parameters and persistent buffers by name. A shared one has each of its names, as in ``state_dict``."""
     persistent = module.state_dict().keys()
     buffers = {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if name in persistent}
     return dict(module.named_parameters(remove_duplicate=False)), buffers
 
 
 def require_match(layer: str, kind: str, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Compares names, shapes and types of a layer's tensors with saved ones.
+    """Refuses saved tensors whose names, shapes or types are not those of a layer.
+
+    Args:
+        kind: "parameter" or "buffer", for the message.
+        own: the layer's tensors.
 
     Raises:
-        CheckpointError: they differ; it names each.
+        CheckpointError: they differ; it names each difference.
     """
     faults = [f"{kind} {name} is not in the checkpoint" for name in own if name not in saved]
     faults += [f"{kind} {name} is in the checkpoint, not in the model" for name in saved if name not in own]
@@ -163,7 +168,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def copied(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """Returns a copy, on the CPU unless a device is given; contiguous and alone in its memory, as a file needs it."""
+    """Returns a copy on a device (None: the CPU), contiguous and alone in its memory, as a file needs it."""
     return tensor.detach().to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -212,7 +217,7 @@ def write_layer(directory: Path, step: int, name: str, state: LayerState) -> Lay
 
 
 def load_layer(info: CheckpointInfo, name: str) -> LayerState:
-    """Reads one layer, on the CPU, after a check of its file's checksum.
+    """Reads the state of one layer to the CPU, after a check of its file's checksum.
 
     Raises:
         CheckpointError: the checkpoint has no such layer, or its file is damaged.
@@ -246,7 +251,7 @@ def load_layer(info: CheckpointInfo, name: str) -> LayerState:
 
 
 def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
-    """Reads one parameter, as "weight", and its moving average, as "average", where there is one."""
+    """Reads a parameter from its owner's file: {"weight": value}, with "average" where the run keeps averages."""
     files.require_whole(info, owner.layer)
     held = open_safetensors(info.layer_path(owner.layer))
     names = {kind: f"{kind}:{owner.parameter}" for kind in ("weight", "average")}
@@ -254,12 +259,14 @@ def _load_parameter(info: CheckpointInfo, owner: Owner) -> dict[str, Tensor]:
 
 
 def open_run(info: CheckpointInfo, average: bool = True) -> dict[str, SavedTensor]:
-    """Returns weights and buffers of a checkpoint by their names in a plain state_dict, in model order; unread.
+    """Returns weights and buffers of a checkpoint by their names in a plain state_dict, in model order.
+
+    Nothing is read before `SavedTensor.read`.
 
     Args:
         average: take the moving averages in place of those that have one.
     """
-    load = lru_cache(1)(partial(load_layer, info))  # one layer at a time, checked by its checksum
+    load = lru_cache(1)(partial(load_layer, info))  # keeps one layer in memory
 
     def read(layer: str, name: str) -> Tensor:
         state = load(layer)

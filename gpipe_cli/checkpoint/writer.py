@@ -53,12 +53,12 @@ class CheckpointWriter:
         self._jobs: list[Future[None]] = []
 
     def begin(self, step: int, layers: Mapping[str, LayerState], written: Callable[[], None] | None = None) -> None:
-        """Copies ``layers`` to the CPU and starts to write them; waits first while the previous step is being written.
+        """Copies ``layers`` to the CPU and starts to write them. It first waits until the previous step is written.
 
         Every worker calls it for the same step. With replicas each layer is given by one worker only.
 
         Args:
-            written: called after each layer: they are written now, without copies; None: copied, and written later.
+            written: if given, the layers are written before this returns, without copies, and it is called after each.
         """
         self.wait()
         if written is not None:
@@ -74,7 +74,7 @@ class CheckpointWriter:
         return self._finished_step
 
     def commit(self, step: int, state: files.RunState, workers: int) -> files.CheckpointInfo:
-        """Makes the checkpoint complete (worker 0, once all workers have reported ``step``), then prunes older ones.
+        """Makes the checkpoint complete, then prunes older ones. Worker 0 calls it when all have reported ``step``.
 
         Args:
             workers: the number of workers that wrote a part.
@@ -85,12 +85,13 @@ class CheckpointWriter:
         """
         self._raise_failure()
         final = files.step_directory(self.run_dir, step)
-        with self._told("completing", final):
+        with self._as_disk_error("completing", final):
             self._complete(files.CheckpointInfo(final, step, state, {}, versions(self.device)), workers)
         self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))
         return files.read_manifest(final)
 
     def _complete(self, info: files.CheckpointInfo, workers: int) -> None:
+        """Joins the workers' lists of files in the manifest, and renames the partial directory."""
         directory, parts = files.step_directory(self.run_dir, info.step).with_suffix(files.PARTIAL), range(workers)
         written: dict[str, files.LayerFile] = {}
         for path in (part_path(directory, worker) for worker in parts):
@@ -108,23 +109,24 @@ class CheckpointWriter:
         sync_directory(final.parent)
 
     def amend(self, step: int, state: files.RunState) -> None:
-        """Replaces the progress in the complete checkpoint of ``step`` (worker 0)."""
+        """Replaces the progress (`scalars`) in the manifest of the complete checkpoint of ``step``; worker 0 only."""
         directory = files.step_directory(self.run_dir, step)
-        with self._told("amending", directory):
-            info = files.read_manifest(directory)  # whose other values belong to its layers
+        with self._as_disk_error("amending", directory):
+            info = files.read_manifest(directory)  # its other values belong to its layers, and stay
             write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
         self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))  # the former best one may go
 
     def wait(self) -> None:
-        """Returns when everything begun is on disk: before the last report, and at the end of the run."""
+        """Waits until everything that was begun is on disk."""
         while self._jobs:
             self._jobs.pop(0).result()
 
     def _write(
         self, step: int, layers: Mapping[str, LayerState], after_each: Callable[[], None] = lambda: None
     ) -> None:
+        """Writes layers, then the list of their files, into the partial directory of ``step``."""
         directory = files.step_directory(self.run_dir, step).with_suffix(files.PARTIAL)
-        with self._told("writing", directory):
+        with self._as_disk_error("writing", directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
             written = []
@@ -136,11 +138,12 @@ class CheckpointWriter:
         self._finished_step = step
 
     def _raise_failure(self) -> None:
+        """Raises the error of a background job that has ended with one."""
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
     @contextmanager
-    def _told(self, action: str, path: Path) -> Iterator[None]:
+    def _as_disk_error(self, action: str, path: Path) -> Iterator[None]:
         """Turns an OSError inside the context into a DiskError."""
         try:
             yield
@@ -153,11 +156,11 @@ class CheckpointWriter:
             ) from error
 
 
-# --- of a run ---------------------------------------------------------------------------------------------------------
+# --- files of a run -------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replaces ``path`` so that a kill leaves either the old content or the new."""
+    """Writes JSON in place of ``path``, so that a kill leaves either the old content or the new."""
     with whole_file(path) as draft, draft.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)
         file.flush()
@@ -186,13 +189,13 @@ def write_manifest(info: files.CheckpointInfo) -> None:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Returns the releases that a checkpoint is written with, and the kind of device."""
+    """Returns the release of each package that writes a checkpoint, and the kind of device."""
     own = {"gpipe-cli": __version__, "python": platform.python_version(), "device": device}
     return own | {package: version(package) for package in ("torch", "safetensors", "babel", "sentencepiece")}
 
 
 def prune(run_dir: Path, keep: int) -> None:
-    """Deletes all but the best and the ``keep`` newest undamaged checkpoints, and checkpoints discarded before.
+    """Deletes all checkpoints but the best and the ``keep`` newest undamaged ones, and those discarded before.
 
     One that cannot be deleted is left to the next call.
     """
@@ -231,7 +234,7 @@ def prepare_directory(run_dir: Path, resumed: files.CheckpointInfo | None) -> No
 
 
 def _discard(directory: Path) -> None:
-    """Discards a checkpoint by one rename, because its files cannot all be deleted at once if a kill comes."""
+    """Discards a checkpoint by one rename: a kill while its files are deleted would leave a damaged one."""
     target = directory.with_name(f"{directory.name}{files.DISCARDED}")
     if target.exists():
         shutil.rmtree(target)
@@ -239,5 +242,6 @@ def _discard(directory: Path) -> None:
 
 
 def _delete(run_dir: Path, suffix: str) -> None:
+    """Deletes the directories of checkpoints whose names end in ``suffix``."""
     for directory in files.checkpoints_directory(run_dir).glob(f"step_*{suffix}"):
         shutil.rmtree(directory, ignore_errors=True)

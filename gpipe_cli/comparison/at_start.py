@@ -40,7 +40,7 @@ def is_traced(builders: Sequence[LayerBuilder]) -> bool:
 
 
 def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]) -> Given:
-    """Returns the micro-batches, loss and optimizer that a run gives to both sides."""
+    """Returns the micro-batches, loss and optimizer of a run, which both sides of the comparison get."""
     groups = Groups(settings.optimizer)
 
     def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -53,7 +53,7 @@ def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]
 
 
 def mean_loss(task: Task) -> Loss:
-    """Returns the loss of a micro-batch, for each unit of its weight; weights of its own get no gradient."""
+    """Returns a function that computes a micro-batch's loss per unit of weight. Weights of the loss get no gradient."""
     if isinstance(task, LossFunctionTask):
         task = task.unwatched()
 
@@ -72,7 +72,10 @@ def mean_loss(task: Task) -> Loss:
 
 
 class _OutputsAlone(torch.autograd.Function):
-    """Is a loss whose backward has been computed for the outputs of the model, and reaches nothing else."""
+    """Passes on a loss, and in backward the gradients of the model's outputs that were computed before.
+
+    So nothing but the outputs gets a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *outputs: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ def compare_at_start(builders: Sequence[LayerBuilder], given: Given, say: Callab
         say: receives a line about what was compared.
 
     Returns:
-        the fewest examples that a micro-batch may have, and the fewest tokens of a text: arguments of `refuse_fewer`.
+        The fewest examples of a micro-batch, and the fewest tokens of a text, for `refuse_fewer`.
 
     Raises:
         ConfigurationError: they differ, or could not be compared.
@@ -112,14 +115,15 @@ def compare_at_start(builders: Sequence[LayerBuilder], given: Given, say: Callab
         raise ConfigurationError(f"{name}: not compared with its layers: {said}. {TRUSTED}") from error
     if compared.found.beyond:
         raise ConfigurationError(
-            f"{name}: its layers, traced, do not compute what the module itself does: {_told(compared)}. "
+            f"{name}: its layers, traced, do not compute what the module itself does: {_in_words(compared)}. "
             f"{USUALLY}; {WAY_OUT}"
         )
-    say(f"the module itself: {_told(compared)}")
+    say(f"the module itself: {_in_words(compared)}")
     return [compared.fewest, compared.shortest]
 
 
-def _told(compared: Compared) -> str:
+def _in_words(compared: Compared) -> str:
+    """Returns what was compared and how far both sides differ, for the console."""
     found = compared.found
     what = f"{found.compared} outputs, gradients, buffers and updated weights of calls in training and in evaluation"
     if found.beyond:

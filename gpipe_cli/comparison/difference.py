@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SMALL_SHARE = 0.01  # tensors smaller than this share of all of their kind are measured by this share of all
-TINY = 1e-30  # a difference from what is zero is divided by this
+TINY = 1e-30  # divides a difference where the norm is zero
 NO_LAYER = -1  # for quantities of the whole model
 
 Key = tuple[int, str]  # (index of the layer, full name of the tensor)
@@ -22,12 +22,12 @@ Key = tuple[int, str]  # (index of the layer, full name of the tensor)
 
 @dataclass(frozen=True)
 class Gap:
-    """Holds the distance and the sizes of two tensors that are compared.
+    """Holds the distance of two compared tensors, and the size of the plain one.
 
     Attributes:
         absolute: largest difference of two elements; infinite where shapes differ, or which elements are finite.
         distance: norm of the difference; infinite where `absolute` is.
-        plain: norm of the plain side; of its change, where the step began with values.
+        plain: norm of the plain side; where a value from before the step is known, norm of its change.
         size: norm of the plain side itself.
         epsilon: relative precision of its type.
     """
@@ -43,10 +43,11 @@ MISSING = Gap(math.inf, math.inf, 0.0, 0.0, 0.0)
 
 
 def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = None) -> Gap:
-    """Compares two tensors; elements that are finite on neither side agree.
+    """Measures the gap between two tensors. Elements that are finite on neither side agree.
 
     Args:
-        before: the value before the step; the norms are then those of the changes.
+        ours, plain: the tensors of both sides; None: that side has none.
+        before: the value before the step; `Gap.plain` is then the norm of the change.
     """
     if ours is None or plain is None or ours.shape != plain.shape:
         return MISSING
@@ -64,6 +65,7 @@ def measure(ours: Tensor | None, plain: Tensor | None, before: Tensor | None = N
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
+    """Returns the values in float64 on the CPU; complex numbers as pairs."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.detach().double().cpu()
 
@@ -134,17 +136,17 @@ def judge_tensors(
     changes: bool = False,
     kind: Callable[[Key], object] = lambda key: key[1].partition(":")[2],
 ) -> Quantity:
-    """Judges measured tensors, each beside those of its kind; a difference above ``tolerance`` is an error.
+    """Judges the gaps of tensors. A relative difference above ``tolerance`` is an error.
 
     Args:
-        small: share of the norm of all of a kind, by which smaller tensors are measured.
-        changes: the gaps are those of changes, which rounding of the whole value may disturb.
+        small: a gap is divided by at least this share of the norm of all tensors of its kind.
+        changes: the gaps are those of changes, so that rounding of the whole value is allowed for.
         kind: returns the kind of a key: by default what is behind a colon, as exp_avg in "weight:exp_avg".
     """
     norms: dict[object, list[float]] = {}
     for key, gap in gaps:
         norms.setdefault(kind(key), []).append(gap.plain)
-    least = {one: small * norm_of_all(of_one) for one, of_one in norms.items()}
+    least = {one: small * norm_of_all(its_norms) for one, its_norms in norms.items()}
     found = []
     for key, gap in gaps:
         rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
@@ -155,5 +157,5 @@ def judge_tensors(
 
 
 def norm_of_all(norms: Iterable[float]) -> float:
-    """Returns the norm of all tensors together, from the norm of each; norms that are not finite are left out."""
+    """Returns the norm of all tensors together, from the finite ones among their norms."""
     return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))

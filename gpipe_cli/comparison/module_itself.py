@@ -42,7 +42,7 @@ from .difference import MISSING, NO_LAYER, SMALL_SHARE, Gap, Key, Quantity, judg
 
 ROUNDING = 1e-3  # relative difference that counts as rounding
 OF_HALF, GRADIENT_OF_HALF, SMALL_OF_HALF = 0.03, 0.1, 0.05  # the same in 16 bits, and what counts as small there
-COPIES = 8  # of the parameters that a comparison holds: weights, gradients and an optimizer's state of both sides
+COPIES = 8  # copies of the parameters in memory: weights, gradients and an optimizer's state of both sides
 FEW, LARGEST, SMALLEST, ONE, SHORT = "two examples", "largest", "smallest", "one example", "length 1"
 CALLS = (  # (whether it trains, which micro-batch); None: an update of both sides
     *((True, FEW), (True, LARGEST), (False, LARGEST), None, (True, SMALLEST), (False, FEW), None),
@@ -70,7 +70,12 @@ class Given:
     optimizer: MakeOptimizer
 
     def call(self, which: str, number: int) -> MicroBatch:
-        """Returns the micro-batch of a call; of ``FEW``, ``ONE`` and ``SHORT`` other examples in each call."""
+        """Returns the micro-batch of a call.
+
+        Args:
+            which: one of `FEW`, `LARGEST`, `SMALLEST`, `ONE` and `SHORT`.
+            number: number of the call; `FEW`, `ONE` and `SHORT` take other examples in each.
+        """
         in_order = sorted(self.micro_batches, key=lambda micro_batch: micro_batch[0][0].numel())
         inputs, targets = in_order[0 if which == SMALLEST else -1]
         if which in (LARGEST, SMALLEST):
@@ -85,12 +90,12 @@ class Given:
 
 
 class Compared(NamedTuple):
-    """Says how the two sides compare.
+    """Holds how far the two sides differ, and which inputs make them differ.
 
     Attributes:
         found: everything that was compared.
-        fewest: examples that a micro-batch must have; 2: with one, the layers do something else.
-        shortest: tokens that a text must have; 2: with one, the layers do something else.
+        fewest: examples that a micro-batch must have; 2 if the sides differ with one.
+        shortest: tokens that a text must have; 2 if the sides differ with one.
     """
 
     found: Quantity
@@ -102,7 +107,7 @@ def compare(builders: Sequence[LayerBuilder], given: Given) -> Compared:
     """Compares the layers of a traced module with the module itself.
 
     Raises:
-        Exception: what one side raises.
+        Exception: one side raised it.
     """
     calls = _Calls(builders, given)
     found = calls.run()
@@ -124,7 +129,7 @@ def example_of(inputs: Tensors) -> Example:
 
 
 class _Chain(nn.Module):
-    """Calls layers one after another, each once more for its backward; a parameter of several layers is one."""
+    """Calls layers one after another, and each again in its backward. Layers share their tied parameters."""
 
     def __init__(self, builders: Sequence[LayerBuilder]) -> None:
         super().__init__()
@@ -156,7 +161,7 @@ class _Chain(nn.Module):
 
 
 def itself(traced_from: TracedFrom, given: Given) -> _Side:
-    """Returns the side of the module itself."""
+    """Constructs the module, and returns it as the side to compare with."""
     with quiet(), seeded(traced_from.seed):
         called = Called(traced_from.constructor(), traced_from.call)
     module = called.module
@@ -168,7 +173,7 @@ def itself(traced_from: TracedFrom, given: Given) -> _Side:
 
 
 class _Side:
-    """Runs the layers, or the module itself, in a plain loop; BatchNorm's averages follow whole mini-batches.
+    """Runs the layers, or the module itself, on one micro-batch at a time.
 
     Args:
         module: takes the inputs.
@@ -188,11 +193,11 @@ class _Side:
         self.has_half = autocast is not None or any(parameter.itemsize == 2 for _, parameter in parameters)
 
     def call(self, trains: bool, micro_batch: MicroBatch) -> Tensor:
-        """Returns the output; in training, adds gradients to the parameters'."""
+        """Returns the output of one forward. In training it also runs backward, which adds to the gradients."""
         inputs, targets = micro_batch
         alone = patch.object(torch.distributed, "is_initialized", lambda: False)  # of SyncBatchNorm
         with alone, averaged_over_a_mini_batch(self._module), torch.set_grad_enabled(trains):
-            if self._module.training is not trains:  # as loops do: what forward changes stays until then
+            if self._module.training is not trains:  # loops set the mode only where it changes, too
                 self._module.train(trains)
             with autocast_of(self._autocast):
                 made = self._module(*(tensor.clone() for tensor in inputs))
@@ -204,7 +209,7 @@ class _Side:
 
 
 def joined(outputs: Tensors) -> Tensor:
-    """Returns a copy of one output; of several all their numbers."""
+    """Returns a copy of the output; several outputs become one vector of all their numbers."""
     if len(outputs) == 1:
         return outputs[0].detach().clone()
     return torch.cat([output.detach().flatten().to(torch.get_default_dtype()) for output in outputs])
@@ -225,7 +230,7 @@ class _Calls:
         self._trained: set[str] = set()  # parameters that have had a gradient
 
     def run(self) -> Quantity:
-        """Runs all calls and updates; returns what was compared."""
+        """Runs all calls and updates, and judges what was measured."""
         with quiet(), seeded(0):
             for call in CALLS:
                 if call is None:
@@ -239,9 +244,9 @@ class _Calls:
         return self._judged()
 
     def differ(self, which: str) -> bool:
-        """Returns whether both sides differ, or one fails, with one example, or with texts of one token."""
-        few, taken = ([tensor.shape for tensor in self._given.call(of, 0)[0]] for of in (FEW, which))
-        if few == taken:  # there are no texts
+        """Returns whether both sides differ, or one fails, with inputs ``which``: `ONE` example, or `SHORT` texts."""
+        few, taken = ([tensor.shape for tensor in self._given.call(kind, 0)[0]] for kind in (FEW, which))
+        if few == taken:  # no input is a text
             return False
         self._gaps = {}
         with quiet(), seeded(0):
@@ -253,6 +258,7 @@ class _Calls:
         return bool(self._judged().beyond)
 
     def _call(self, trains: bool, which: str) -> None:
+        """Calls both sides with the same inputs and random numbers, and measures all that can be named."""
         self._number += 1
         micro_batch = self._given.call(which, self._number)
         with SameNoise(self._number):
@@ -269,7 +275,7 @@ class _Calls:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Updates both sides by the run's optimizer from the same gradients, and moves what is trained further."""
+        """Updates both sides from the same gradients, and moves the trained weights further, see `_move`."""
         ours, own = self._layers.tensors(), self._itself.tensors()
         both = ours.keys() & own.keys()
         for name in both:
@@ -287,10 +293,13 @@ class _Calls:
                 ours[name].copy_(own[name])  # so that rounding does not add up
 
     def _measure(self, kind: str, ours: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Measures tensors by name; constants of a layer and tables made at first use are on one side alone."""
-        in_one_may_lie = kind.endswith((TRAINED, BUFFER))
+        """Measures tensors of the same name; ``kind`` says what they are, and in which call.
+
+        A buffer may be on one side alone: a layer's constant, or a table made at first use.
+        """
+        may_lack_one = kind.endswith((TRAINED, BUFFER))
         for name in dict.fromkeys([*own, *ours]):
-            if in_one_may_lie and not (name in own and name in ours):
+            if may_lack_one and not (name in own and name in ours):
                 continue
             one, other = ours.get(name), own.get(name)
             same_type = one is not None and other is not None and one.dtype == other.dtype
@@ -298,7 +307,7 @@ class _Calls:
             self._gaps.setdefault(kind, []).append(((NO_LAYER, f"{kind} of {name}" if name else kind), gap))
 
     def _judged(self) -> Quantity:
-        """Judges all that was measured, each tensor beside those of its kind and call."""
+        """Judges all that was measured, each tensor together with those of its kind and call."""
         is_half, found = self._layers.has_half, list[Quantity]()
         for kind, gaps in self._gaps.items():
             of_half = GRADIENT_OF_HALF if kind.endswith(GRADIENT) else OF_HALF
@@ -310,13 +319,13 @@ class _Calls:
 
 
 def _generators() -> dict[str, str]:
-    """Returns the states of the default random generators, of which a module draws from torch's alone."""
-    torchs = str(torch.get_rng_state().tolist())  # each operation has restored it
+    """Returns the states of the default random generators. A traced module may draw from torch's alone."""
+    torchs = str(torch.get_rng_state().tolist())  # unchanged unless forward seeds: `SameNoise` restores it
     return {"Python's": str(random.getstate()), "numpy's": str(np.random.get_state()), "torch's, seeded": torchs}
 
 
 def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Returns the compared tensors of parameters and buffers, by kind and name."""
+    """Returns what is compared of parameters and buffers: kind -> name -> tensor."""
     parameters: dict[str, Tensor] = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
     return {
         PARAMETER: parameters,
@@ -327,14 +336,20 @@ def by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _move(name: str, parameter: Tensor) -> None:
-    """Changes a parameter in place by a hundredth, so that copies of old values show whatever the learning rate."""
+    """Changes a parameter in place by about a hundredth of its size.
+
+    So a copy of old values shows, however small the learning rate is.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = float(parameter.norm()) / math.sqrt(parameter.numel() or 1)
     parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.01 * (size + 1e-3))
 
 
 class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Gives every operation that draws random numbers those of a call, its name and shapes; restores the generator."""
+    """Seeds the generator before each operation that draws, by the call, the operation's name and shapes.
+
+    The generator's state is restored after it.
+    """
 
     def __init__(self, call: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -355,11 +370,11 @@ class SameNoise(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 @contextmanager
 def averaged_over_a_mini_batch(model: nn.Module) -> Iterator[None]:
-    """Makes BatchNorm's averages follow the pooled statistics of all calls in the context (paper, section 2.2).
+    """Makes BatchNorm's running averages follow the statistics of a whole mini-batch (paper, section 2.2).
 
-    The context counts as one batch.
+    All calls in the context are its micro-batches; the averages change once, at the end.
     """
-    seen: dict[_BatchNorm, list[Tensor]] = {}  # count, sums and sums of squares of each call
+    seen: dict[_BatchNorm, list[Tensor]] = {}  # for each call [3, channels]: count, sums, sums of squares
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     before = {norm: {name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms}
 

@@ -61,12 +61,12 @@ def build_source(section: Mapping[str, Any], seed: int, task: Mapping[str, Any] 
 
 
 def build_task(section: Mapping[str, Any], seed: int = 0, warn: Callable[[str], None] = warnings.warn) -> Task:
-    """Makes ``task._target_``, loss and metrics; their results are checked at every call.
+    """Makes ``task._target_``, which computes loss and metrics. Its results are checked at every call.
 
-    It may also be a function of outputs and targets that returns a loss, or a class of such functions, as torch.nn has.
+    The target may also be a function of outputs and targets that returns a loss, or make one, as torch.nn's losses do.
 
     Args:
-        warn: gets one line if such a loss depends on M.
+        warn: gets one line if the loss of such a function depends on M.
     """
     is_loss = _arguments_left(section) == 2
     task = _instantiate("task", {**section, "_partial_": True} if is_loss else section, seed)
@@ -77,7 +77,7 @@ def build_task(section: Mapping[str, Any], seed: int = 0, warn: Callable[[str], 
 
 
 def _arguments_left(section: Mapping[str, Any]) -> int:
-    """Returns how many positional arguments the section leaves to the caller of a function; 0 of a class."""
+    """Returns how many positional arguments the section leaves to the function's caller; 0 if it names a class."""
     named = get_object(section["_target_"]) if (given := parameters_of(section)) else None
     needed = [one for name, one in given.items() if name not in section and one.default is one.empty]
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -90,11 +90,11 @@ def build_optimizer(
     """Makes ``optimizer._target_`` over this worker's parameters; without any it does nothing.
 
     Args:
-        members: the parameters by the entries of `optimizer.groups` that apply to them (`Groups.key`). The keys are the
-            same on every worker, some without parameters, so that the state of the lr schedule fits any cut.
+        members: the parameters by the entries of `optimizer.groups` that apply to them (`Groups.key`). Every worker has
+            the same keys, some without parameters, so that the lr schedule's state fits any cut.
 
     Raises:
-        ConfigurationError: keys that the optimizer does not take.
+        ConfigurationError: the optimizer does not take a key.
     """
     _refuse_unknown_in_groups(section)
     groups, own = Groups(section), {key: value for key, value in section.items() if key != "groups"}
@@ -168,10 +168,10 @@ def boundary_type_of(precision: PrecisionConfig) -> torch.dtype | None:
 
 
 def choose_kernels(precision: PrecisionConfig, device: torch.device) -> None:
-    """Tells torch which kernels a GPU may use: with TF32, which torch allows to convolutions; with bits that vary.
+    """Tells torch which kernels a GPU may use: with TF32 or without, and deterministic ones only or all.
 
-    Only without `warn_only` attention has a deterministic backward (torch's notes on reproducibility). torch's filling
-    of new memory costs time, and changes nothing for layers that do not read what nobody wrote.
+    `warn_only` stays off, because attention's backward would not be deterministic (torch's notes on reproducibility).
+    New memory is not filled: that costs time, and matters only to layers that read what nobody wrote.
     """
     if device.type == GPU:
         torch.set_float32_matmul_precision("high" if precision.tf32 else "highest")
@@ -214,7 +214,10 @@ def refuse_wrong_values(settings: Settings) -> None:
 
 
 def _fitting(key: str, section: Mapping[str, Any], problems: Problems) -> dict[str, Any]:
-    """Returns the section; where its `_target_` is ours, a line is added for each value against its signature."""
+    """Returns the section with its values checked against the signature, if its `_target_` is ours.
+
+    Each value that does not fit adds a line to ``problems``.
+    """
     if not section["_target_"].startswith("gpipe_cli.") or not parameters_of(section):
         return dict(section)
     named = signature(get_object(section["_target_"]), eval_str=True).parameters
@@ -227,6 +230,15 @@ def _is_target(value: object) -> bool:
 
 
 def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: object) -> Any:
+    """Calls a section's `_target_` with its other keys, under a seed of its own.
+
+    Args:
+        key: name of the section.
+        arguments: positional ones, before the keys.
+
+    Raises:
+        ConfigurationError: a value does not fit, or the call fails.
+    """
     problems = Problems()
     section = _fitting(key, section, problems)
     problems.refuse()
@@ -242,11 +254,12 @@ def _instantiate(key: str, section: Mapping[str, Any], seed: int, *arguments: ob
 
 
 def _with_seed(section: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    """Returns the section with ``seed``, if its `_target_` takes one and the section has none."""
     return {**section, "seed": seed} if "seed" not in section and "seed" in parameters_of(section) else section
 
 
 def parameters_of(section: Mapping[str, Any]) -> Mapping[str, Parameter]:
-    """Returns the parameters of ``_target_``; none where it is not found, as `_instantiate` tells."""
+    """Returns the parameters of ``_target_``; none if it cannot be found, which `_instantiate` will report."""
     try:
         return signature(get_object(section["_target_"])).parameters
     except Exception:
@@ -261,7 +274,7 @@ def _require_subclass(key: str, section: Mapping[str, Any], made: object, base: 
 
 
 def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
-    """Returns one sentence, with file and line of the cause where it lies in code of the user's own.
+    """Returns one sentence on why a section could not be made, with the cause's place in the user's own code.
 
     Args:
         key: name of the section, such as "model".
@@ -281,6 +294,7 @@ def explain(key: str, section: Mapping[str, Any], error: Exception) -> str:
 
 
 def _missing(module: str) -> str:
+    """Returns the words that say a module is not found; ``module`` is its dotted name."""
     parent, dot, last = module.rpartition(".")
     return f"{parent} has no {last}" if dot else f"there is no module {last} here or on the PYTHONPATH"
 

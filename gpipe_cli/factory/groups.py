@@ -50,24 +50,24 @@ class Groups:
         self._section = section
         try:
             first = getattr(get_object(section["_target_"]), "FIRST_GROUPS", ())
-        except Exception:  # told when it is made
+        except Exception:  # `build_optimizer` will report it
             first = ()
         self._first = len(first)
         self.entries: list[Mapping[str, Any]] = [*first, *(section.get("groups") or ())]
 
     def key(self, name: str, shape: Sequence[int]) -> GroupKey:
-        """Returns the entries that select a parameter of this full name."""
+        """Returns the numbers of the entries that select a parameter, by its name in the model and its shape."""
         return tuple(n for n, entry in enumerate(self.entries) if _selects(entry, name, shape))
 
     def divided(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[GroupKey, list[nn.Parameter]]:
-        """Returns parameters, given with their full names, by the entries that apply to them."""
+        """Divides parameters, given with their names in the model, by the entries that apply to them."""
         members: dict[GroupKey, list[nn.Parameter]] = {}
         for name, parameter in named:
             members.setdefault(self.key(name, parameter.shape), []).append(parameter)
         return members
 
     def settings(self, key: GroupKey) -> dict[str, Any]:
-        """Returns the optimizer's arguments for the parameters of a key, where they are not those of `optimizer`."""
+        """Returns the optimizer's arguments for the parameters of a key that differ from those of `optimizer`."""
         found = self._merged(key)
         factor = found.pop("lr_factor", None)
         options = {name: value for name, value in found.items() if name not in GROUP.keys() - {"muon"}}
@@ -82,7 +82,7 @@ class Groups:
         return bool(self._merged(key).get("frozen"))
 
     def frozen_in(self, builders: Sequence[LayerBuilder]) -> list[LayerBuilder]:
-        """Returns the layers, of which the parameters that an entry freezes do not learn."""
+        """Returns the layers with the parameters that an entry freezes in `LayerBuilder.frozen`."""
         if not any(entry.get("frozen") for entry in self.entries):
             return list(builders)
         frozen, made = set[str](), []
@@ -126,6 +126,7 @@ class Groups:
         return f"optimizer.groups: {'; '.join(groups)}"
 
     def _merged(self, key: GroupKey) -> dict[str, Any]:
+        """Returns the values that the entries of a key set; a later entry's replace an earlier one's."""
         found: dict[str, Any] = {}
         for number in key:
             found |= {name: value for name, value in self.entries[number].items() if name not in ("match", "only")}
@@ -133,6 +134,7 @@ class Groups:
 
 
 def _selects(entry: Mapping[str, Any], name: str, shape: Sequence[int]) -> bool:
+    """Returns whether an entry's `match` and `only` select a parameter, by its name in the model and its shape."""
     only = entry.get("only")
     if not any(fnmatchcase(name, pattern) for pattern in _patterns(entry)):
         return False

@@ -58,6 +58,7 @@ class CheckedTask:
         return cast(Tensor, answer)
 
     def _answer(self, method: Callable[[Tensors, Tensors], Any], outputs: Tensors, targets: Tensors) -> Any:
+        """Calls a method of the task; explains an index that is out of bounds."""
         try:
             return method(outputs, targets)
         except (IndexError, RuntimeError) as error:
@@ -76,7 +77,7 @@ def _is_vector(value: object, count: int) -> bool:
 
 
 class ChangedSource:
-    """Passes on the batches of another source, of which each micro-batch is changed by a function."""
+    """Wraps a source: each of its micro-batches is changed by a function."""
 
     def __init__(self, source: Source, change: Callable[[MicroBatch], MicroBatch]) -> None:
         self._source, self._change = source, change

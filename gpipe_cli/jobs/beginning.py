@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict[str, Any]:
-    """Returns the configuration with the path of the checkpoint to resume from or to begin with.
+    """Finds what the run begins from; returns the configuration with its path in section `checkpoint`.
 
-    `checkpoint.init_from` is read by a new run only: a resumed one has its own weights.
+    Only a new run reads `checkpoint.init_from`. A resumed one has its own weights.
 
     Raises:
         ConfigurationError: no checkpoint could hold the configuration.
@@ -69,7 +69,7 @@ def with_checkpoint(prepared: Prepared, run_dir: Path, console: Console) -> dict
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Names the key whose value a refusal of a checkpoint is about."""
+    """Puts a key before the message of a CheckpointError inside the context."""
     try:
         yield
     except CheckpointError as error:
@@ -77,20 +77,21 @@ def naming(key: str) -> Iterator[None]:
 
 
 def _as_begun(config: dict[str, Any], checkpoint: CheckpointInfo) -> dict[str, Any]:
-    """Returns the configuration with those keys that the planner chose when the run began and that change results."""
+    """Returns the configuration with what the planner chose when the run began, for keys that change results."""
     pipeline, begun = config["pipeline"], flat(checkpoint.state.configuration)
     keys = [key for key in ("M", "replicas", "schedule") if pipeline[key] == "auto"]
     taken = {key: begun.get(f"pipeline.{key}", "auto") for key in keys}
-    if isinstance(replicas := taken.get("replicas"), int):  # of as many workers as devices
+    if isinstance(replicas := taken.get("replicas"), int):
+        # `workers` is here all that fit the devices, for one replica.
         taken["workers"] = max(1, pipeline["workers"] // max(1, replicas))
     return {**config, "pipeline": {**pipeline, **taken}}
 
 
 def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
-    """Returns the checkpoint, or the weights made elsewhere, that `checkpoint.init_from` stands for.
+    """Returns the path of the checkpoint, or of weights made elsewhere, that `checkpoint.init_from` names.
 
     Raises:
-        CheckpointError: there is none, or its tables are of another vocabulary's size.
+        CheckpointError: there is none, or its vocabulary has another size.
     """
     with naming("checkpoint.init_from"):
         if weight_files(path):  # a folder that is not complete is refused before workers start
@@ -108,13 +109,17 @@ def _begun_with(path: Path, prepared: Prepared, console: Console) -> Path:
 
 
 def _resumed(prepared: Prepared, run_dir: Path, console: Console) -> CheckpointInfo | None:
-    """Returns the checkpoint that `checkpoint.resume` stands for, if any."""
+    """Returns the checkpoint that `checkpoint.resume` stands for; None: the run begins anew.
+
+    Raises:
+        CheckpointError: there is none, or it was made with another configuration.
+    """
     config, checkpoint = prepared.config, prepared.settings.checkpoint
     if checkpoint.resume is None:
         return None
     place = HydraConfig.get()
     typed_place = any(word.startswith("hydra.run.dir=") for word in place.overrides.hydra)
-    own_place = typed_place or place.mode == RunMode.MULTIRUN
+    own_place = typed_place or place.mode == RunMode.MULTIRUN  # `auto` then looks nowhere else
     with naming("checkpoint.resume"):
         found, warnings = checkpoints.resolve(checkpoint.resume, run_dir, None if own_place else run_dir.parent)
     console.warn(*warnings)
@@ -138,7 +143,7 @@ class Restarts:
 
     Attributes:
         settings: the configuration of the next start, plain values.
-        records: one for each restart of the run so far, for summary.json.
+        records: one for each restart of the run so far; they go into summary.json.
         begun: True once the run's directory holds no checkpoints but those of this run.
     """
 
@@ -153,10 +158,10 @@ class Restarts:
             self._report("a rank ended", "", f"torchrun's restart {restart_count()}", self._newest_checkpoint()[1])
 
     def prepare_next(self, failed: WorkerFailed) -> None:
-        """Chooses the settings of the next start.
+        """Chooses the settings of the next start, and reports the restart.
 
         Raises:
-            WorkerFailed: this one: no restart is left, or none would help.
+            WorkerFailed: ``failed`` itself, if no restart is left or none would help.
         """
         self._count += 1
         failure = failed.failure
@@ -181,7 +186,12 @@ class Restarts:
         return section, 0 if section["resume"] is None else checkpoints.read_manifest(Path(section["resume"])).step
 
     def _report(self, cause: str, place: str, count: str, step: int) -> None:
-        """Prints and records one restart, for summary.json and in a file for the case that the run is resumed."""
+        """Prints one restart and records it, also in a file that a resumed run reads.
+
+        Args:
+            count: which restart it is, in words.
+            step: the step from which the run continues.
+        """
         self._console.warn(f"{cause}: {count} from step {step}")
         self.records.append({"time": time.time(), "cause": cause, "place": place or None, "from_step": step})
         with suppress(OSError):

@@ -14,10 +14,10 @@ from gpipe_cli.typed_section import shown
 
 
 def require_data(settings: Settings) -> None:
-    """Looks for the files and folders of our data sources.
+    """Refuses files and folders of our data sources that are not there.
 
     Raises:
-        ConfigurationError: one is not there.
+        ConfigurationError: it names the key and the path.
     """
     data, kinds = settings.data, ("gpipe_cli.data.parallel.", "gpipe_cli.data.images.source.", "gpipe_cli.data.text.")
     if not data["_target_"].startswith(kinds):
@@ -76,6 +76,11 @@ def choose_workers(pipeline: PipelineConfig, inline: bool, world_size: int | Non
 
 
 def _workers_of_job(pipeline: PipelineConfig, world_size: int) -> int:
+    """Returns the workers of one replica in a torchrun job.
+
+    Raises:
+        ConfigurationError: the processes do not fit the configuration.
+    """
     replicas, K = pipeline.replicas, pipeline.K
     workers, rest = divmod(world_size, replicas)
     uneven = pipeline.schedule in ROUND_ROBIN and workers and K % workers

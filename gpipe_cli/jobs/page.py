@@ -24,7 +24,7 @@ PAGE, PLAN, CLASSES = "report.html", "plan.json", "classes.json"
 WHOLE = 16 << 20  # bytes of a picture that are read at most
 MOST_POINTS = 1_000  # of a curve; a picture has fewer pixels
 MEASURED = 20  # last steps, for the median of their speeds
-WORTH_IT = 0.02  # a plan that is less faster is none
+WORTH_IT = 0.02  # share of a step that a faster plan must save to be shown
 CELL = ("cell", "worker", "layers", "first", "last", "parameters")
 TIMES = ("forward", "recompute", "backward", "input_gradient", "weight_gradient", "waiting", "sending")
 Row = Mapping[str, Any]
@@ -42,7 +42,7 @@ def run_page(folder: Path, running: bool = False) -> Document:
     """Returns the page of a run, from the files that it has left so far.
 
     Args:
-        running: summary.json, if it is there, is that of the run which this one continues.
+        running: the run has not ended, so a summary.json is that of the run which this one continues.
     """
     read = {name: read_rows(folder / name, MOST_POINTS) for name in ("metrics.jsonl", "evaluations.jsonl")}
     notes = [skipped(folder / name, damaged) for name, (_, damaged) in read.items() if damaged]
@@ -64,6 +64,7 @@ def run_page(folder: Path, running: bool = False) -> Document:
 
 
 def _did_it_work(run: FinishedRun, rows: Sequence[Row]) -> Iterator[Block]:
+    """Yields the outcome: state, loss, steps, time and speed. ``rows`` are those of metrics.jsonl."""
     known = {name: value for name, value in run.summary.items() if value is not None}
     first, last = (rows[0], {**rows[-1], **known}) if rows else ({}, known)
     wall, speed, ended = (last.get(key) for key in ("wall_seconds", "examples_per_second", "stopped_by"))
@@ -118,7 +119,7 @@ def _draw_loss(rows: Sequence[Row], evaluations: Sequence[Row]) -> Drawing:
 
 
 def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterator[Block]:
-    """Yields the step as measured and planned, the shares of its time, cells and memory; ``own``: the run's plan."""
+    """Yields the step as measured and as planned (``own``), the shares of its time, its cells and its memory."""
     last: Row = next((row for row in reversed(rows) if "cells" in row), {})
     summary, pictures = run.summary, run.folder / "pictures"
     for drawn in [*sorted(pictures.glob("step_*.svg"), reverse=True), *pictures.glob("step.svg")][:1]:
@@ -157,10 +158,12 @@ def _where_time_went(run: FinishedRun, rows: Sequence[Row], own: Row) -> Iterato
 
 
 def _time(seconds: float | None) -> str:
+    """Returns seconds in words, "-" without."""
     return seconds_text(seconds) if seconds else "-"
 
 
 def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
+    """Yields what to type for a faster plan, or how to look for one. ``plan`` is the content of plan.json."""
     best = plan.get("best")
     if not best:
         yield Lines(["To let the planner search, type:"])
@@ -178,7 +181,7 @@ def _what_would_be_faster(run: FinishedRun, plan: Row) -> Iterator[Block]:
 
 
 def beside_rivals(best: Row) -> Grid:
-    """Returns the pipeline that a search has found (`Plan.to_json`) beside the next best, and one that does not fit."""
+    """Returns a grid of the pipeline that a search has found (`Plan.to_json`), and of its rivals."""
     rows = [[seconds_text(best["step_seconds"]), size_text(best["memory"]), "", _in_short(best["found"])]]
     for rival in best["rivals"]:
         more = rival["step_seconds"] / best["step_seconds"] - 1
@@ -200,6 +203,7 @@ def words_of(keys: Row) -> str:
 
 
 def _what_it_was(run: FinishedRun) -> Iterator[Block]:
+    """Yields the command line, the versions, and what to type to go on, to evaluate and to export."""
     yield Lines([shlex.join([*_train(run), *run.words])], "```")
     versions = [*(run.summary.get("versions") or {}).items(), ("device", run.summary.get("device"))]
     folder = relative_paths(str(run.folder))
@@ -214,12 +218,12 @@ def _what_it_was(run: FinishedRun) -> Iterator[Block]:
 
 
 def _train(run: FinishedRun) -> list[str]:
-    """Returns gpipe-train with the folder of configurations that the run was started with."""
+    """Returns the first words of the run's command: gpipe-train, and its --config-dir if there was one."""
     return ["gpipe-train", *(["--config-dir", run.config_dir] if run.config_dir else [])]
 
 
 def _longer(run: FinishedRun, folder: str) -> list[str]:
-    """Returns the words that go on for twice as many steps; what follows from their number is allowed to change."""
+    """Returns the command that continues the run for twice as many steps; the lr schedule may then change, too."""
     steps = run.settings.get("trainer.steps")
     own = ("checkpoint.resume=", "checkpoint.init_from=", *(["trainer.steps="] if steps else []))
     words = [*_train(run), *(word for word in run.words if not word.startswith(own))]
@@ -230,6 +234,6 @@ def _longer(run: FinishedRun, folder: str) -> list[str]:
 
 
 def _foreign(run: FinishedRun) -> list[str]:
-    """Returns the code of the user's that a checkpoint of the run calls."""
+    """Returns the names of the user's own code that a checkpoint of the run calls."""
     found = (value for key, value in run.settings.items() if key.split(".")[0] in SECTIONS and "_target_" in key)
     return list(dict.fromkeys(str(value) for value in found if value not in OURS))

@@ -34,8 +34,8 @@ from gpipe_cli.terminal.runs import read_run
 ANEW: Mapping[str, Any] = {
     "pipeline.workers": "auto",
     "pipeline.replicas": 1,
-    "pipeline.partition": "auto",  # sizes may be for another number of cells
-    "pipeline.keep": None,  # and so may these
+    "pipeline.partition": "auto",  # recorded sizes may be for another number of cells
+    "pipeline.keep": None,  # likewise
     "data.cache_dir": None,  # this machine's, not a folder that a stranger has filled
     "checkpoint.resume": None,
     "checkpoint.init_from": None,
@@ -52,7 +52,7 @@ class Reopened:
         info: the checkpoint.
         prepared: the checked configuration, overrides applied.
         warnings: about newer checkpoints that are damaged.
-        named: keys that were typed, and what is trusted.
+        named: what the user has named: keys that were typed, and names in `trust=`.
     """
 
     info: CheckpointInfo
@@ -61,7 +61,7 @@ class Reopened:
     named: Sequence[str]
 
     def launch(self, entry: str, config: dict[str, Any], folder: Path, on_event: OnEvent) -> Any:
-        """Runs an entry point in workers, see `launch_program`; a refused configuration is told with its manifest."""
+        """Runs an entry point in workers (`launch_program`). A refusal of the configuration names the manifest."""
         with self.info.named(self.named):
             return launch_program(EntryPoint(entry), config, folder, on_event)
 
@@ -90,7 +90,7 @@ def open_run(checkpoint: str, words: Sequence[str], step: str = "last", trusted:
         raise ConfigurationError("it starts its own workers: call it without torchrun")
     info, warnings = find(Path(checkpoint).expanduser(), step)
     trust.refuse_interpolations(info.state.configuration, info.path)
-    keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # the first never is recorded
+    keys = ["data.cache_dir", *(word.partition("=")[0].lstrip("+") for word in words)]  # cache_dir is this machine's
     with info.named(keys):
         config = _with_overrides(info.state.configuration, words)
         if {*keys} & OTHER_TEXT:

@@ -32,7 +32,11 @@ ENDING_SECONDS = 30.0  # for the children of a rank that torchrun restarts
 
 @contextmanager
 def sole_writer(run_dir: Path) -> Iterator[None]:
-    """Holds the run directory's lock, which the system releases when this process ends."""
+    """Holds the run directory's lock within the context. The system releases it when this process ends.
+
+    Raises:
+        ConfigurationError: another process holds it.
+    """
     if not is_first():
         yield
         return
@@ -83,9 +87,9 @@ def where_it_is(folder: Path) -> str:
 
 
 class RunRecord:
-    """Writes `.hydra/` and `error.txt` of a run directory, whose lock is held inside the `with` block.
+    """Writes `.hydra/` and `error.txt` of a run directory. The caller holds its lock inside the `with` block.
 
-    An empty directory gets them at once, one that holds an earlier run when this one has begun.
+    An empty directory gets `.hydra/` at once. One that holds an earlier run gets it when this run has begun.
 
     Args:
         composed: the configuration without Hydra's own node.
@@ -110,7 +114,7 @@ class RunRecord:
         return self
 
     def begin(self) -> None:
-        """Takes the place of an earlier run's record, because nothing can refuse this run any more."""
+        """Replaces an earlier run's record. From here on nothing can refuse this run."""
         self._begun = True
         if not self.is_open:
             self._write()
@@ -122,7 +126,7 @@ class RunRecord:
             self._write()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Writes the reason why the run failed; removes the record of a refused run that made the directory itself."""
+        """Writes why the run failed, or removes what a refused run has put into a new directory."""
         if not self.is_open or not isinstance(error, Exception):
             return
         if self._is_new and not (self._begun or self._keep) and refuses(error):
@@ -132,7 +136,7 @@ class RunRecord:
             write_whole(self.run_dir / ERROR_FILE, f"{error}\n")
 
     def _remove(self) -> None:
-        """Removes what this run has made, and the folders in which nothing else is."""
+        """Removes the files that this run has made, and folders that are then empty."""
         hydra, workers = self.run_dir / ".hydra", self.run_dir / "workers"
         for path in (self._log, self.run_dir / "run.lock", *map(hydra.joinpath, self._files), *workers.glob("*.log")):
             path.unlink(missing_ok=True)
@@ -143,6 +147,7 @@ class RunRecord:
         self.is_open = False
 
     def _write(self) -> None:
+        """Writes the files of `.hydra/`, and removes an earlier run's error.txt."""
         with writing(self.run_dir):
             folder = self.run_dir / ".hydra"
             folder.mkdir(exist_ok=True)

@@ -33,7 +33,7 @@ from gpipe_cli.typed_section import typed
 
 
 def run_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> int:
-    """Runs all jobs, and ends with their table; returns the exit code.
+    """Runs all jobs of a sweep, then prints and saves their table; returns the exit code.
 
     Raises:
         ConfigurationError: the configuration of the sweep, or of its first job, is wrong.
@@ -56,7 +56,7 @@ def run_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> int:
 
 
 def open_sweep(line: Words, program: EntryPoint, places: Sequence[str]) -> tuple[Path, list[str]]:
-    """Makes the sweep's directory; returns it, and overrides that name the jobs' folders by the keys that are swept.
+    """Makes the sweep's directory; returns it, and overrides by which the jobs' folders are named by the swept keys.
 
     Raises:
         ConfigurationError: a word is wrong, or nothing can be written there.
@@ -103,7 +103,7 @@ def end_sweep(directory: Path) -> int:
     write_whole(directory / "sweep.json", json.dumps(content, indent=1) + "\n")
     with suppress(OSError):
         document.save(directory / PAGE)
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # the terminal is closed
         tables = Document("", [document.blocks[0], *table.matrix()]).text()
         show(f"\n{tables}\n\n{where_it_is(directory)}")
     return 0 if runs and all(run.status == "done" for run in runs) else FAILED

@@ -40,7 +40,7 @@ def world_size() -> int | None:
 
 @contextmanager
 def own_places(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yields the overrides of Hydra's directories beside those in ``words``: ranks above 0 have an empty one of theirs.
+    """Yields further overrides, which give ranks above 0 an empty directory of their own.
 
     Raises:
         ConfigurationError: torchrun may start the job again, which would not find its directory.
@@ -79,7 +79,7 @@ def refuse_separate_directories(context: Context) -> None:
 
 
 def log_of_rank(context: Context) -> None:
-    """Logs what this rank has to say to workers/rank_N.log of the run, too, as workers of the command's own do."""
+    """Sends this rank's log to workers/rank_N.log of the run, too, as the command's own workers do."""
     path = log_path(context.run_dir / "workers", context.rank)
     path.parent.mkdir(exist_ok=True)
     file = LogFile(path)
@@ -90,9 +90,12 @@ def log_of_rank(context: Context) -> None:
 
 
 def enter(context: Context, wrapped: dict[str, Any]) -> Any:
-    """Calls the real entry point, "entry", on every rank with the run directory and configuration, "config", of rank 0.
+    """Calls the real entry point on every rank with rank 0's run directory and configuration.
 
-    Each rank has composed its own, with another `${now:}`, another environment or other checkpoints in sight.
+    Each rank has composed its own, which may differ by time (`${now:}`), environment or checkpoints in sight.
+
+    Args:
+        wrapped: "entry", the name of the entry point, and "config", this rank's configuration.
     """
     own = json.dumps([str(context.run_dir), wrapped["config"]])
     run_dir, config = json.loads(context.decide("rank_0_decides", own, lambda everyone: everyone[0]))

@@ -36,10 +36,10 @@ def typed_names(words: Sequence[str]) -> list[str]:
 
 
 def look_here(named: Iterable[str]) -> None:
-    """Appends the current directory to the import path if one of these names begins with a module found nowhere else.
+    """Appends the current directory to the import path if one of these names needs a module that is nowhere else.
 
-    Only then, and at the end: the directory may be a stranger's, whose files must not run because a library looks for
-    an optional module. Workers inherit the path.
+    Otherwise it stays out, and it comes last: it may be a stranger's, whose files must not run because a library looks
+    for an optional module. Workers inherit the path.
 
     Args:
         named: `_target_`s that the user has chosen, not those of a checkpoint.
@@ -50,7 +50,7 @@ def look_here(named: Iterable[str]) -> None:
 
 
 def refuse_interpolations(recorded: Mapping[str, Any], checkpoint: Path) -> None:
-    """Refuses interpolations, which could become a `_target_` after the check; a run records resolved values only.
+    """Refuses interpolations, which could become a `_target_` after the check. Runs record resolved values only.
 
     Raises:
         ConfigurationError: a text of the recorded configuration contains ``${``.
@@ -89,7 +89,7 @@ def refuse_unnamed_paths(
     Args:
         data: the section.
         named: the keys that were typed, and those of `trust=`.
-        recorded: the configuration that the user's own run has recorded, flat.
+        recorded: the configuration in the user's own run directory, flat; empty if the directory is not the user's.
 
     Raises:
         ConfigurationError: it names the keys with their values, and what to type.

@@ -35,8 +35,8 @@ class Context:
         run_dir: the run directory, the same for all workers of one machine.
         open_store: opens the key-value store that the workers share; see `store`.
         emit: passes an event (a JSON object) to the command's `on_event`. Never waits, never fails.
-        stop_requested: returns whether the user or the system asked for the end of the run. Workers see the request at
-            different times, if all do: they have to agree.
+        stop_requested: returns whether the user or the system asked for the end of the run. Workers may see the request
+            at different times or not at all, so they have to agree.
         messenger: connects the workers where the command has started them all, on its own machine; None elsewhere.
         where: what the worker is doing; kept up to date by the engine and the trainer, shown with an error.
     """
@@ -59,9 +59,15 @@ class Context:
     def decide(
         self, name: str, own: str, choose: Callable[[list[str]], str], seconds: float = GROUP_TIMEOUT_SECONDS
     ) -> str:
-        """Calls ``choose`` on rank 0 with every rank's ``own``; returns its result on every rank, after all have come.
+        """Calls ``choose`` on rank 0 with the values of all ranks, and returns its result on every rank.
 
-        Each rank reads one value. If all read from all, one store would answer W² times.
+        It waits until all ranks have called it. Each reads one value; if all read from all, one store would answer W²
+        times.
+
+        Args:
+            name: the same on all ranks, and used once.
+            own: this rank's value.
+            seconds: longest wait for the others.
         """
         from torch.distributed import PrefixStore
 
@@ -102,7 +108,7 @@ class Context:
 
 
 def _leave_together(context: Context) -> None:
-    """Waits until every rank has come to its end; rank 0, which may serve the store, leaves it last."""
+    """Waits until every rank has come to its end. Rank 0 leaves last, because it may serve the store."""
     from torch.distributed import PrefixStore
 
     context.decide("end", "", lambda _: "")
@@ -123,7 +129,7 @@ def call_entry(entry: str, context: Context, config: dict[str, Any], threads: in
     main = resolve_name(entry)
     with as_worker(threads):
         value = main(context, config)
-    if context.messenger is None and context.world_size > 1:  # nobody else sees to it that no rank leaves too early
+    if context.messenger is None and context.world_size > 1:  # without the command no one else keeps them together
         _leave_together(context)
     leave_group()
     return value

@@ -45,13 +45,14 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
     A rank that does not stop when it is asked to is killed by its launcher.
 
+    An exception of the entry point, or from connecting to the others, is printed and ends this process at once with
+    exit code 1: exit handlers may wait for peers that wait for this rank.
+
     Returns:
-        what the entry point returned on this rank.
+        What the entry point returned on this rank.
 
     Raises:
-        KeyboardInterrupt, SystemExit: after a run that ended early because it was asked to.
-        An exception of the entry point, or from connecting to the others, does not come through: it is printed, and
-        ends the process at once with exit code 1, because exit handlers may wait for peers that wait for this rank.
+        KeyboardInterrupt, SystemExit: the run ended early because it was asked to.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.update(compile_helpers(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))) | os.environ)
@@ -83,10 +84,10 @@ def join(entry: str, config: dict[str, Any], run_dir: Path, on_event: OnEvent) -
 
 
 def check_rank(environment: Mapping[str, str], trains: bool) -> int:
-    """Refuses a launcher's variables of which some are missing; returns 0.
+    """Refuses a launcher's variables if some of them are missing; returns 0.
 
     Args:
-        trains: without RANK or WORLD_SIZE, too, each of several processes would train alone.
+        trains: True also refuses several processes without RANK or WORLD_SIZE: each would train alone.
 
     Raises:
         ConfigurationError: it names the variables.
@@ -108,7 +109,7 @@ def check_rank(environment: Mapping[str, str], trains: bool) -> int:
 def local_rank() -> int:
     """Returns the number of this process on its machine; 0 if no launcher sets it.
 
-    Slurm's comes last: a batch script has one too, which all processes of an mpirun in it inherit.
+    Slurm's variable comes last, because all processes of an mpirun in a batch script inherit the script's.
     """
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     return next((int(os.environ[name]) for name in names if os.environ.get(name)), 0)
@@ -121,7 +122,7 @@ def restart_count() -> int:
 
 @functools.cache
 def _base_store() -> Store:
-    """Opens one store per process: a second rendezvous would find the first job's addresses in it."""
+    """Opens the ranks' store, once per process: a second rendezvous would find the first job's addresses."""
     from torch.distributed import DistNetworkError
     from torch.distributed.rendezvous import rendezvous
 
@@ -138,7 +139,7 @@ def _base_store() -> Store:
 
 
 def _fail(context: Context, error: BaseException) -> NoReturn:
-    """Prints the error, and always ends this process."""
+    """Prints the error and ends this process with code 1, even if printing fails."""
     try:
         print(visible(report.in_short(report.failure_of(context.rank, error, context.where.known()))), file=sys.stderr)
     finally:
@@ -151,8 +152,8 @@ def _fail(context: Context, error: BaseException) -> NoReturn:
 def adopt_step(environment: MutableMapping[str, str]) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of an srun with several tasks.
 
-    What is set already stays: torchrun inside srun, or a batch script's own choice. A batch script has SLURM_PROCID too
-    but no step, and a step of one task is one command that starts its own workers.
+    Variables that are set stay, as by torchrun inside srun or by a batch script. Nothing is set outside a step (a batch
+    script has SLURM_PROCID, too), nor in a step of one task, which is a command that starts its own workers.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in environment or "OMPI_COMM_WORLD_RANK" in environment or not tasks.isdecimal() or int(tasks) < 2:
@@ -168,6 +169,6 @@ def adopt_step(environment: MutableMapping[str, str]) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of Slurm's list, as "gpu[003-007,012],login1": gpu003. Rank 0 runs there."""
+    """Returns the first host of Slurm's list, where rank 0 runs: gpu003 of "gpu[003-007,012],login1"."""
     found = _FIRST_HOST.match(nodes)
     return "".join(part or "" for part in found.groups()) if found else nodes

@@ -117,6 +117,7 @@ class LocalGroup(dist.ProcessGroup):
     _allgather_base, alltoall_base = all_gather_single, all_to_all_single  # their names in earlier releases of torch
 
     def _divided(self, tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+        """Returns the part of a tensor for each worker; without sizes the parts are equal."""
         return torch.split(tensor, sizes) if sizes else tensor.chunk(len(self._ranks))
 
     def _from_all(self, tensor: Tensor) -> list[Tensor]:
@@ -126,9 +127,9 @@ class LocalGroup(dist.ProcessGroup):
         return everyone
 
     def _swap(self, give: Sequence[Tensor], take: Sequence[Tensor]) -> None:
-        """Sends ``give[r]`` to each worker r and receives ``take[r]`` from it.
+        """Sends ``give[r]`` to each worker r, and receives ``take[r]`` from it.
 
-        In rounds, each with one other worker on either side, so that few messages are on their way at a time.
+        In each round a worker sends to one other and receives from one, so that few messages are on their way.
         """
         size = len(self._ranks)
         take[self._rank].copy_(give[self._rank].view_as(take[self._rank]))
@@ -148,7 +149,7 @@ class LocalGroup(dist.ProcessGroup):
 
 
 class _Done(dist.Work):
-    """Stands for what was done at once."""
+    """Answers for an operation that was complete when it returned."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -158,7 +159,7 @@ class _Done(dist.Work):
 
 
 class _Receive(dist.Work):
-    """Receives a message into a tensor when it is waited for."""
+    """Receives a message into a tensor, at the first `wait`."""
 
     def __init__(self, messenger: Messenger, address: Address, tensor: Tensor, seconds: float) -> None:
         super().__init__()
@@ -174,5 +175,5 @@ class _Receive(dist.Work):
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Returns the memory of a contiguous CPU tensor; others are errors of torch's."""
+    """Returns the memory of a contiguous CPU tensor; torch raises an error for others."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

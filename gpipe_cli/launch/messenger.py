@@ -22,7 +22,7 @@ _LONGEST = 3600.0  # seconds of one wait in the kernel, which takes no years
 
 
 def mailbox() -> tuple[socket.socket, socket.socket]:
-    """Returns the receiving and the sending end of one worker's mailbox."""
+    """Makes one worker's mailbox; returns its receiving and its sending end."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # letters of several workers arrive whole
 
 
@@ -101,7 +101,7 @@ class Messenger:
         return ours
 
     def accept(self, peer: int, number: int, seconds: float) -> socket.socket:
-        """Returns the oldest connection that a worker has made by `connect` and that was not taken; waits for it.
+        """Returns the oldest connection of a worker's `connect` with this number; waits for it.
 
         Raises:
             RuntimeError: as of `receive`.
@@ -109,7 +109,7 @@ class Messenger:
         return socket.socket(fileno=self._next(Address(peer, _CONNECTIONS, number), seconds)[1][0])
 
     def _post(self, address: Address, content: bytes | memoryview, descriptors: list[int], seconds: float) -> None:
-        """Puts a letter into the mailbox of the other worker, which then has the descriptors too."""
+        """Puts a letter into the other worker's mailbox, with copies of the descriptors; waits while it is full."""
         head, deadline = _HEAD.pack(self._rank, address.channel, address.tag), time.monotonic() + seconds
         while True:
             try:
@@ -128,7 +128,11 @@ class Messenger:
         return arrived.popleft()
 
     def _wait(self, peer: int, events: int, deadline: float) -> None:
-        """Waits for letters, which it takes, and for ``events`` of the other worker's mailbox."""
+        """Waits once: until own letters have come, which it takes, or ``events`` of the other's mailbox.
+
+        Raises:
+            RuntimeError: the deadline is over, or the other worker has ended.
+        """
         left = deadline - time.monotonic()
         if left < 0:
             raise RuntimeError(f"process group: nothing from or to rank {peer} in time")
@@ -142,6 +146,7 @@ class Messenger:
             raise _closed(peer)
 
     def _take_letters(self) -> None:
+        """Moves all letters from the own mailbox to `_arrived`."""
         while True:
             try:
                 letter, descriptors, flags, _ = socket.recv_fds(self._mailbox, _HEAD.size + _SHORT, 1)

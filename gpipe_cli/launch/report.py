@@ -74,7 +74,7 @@ class Failure:
         cause: one line: the worker's name, and the signal, exit code or exception.
         place: what the worker was doing, in words; empty if unknown.
         is_plain: the text explains everything: what ran found the failure itself.
-        from_outside: the worker was killed, or lost the connection to another one.
+        from_outside: the worker was killed, or lost its connection to another one.
     """
 
     rank: int
@@ -101,7 +101,7 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failure:
-    """Describes the end of a worker by an exception, in this worker."""
+    """Describes the failure of this process by an exception; `where` is its place, as `Position.known` returns it."""
     plain, echo = str(error) if isinstance(error, PlainError) else disk.explain(error), suspicion(error)
     said = "\n".join(f"{type(link).__name__}: {link}" for link in _chain(error))
     plain = NO_ROOM_FOR_LOADERS if LOADER.search(said) else plain
@@ -121,7 +121,7 @@ def failure_of(rank: int, error: BaseException, where: dict[str, Any]) -> Failur
 
 
 def in_short(failure: Failure) -> str:
-    """Returns what a rank without a supervisor prints: one line where the cause is another rank's."""
+    """Returns what a rank prints that a launcher started: one line if another rank is the cause, else all."""
     if failure.suspicion < 2:
         return failure.text
     where = f" at {failure.place}" if failure.place else ""
@@ -129,9 +129,10 @@ def in_short(failure: Failure) -> str:
 
 
 def suspicion(error: BaseException) -> int:
-    """Returns how many exceptions of the chain are communication errors: 0 none, 1 some, 2 all (certainly an echo).
+    """Returns how likely an error is only an echo of another worker's end: 0 none, 1 possible, 2 certain.
 
-    1 also for an error of NCCL that says nothing of another side.
+    None, some or all of the exceptions in its chain are communication errors. It is 1 at most if NCCL's words name no
+    other side.
     """
     links = [_is_of_communication(link) for link in _chain(error)]
     own = any("NCCL error" in str(link) and not _OF_PEER.search(str(link)) for link in _chain(error))
@@ -139,6 +140,7 @@ def suspicion(error: BaseException) -> int:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an exception and those that caused it, as a traceback shows them."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -179,7 +181,7 @@ def silent_failure(directory: Path, rank: int, exit_code: int, where: dict[str, 
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Returns the last lines of a log, or the first ones of the report of a crash, with the innermost calls."""
+    """Returns the last lines of a log, or the first of a crash's report, which have the innermost calls."""
     if not log.exists():
         return []
     with log.open("rb") as stream:
@@ -196,8 +198,10 @@ def describe_place(where: dict[str, Any]) -> str:
 
 
 def _place(where: dict[str, Any]) -> str:
+    """Returns " at " and the place, or nothing if it is unknown."""
     return f" at {describe_place(where)}" if describe_place(where) else ""
 
 
 def _name(rank: int) -> str:
+    """Returns a process's name in messages."""
     return "the process that starts the workers" if rank == STARTER else f"worker {rank}"

@@ -53,13 +53,14 @@ class StopSignals:
             self.__enter__()
 
     def _note(self, number: int, _frame: object) -> None:
+        """Records a signal; a forked child ends by it."""
         if os.getpid() != self._process:  # a child
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.received.append(signal.Signals(number))
 
     def interruption(self) -> BaseException | None:
-        """Returns the exception that ends the command; a sweep does not take it for a failed job.
+        """Returns the exception that ends the command after a request, None without one. No sweep goes on after it.
 
         A handler that was set before (submitit queues the job again at SIGUSR2) is called first, now that all is saved.
         """
@@ -73,7 +74,7 @@ class StopSignals:
 
 @contextmanager
 def stop_noted() -> Iterator[StopSignals]:
-    """Lets a request to stop end the command when the block has ended, in which libraries would swallow it."""
+    """Raises a request to stop only when the block has ended, because libraries in the block would swallow it."""
     signals = StopSignals()
     try:
         with signals:

@@ -43,7 +43,7 @@ TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.2  # after a first failure: time for the other workers' reports
 ECHO_SETTLE_SECONDS = 2.0  # … while all known failures are only consequences of another worker's end
 LEAVE_SECONDS = 10.0  # for the last worker's exit handlers
-STACKS_SECONDS = 0.3  # between SIGTERM, upon which workers write their stacks to their logs, and SIGKILL
+STACKS_SECONDS = 0.3  # from SIGTERM, at which workers write their stacks to their logs, to SIGKILL
 GONE_SECONDS = 5.0  # for the kernel to clear away killed processes
 ZYGOTE = "import json; from gpipe_cli.launch.zygote import run_zygote; run_zygote(json.load(sys.stdin))"
 
@@ -76,13 +76,13 @@ class Job:
 
 
 def launch(job: Job, on_event: OnEvent) -> Any:
-    """Runs the job to its end; whatever happens, none of its processes is left when this returns or raises.
+    """Runs the job to its end. None of its processes is left when this returns or raises, whatever happens.
 
     `on_event` gets the workers' events, `{"rank": r, **event}`, and the launcher's own: "stopping" (signal,
     grace_seconds) and "killed" (message).
 
     Returns:
-        what the entry point returned on rank 0 (a JSON value).
+        What the entry point returned on rank 0, a JSON value.
 
     Raises:
         WorkerFailed: a worker raised or died; the message is for the console.
@@ -107,9 +107,9 @@ def launch(job: Job, on_event: OnEvent) -> Any:
 
 
 def launch_inline(job: Job, on_event: OnEvent) -> Any:
-    """Runs a job of one worker inside this process, for a debugger: breakpoints, stdin and Ctrl-C just work.
+    """Runs a job of one worker inside this process, so that a debugger, stdin and Ctrl-C just work.
 
-    Exceptions of the entry point come through as they are.
+    Exceptions of the entry point are not changed.
 
     Raises:
         ConfigurationError: the job has more than one worker.
@@ -137,7 +137,9 @@ def launch_inline(job: Job, on_event: OnEvent) -> Any:
 
 
 class _Workers:
-    """Holds the processes of one launch, a channel to each (the zygote's under the key STARTER), and what they report.
+    """Starts the processes of one launch, listens on a channel to each, and ends them.
+
+    The zygote's channel has the key STARTER.
 
     Attributes:
         results: what the entry point returned, by rank.
@@ -175,13 +177,13 @@ class _Workers:
         with contextlib.suppress(BrokenPipeError), self._zygote.stdin as pipe:
             pipe.write(json.dumps(content).encode())
         self._open = {rank: ours for rank, (ours, _) in pairs.items()}
-        self._rests = dict.fromkeys(self._open, b"")  # of lines that have arrived in part
+        self._rests = dict.fromkeys(self._open, b"")  # beginnings of lines that have not arrived whole
         self._selector = selectors.DefaultSelector()
         for rank, ours in self._open.items():
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def until_end(self) -> WorkerFailed | ConfigurationError | None:
-        """Watches until the job is over or has to be ended; returns the failure."""
+        """Watches until the job is over or has to be ended; returns its failure, None without."""
         while STARTER in self._open:
             self._listen(TICK_SECONDS)
             if self._failures:
@@ -203,6 +205,7 @@ class _Workers:
         self._signal_all(signal.SIGCONT)
 
     def _listen(self, timeout: float) -> None:
+        """Handles all messages that arrive within `timeout` seconds: events, results, failures and ends."""
         for rank, message in self._messages(timeout):
             if "event" in message:
                 self._show({"rank": rank, **message["event"]})
@@ -214,6 +217,7 @@ class _Workers:
                 self._failures.append(self._failure(message["rank"], message["exit_code"]))
 
     def _show(self, event: dict[str, Any]) -> None:
+        """Gives an event to `on_event`."""
         try:
             self._on_event(event)
         except OSError:  # a closed terminal (SIGHUP) shows nothing any more; the run still saves and stops in order
@@ -221,13 +225,17 @@ class _Workers:
                 raise
 
     def _failure(self, rank: int, exit_code: int) -> report.Failure:
+        """Returns the failure of a process that has ended: its own report, or one made of its exit code and log."""
         if rank in self._reports:
             return self._reports[rank]
         place = b"" if rank == STARTER else os.pread(self._places, Position.SIZE, rank * Position.SIZE)
         return report.silent_failure(self._directory, rank, exit_code, Position(bytearray(place)).known())
 
     def _settled_failure(self) -> WorkerFailed | ConfigurationError:
-        """Returns the failure that caused the others: the earliest of those least suspected to be echoes."""
+        """Waits for the other workers' reports, and returns the failure that caused the others.
+
+        It is the earliest of those that are least suspected to be an echo, a consequence of another worker's end.
+        """
         start = time.monotonic()
         while STARTER in self._open:
             echoes = all(failure.suspicion for failure in self._failures)
@@ -237,7 +245,10 @@ class _Workers:
         return min(self._failures, key=lambda failure: (failure.suspicion, failure.time)).exception()
 
     def _must_stop_now(self) -> bool:
-        """Passes a first request to stop on to the workers; true at the second, or when the grace period is over."""
+        """Passes a first request to stop on to the workers.
+
+        Returns True after a second request, or when the grace period is over.
+        """
         if not self._signals.received:
             return False
         now = time.monotonic()
@@ -261,7 +272,7 @@ class _Workers:
                 os.killpg(self._zygote.pid, number)
 
     def _messages(self, timeout: float) -> list[tuple[int, dict[str, Any]]]:
-        """Returns (rank, message) of all that arrives within `timeout` seconds; closed channels leave `_open`."""
+        """Returns (rank, message) of all that arrives within `timeout` seconds. Closed channels leave `_open`."""
         arrived = []
         for key, _ in self._selector.select(timeout):
             rank, received = key.data, b""
@@ -284,7 +295,10 @@ class _Workers:
         channel.close()
 
     def end(self) -> None:
-        """Ends every process: SIGTERM (stacks to the logs), SIGKILL, and a wait until every channel is closed."""
+        """Ends every process by SIGTERM, which writes stacks to the logs, then SIGKILL.
+
+        After each it waits until every channel is closed.
+        """
         for number, seconds in ((signal.SIGTERM, STACKS_SECONDS), (signal.SIGKILL, GONE_SECONDS)):
             self._signal_all(number)
             deadline = time.monotonic() + seconds
@@ -299,7 +313,7 @@ class _Workers:
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """Returns the workers' environment; the command's own does not change, or the next job of a sweep would see it."""
+    """Returns the workers' environment. The command's own stays, because the next job of a sweep would see changes."""
     threads = str(job.threads)
     return {
         **compile_helpers(job.workers),

@@ -81,7 +81,7 @@ def _watch(workers: dict[int, int], control: socket.socket, command: int) -> Non
 
 
 def _start_workers(job: dict[str, Any], control: socket.socket) -> dict[int, int]:
-    """Returns the rank of each process id."""
+    """Imports the modules to preload and forks the workers; returns process id -> rank."""
     for module in job["preload"]:
         import_module(module)
     gc.freeze()  # the collector would otherwise write to, and so unshare, every page of torch
@@ -105,6 +105,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    """Returns what JSON can hold in place of a foreign object."""
     return value.item() if hasattr(value, "item") else str(value)
 
 
@@ -122,13 +123,14 @@ def run_worker(job: dict[str, Any], parent: int, rank: int) -> NoReturn:
         atexit._run_exitfuncs()
         leave(0)
     except BaseException as error:  # also when the set-up fails
-        if not isinstance(error, ConfigurationError):  # the command tells it
+        if not isinstance(error, ConfigurationError):  # which the command prints
             traceback.print_exc()
     finally:
         leave(1)
 
 
 def _run(job: dict[str, Any], rank: int) -> None:
+    """Sets up worker `rank`, calls the entry point, and sends its result or failure to the command."""
     _keep_running_on_signals()
     channels, mailboxes = job["channels"], job["mailboxes"]
     for other in set(range(job["workers"])) - {rank}:  # descriptors that only another worker may have
@@ -159,7 +161,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
 
 
 class Channel:
-    """Connects a worker to the command, which may read late or be gone, by JSON lines over a socket."""
+    """Connects a worker to the command by JSON lines over a socket. The command may read late or be gone."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -177,6 +179,7 @@ class Channel:
             self._flush()
 
     def _flush(self) -> None:
+        """Sends as much of what is pending as the socket takes now."""
         try:
             while self._pending:
                 del self._pending[: self._socket.send(self._pending)]
@@ -186,7 +189,7 @@ class Channel:
             self._pending.clear()  # the command is gone; the zygote will end this process too
 
     def stop_requested(self) -> bool:
-        """Returns whether the command has asked for the end of the run (it stays true)."""
+        """Returns whether the command has ever asked for the end of the run."""
         if not self._stop:
             try:
                 self._stop = STOP in self._socket.recv(16)
@@ -195,7 +198,7 @@ class Channel:
         return self._stop
 
     def send_last(self, line: bytes, seconds: float | None = None) -> None:
-        """Sends the message with which this worker ends, and waits until it is on its way."""
+        """Sends this worker's last message; waits `seconds` at most (None: for ever) until the socket takes it."""
         with self._lock, contextlib.suppress(OSError):
             self._socket.settimeout(seconds)
             self._socket.sendall(bytes(self._pending) + line)
@@ -203,7 +206,7 @@ class Channel:
 
 
 def open_place(descriptor: int, rank: int) -> Position:
-    """Returns the place of worker ``rank``, in the memory that the command reads; closes the descriptor."""
+    """Returns the `Position` of worker ``rank`` in the memory that the command reads; closes the descriptor."""
     memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     os.close(descriptor)
     return Position(memoryview(memory)[rank * Position.SIZE : (rank + 1) * Position.SIZE])
@@ -218,7 +221,7 @@ def leave(code: int) -> NoReturn:
 
 
 class _Log(io.FileIO):
-    """Writes bytes to a descriptor; those that a full disk does not take are lost, and nothing is raised."""
+    """Writes bytes to a descriptor. What a full disk does not take is lost without an error."""
 
     def write(self, content: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -248,7 +251,7 @@ def redirect_output(log: Path) -> None:
 
 
 def _keep_running_on_signals() -> None:
-    """Ignores requests to stop, on which the command decides; on SIGTERM writes all stacks to the log, even inside C++.
+    """Makes a worker ignore requests to stop, on which the command decides, and log its stacks on SIGTERM.
 
     Batch systems send a signal to every process of a job at once; a worker that died of it could not save any more.
     The workers' own children keep the default rules, or `multiprocessing.Pool.terminate` would wait for ever. A signal
@@ -266,6 +269,7 @@ def _keep_running_on_signals() -> None:
 
 
 def _open_store(memory: int, workers: int) -> Store:
+    """Returns the workers' key-value store, in a memory without a name; `memory` is its descriptor."""
     from torch.distributed import FileStore
 
     return FileStore(f"/proc/self/fd/{memory}", workers)

@@ -33,7 +33,7 @@ class Checker:
         model: the plain one.
         spill: what the workers have written.
         tolerance: the largest relative difference that counts as rounding.
-        repeated: the same of an output that is computed again.
+        repeated: the same, for an output that recompute computes again.
         clip: the largest norm of the gradients; None: they are not clipped.
     """
 
@@ -71,6 +71,7 @@ class Checker:
         return [c.judged(name, gaps[name], self.repeated if name == c.AGAIN else self.tolerance) for name in c.ORDER]
 
     def _measure_forward(self, gaps: dict[str, Gaps], record: RecordedStep, plain: PlainStep) -> None:
+        """Measures outputs, losses and the norm of the gradients; adds the gaps to ``gaps`` by quantity."""
         first, again = record.seen.get(OUTPUT, {}), record.seen.get(AGAIN, {})
         for point, right in plain.outputs.items():
             gaps[c.OUTPUTS][self._named(point)] = _gap(first.get(point), right, torch.float64)
@@ -83,11 +84,12 @@ class Checker:
         gaps[c.NORM][NO_LAYER, "all parameters"] = _gap(record.gradient_norm, plain.gradient_norm)
 
     def _named(self, point: Point) -> Key:
+        """Returns the layer of a fingerprint, and the fingerprint's name in the report."""
         of_replica = f" of replica {point.replica}" if point.replica else ""
         of_number = f", tensor {point.number}" if point.number else ""
         return point.layer, f"{self.names[point.layer]}, micro-batch {point.micro_batch}{of_replica}{of_number}"
 
 
 def _gap(ours: Numbers | None, right: Numbers | None, dtype: torch.dtype | None = None) -> Gap:
-    """Compares numbers, by default in torch's type, in which sums in another order are mostly equal."""
+    """Measures the gap of numbers, by default in torch's own type, where sums in another order are mostly equal."""
     return measure(*(None if side is None else torch.tensor(side, dtype=dtype) for side in (ours, right)))

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .flatten import ROOT, Flat, enter, is_view_of_parameter
 
 FEWEST, MOST = 6, 96  # layers, where the module has so many places; of more, some are left out
-NEAR = 4  # weights to either side among which a place must not be a bad one
+NEAR = 4  # candidates on either side with which a place is compared
 WRAPPER = "module"  # of the names in nn_module_stack
 Place = tuple[str, str]  # ("before" or "after", a call of a module)
 
@@ -59,6 +59,7 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
         node: max((position.get(user, len(nodes)) for user in node.users), default=-1)
         for node in (*flat.inputs, *nodes)
     }
+    # A part enters contexts and takes views of parameters again.
     made_again = {node for node in nodes if node.target is enter or is_view_of_parameter(flat, node)}
     cuts = {}
     for number, places in _places(nodes):
@@ -78,7 +79,7 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
 
 
 def _places(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, frozenset[Place]]]:
-    """Yields the positions between two calls of modules, but for the very first and last."""
+    """Yields each position where a call of a module begins or ends, with its places."""
     stacks = [calls_of(node) for node in nodes]
     known: list[str] = []
     for number, stack in enumerate(stacks):
@@ -94,6 +95,7 @@ def _places(nodes: Sequence[fx.Node]) -> Iterator[tuple[int, frozenset[Place]]]:
 
 
 def _can_travel(node: fx.Node) -> bool:
+    """Returns whether a value can pass a cut: a dense real tensor whose sizes do not depend on values."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_complex():
         return False
@@ -101,7 +103,7 @@ def _can_travel(node: fx.Node) -> bool:
 
 
 def _follows_from(sizes: Mapping[str, object], node: fx.Node) -> bool:
-    """Returns whether a number can be worked out again from these sizes of tensors."""
+    """Returns whether a number can be computed again from these sizes of tensors."""
     value = node.meta.get("val")
     if isinstance(value, (bool, int, float)):
         return True
@@ -153,7 +155,7 @@ def choose_cuts(training: Flat, evaluation: Flat) -> list[Boundary]:
 
 
 def _matched(training: dict[int, CutPoint], evaluation: dict[int, CutPoint]) -> list[Boundary]:
-    """Returns the places that both graphs have, in an order that is the same in both."""
+    """Returns the places that both graphs have, as cuts of both, in the order of both."""
     by_place = {place: cut for cut in evaluation.values() for place in cut.places}
     boundaries: list[Boundary] = []
     for cut in training.values():
@@ -165,7 +167,7 @@ def _matched(training: dict[int, CutPoint], evaluation: dict[int, CutPoint]) -> 
 
 
 def _gaps(flat: Flat, boundaries: Sequence[Boundary]) -> list[list[Boundary]]:
-    """Groups the places by the number of weights in front of them; those before the first and behind the last go."""
+    """Groups the places by the number of weights before them. Those before the first or after the last are left out."""
     weights = [
         number
         for number, node in enumerate(flat.nodes)
@@ -178,12 +180,14 @@ def _gaps(flat: Flat, boundaries: Sequence[Boundary]) -> list[list[Boundary]]:
 
 
 def _preference(boundary: Boundary) -> tuple[int, int, int]:
+    """Returns a sort key: fewest bytes first, then outermost calls, then the last position."""
     cut, _ = boundary
     depth = min(call.count(".") for _, call in cut.places)
     return cut.bytes, depth, -cut.position
 
 
 def _is_bump(candidates: Sequence[Boundary], number: int) -> bool:
+    """Returns whether more bytes pass a candidate than the fewest among its neighbours, on both sides."""
     sizes = [cut.bytes for cut, _ in candidates]
     before, after = sizes[max(0, number - NEAR) : number], sizes[number + 1 : number + 1 + NEAR]
     return bool(before and after) and sizes[number] > max(min(before), min(after))

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .module import Untraceable
 from .own_backward import functions
 
-ROOT = "L__self__"  # of nn_module_stack's keys
+ROOT = "L__self__"  # how the keys of nn_module_stack begin
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
 INNER = {"wrap_with_set_grad_enabled": torch.set_grad_enabled, "wrap_with_autocast": torch.autocast}  # blocks of code
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -71,8 +71,9 @@ def flatten(
     Args:
         inside: prefix of the names in the program, taken off.
         aliases: further name of a tensor -> its first name.
-        named: the parameters; of several names the first.
-        constants: gets the tensors that are neither parameters nor buffers: without values, where they are attributes.
+        named: the module's parameters with their names.
+        constants: gets the tensors that are neither parameters nor buffers. Those that are attributes of the module
+            have no values.
     """
     flat = Flat(fx.Graph())
     parameters = {_form(parameter): (name, parameter) for name, parameter in reversed(named)}
@@ -114,13 +115,16 @@ def flatten(
 
 
 def _form(tensor: Tensor) -> tuple[object, ...]:
-    """Returns what tensors have in common exactly when they are the same values of one memory, with gradient or not."""
+    """Returns a key that is equal for two tensors if they are the same part of one memory, with gradient or not."""
     of_memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return *of_memory, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 class _Flattener:
-    """Copies graphs into one, inner ones where they are called."""
+    """Copies a program's graphs into one; an inner graph is copied to where it is called.
+
+    In its methods ``env`` maps nodes of the program to nodes, or plain values, of the new graph.
+    """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
@@ -138,6 +142,7 @@ class _Flattener:
         return []
 
     def _put_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> None:
+        """Copies a call, or what takes its place, and notes it in ``env``."""
         name = getattr(node.target, "__name__", str(node.target))
         if name in INNER:
             env[node] = self._put_inner(name, node, env)
@@ -150,7 +155,7 @@ class _Flattener:
             env[node] = None
         elif not self._put_in_place(node, env):
             env[node] = self._copy(node, env)
-            for user in node.users:  # the parts of a list beside it, so that no list ever passes a cut
+            for user in node.users:  # a list's parts are taken at once, so that no list ever passes a cut
                 if user.target is operator.getitem and user not in env:
                     env[user] = self._copy(user, env)
 
@@ -161,6 +166,7 @@ class _Flattener:
         return copy
 
     def _put_inner(self, name: str, node: fx.Node, env: dict[fx.Node, Any]) -> list[Any]:
+        """Copies a block with its context (`INNER`) between `enter` and `leave`; returns its outputs."""
         graph = self._flat.graph
         at = next(number for number, given in enumerate(node.args) if isinstance(given, fx.Node))
         inner: Any = env[node.args[at]]  # type: ignore[index]
@@ -168,7 +174,7 @@ class _Flattener:
         placeholders = [inside for inside in inner.graph.nodes if inside.op == "placeholder"]
         within: dict[fx.Node, Any] = dict(zip(placeholders, values, strict=True))
         is_grad = INNER[name] is torch.set_grad_enabled
-        if is_grad and node.args[0]:  # re-materialization first runs it without a graph
+        if is_grad and node.args[0]:  # enable_grad is dropped: re-materialization runs forward without a graph first
             return self.put(inner, inner.graph, within)
         before = set(graph.nodes)
         context = graph.call_function(enter, (name, *node.args[:at]))
@@ -194,7 +200,7 @@ class _Flattener:
             if owner in self._counted:
                 raise Untraceable(f"here the BatchNorm {owner} is called once more: use one for each", place_of(node))
             self._counted.add(owner)
-            env[node] = changed  # the engine counts
+            env[node] = changed  # dropped here, because the engine counts BatchNorm's batches
             return True
         env[node] = self._copy(node, env)
         self._flat.forbidden.append((base, env[node]))
@@ -209,14 +215,14 @@ def viewed(node: fx.Node) -> fx.Node | None:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """Returns the node that has made the memory of a node's value."""
+    """Returns the node that made the memory in which a node's value lies."""
     while (of := viewed(node)) is not None:
         node = of
     return node
 
 
 def place_of(node: fx.Node) -> str | None:
-    """Returns file and line of the code from which a node comes, if it is not torch's own."""
+    """Returns file and line of the user's code that made a node; None if only torch's did."""
     places = re.findall(r'File "([^"<]+)", line (\d+)', node.meta.get("stack_trace") or "")
     ours = Path(__file__).parent
     own = [f"{f}, line {line}" for f, line in places if "torch" not in Path(f).parts and Path(f).parent != ours]
@@ -224,7 +230,10 @@ def place_of(node: fx.Node) -> str | None:
 
 
 def _keep_kernels(flat: Flat) -> None:
-    """Replaces LSTMs, and attention whose mask has a gradient: re-materialization must not change the kernel."""
+    """Replaces operations whose kernel would change in re-materialization: LSTMs, attention with a trained mask.
+
+    Parameters that meet a tensor without elements get no gradient, as in the module (`unless_empty`).
+    """
     trained = set(flat.parameters)
     for node in flat.nodes:
         value = node.meta.get("val")
@@ -246,7 +255,7 @@ def _keep_kernels(flat: Flat) -> None:
 
 
 def _may_be_empty(value: Any) -> bool:
-    """Returns whether a tensor may have no element where the module's code then leaves something out."""
+    """Returns whether a tensor may have no element, and the module's code then leaves something out."""
     if not isinstance(value, Tensor):
         return False
     sizes: list[Any] = [size for size in value.shape if isinstance(size, torch.SymInt)]
@@ -300,12 +309,12 @@ def attention_with_trained_mask(
 
 
 def unless_empty(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Returns a parameter that gets no gradient from a tensor without elements."""
+    """Returns the parameter, detached if the tensor that it meets has no elements."""
     return parameter if tensor.numel() else parameter.detach()
 
 
 def lstm_with_graph(*arguments: Any) -> tuple[Tensor, ...]:
-    """Returns an LSTM's outputs, by the same kernel whether gradients are wanted or not; oneDNN has two."""
+    """Returns an LSTM's outputs by the kernel for gradients, even where none are wanted; oneDNN has two kernels."""
     if torch.is_grad_enabled():
         return tuple(LSTM(*arguments))
     with torch.enable_grad():

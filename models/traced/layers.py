@@ -65,7 +65,7 @@ def layers(
         )
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
     made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
-    # As good as identity: what it stands for is kept beside it.
+    # Equal texts mean equal arguments: a text has an object's address, and the kept list holds the object.
     key = repr((*made_by, example, seed, call, autocast, trust, torch.get_default_dtype()))
     if key not in _known:
         _known.clear()
@@ -73,7 +73,7 @@ def layers(
     return _known[key]
 
 
-_known: dict[str, list[LayerBuilder]] = {}  # the last one: gpipe-verify asks for it again and again
+_known: dict[str, list[LayerBuilder]] = {}  # the last module's layers: gpipe-verify asks for them again and again
 
 
 def traced_layers(traced_from: TracedFrom, example: Example) -> list[LayerBuilder]:
@@ -95,7 +95,7 @@ class TracedLayer(nn.Module):
     Args:
         training, evaluation: the compiled graphs.
         conditions: conditions that the sizes of the inputs must fulfil.
-        autocast: type of the autocast under which the module was traced; None: under none.
+        autocast: type of the autocast under which the module was traced; None: there was none.
     """
 
     graph_varies = False  # see the engine's cells
@@ -119,13 +119,13 @@ class TracedLayer(nn.Module):
             return self._forwards[self.training](self, *tensors)
 
     def _context(self, device: str) -> AbstractContextManager[Any]:
-        """Returns the autocast that its code was traced for, which a run has entered but not who measures its cost."""
+        """Returns the autocast that the code was traced for, unless the caller has entered it, as a run does."""
         if self._autocast is None or device == "meta" or torch.is_autocast_enabled(device):
             return nullcontext()
         return torch.autocast(device, getattr(torch, self._autocast), cache_enabled=False)
 
     def require(self, examples: int, tokens: int) -> None:
-        """Makes the layer refuse fewer examples, and texts of fewer tokens, where these numbers are more than 1."""
+        """Makes the layer refuse fewer examples, and texts of fewer tokens. A number of 1 refuses nothing."""
         other = "with fewer the module itself does something else"
         texts = "tensor.size()[1] for tensor in tensors if tensor.dim() == 2 and not tensor.is_floating_point()"
         codes = {f"tensors[0].size()[0] >= {examples}": examples, f"min({texts}) >= {tokens}": tokens}
@@ -134,17 +134,17 @@ class TracedLayer(nn.Module):
 
 
 class Weights:
-    """Makes the module's tensors and hands each to the layers that hold it.
+    """Makes the module's tensors and gives them to the layers that hold them.
 
-    A process makes those of all layers that it has announced at once, and keeps them until their layer takes them; of a
-    layer that it has not announced, its own alone.
+    The first `take` of an announced layer makes the tensors of all announced layers, and keeps them until those layers
+    take theirs. For a layer that was not announced, only its own are made.
 
     Args:
         trace, traced_from: what was found in the module, and how it was made.
 
     Attributes:
-        shared_with: a module whose own tensors the layers get, each the first layer that holds it, the others a copy;
-            None: they are made anew.
+        shared_with: a module whose own tensors the layers get; of layers that hold the same tensor the first gets it,
+            the others get a copy. None: tensors are made anew.
     """
 
     def __init__(self, trace: Trace, traced_from: TracedFrom) -> None:
@@ -176,6 +176,7 @@ class Weights:
         return self._made.pop(layer)
 
     def _of_module(self, name: str, module: nn.Module) -> Tensor:
+        """Returns a tensor of the module itself, or a copy if a layer has it already."""
         constants, is_given = self._trace.constants, name in self._given
         tensor: Tensor = constants[name].clone() if name in constants else attrgetter(name)(module)
         self._given.add(name)
@@ -184,7 +185,7 @@ class Weights:
         return tensor
 
     def _construct(self, names: set[str]) -> dict[str, Tensor]:
-        """Returns these tensors of a module that the constructor makes under the seed."""
+        """Makes these tensors as the constructor does under the seed: by its recorded operations, or by calling it."""
         trace = self._trace
         tensors = {name: trace.constants[name].clone() for name in names & trace.constants.keys()}
         rest = names - tensors.keys()
@@ -197,7 +198,7 @@ class Weights:
 
 
 def _own(tensor: Tensor, form: Tensor | None, shared: bool) -> Tensor:
-    """Returns a tensor for one layer: a copy of a ``shared`` one, a parameter where ``form`` is one."""
+    """Returns a tensor for one layer: a copy if another layer has it (``shared``), a parameter if ``form`` is one."""
     own = tensor.clone() if shared else tensor
     return nn.Parameter(own, form.requires_grad) if isinstance(form, nn.Parameter) else own
 
@@ -208,8 +209,8 @@ class LayerMaker:
     Attributes:
         traced_from: how the module of all layers was made.
         held: names of the layer's tensors in the module: name within the layer -> first name.
-        answer: makes what the module returns of its output tensors.
-        kept: attributes in which forward keeps tensors, which the layers do not.
+        answer: turns output tensors into what the module returns, such as a dict.
+        kept: attributes in which the module's forward keeps tensors; the layers do not.
     """
 
     def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
@@ -243,7 +244,7 @@ class LayerMaker:
 
 
 def _holder(layer: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """Returns the module in which the last part of a dotted name stands; modules on the way are made."""
+    """Returns the module that holds a dotted name, and the name's last part; makes the modules on the way."""
     *way, name = path.split(".")
     for part in way:
         child = layer._modules.get(part)

@@ -27,13 +27,12 @@ class Call:
     Attributes:
         inputs: the name of the argument that each tensor of a micro-batch becomes; None: they are given by position.
         output: attribute, key or index of what the module returns, as ``logits`` or ``heads.logits``; `ALL`: all its
-            tensors; None: its first
-            tensor.
+            tensors; None: its first tensor.
         arguments: further arguments by name, the same in every call.
-        masks: the argument that marks the tokens of another which are no padding, by its name: mask -> tokens.
+        masks: name of an argument -> name of the one with tokens. The first becomes True where a token is no padding.
         pad_id: the token that is padding.
-        mean, std: mean and deviation of each channel, by which images that come as bytes are scaled. Without a mean
-            they stay bytes.
+        mean, std: mean and deviation of each channel, by which images that come as bytes are scaled. If the mean is
+            None they stay bytes.
         labels: arguments that the targets become, for a module that computes its own loss; they are the last of the
             input tensors then. None: the targets are no input.
         ignored: the target that the module's loss leaves out; it becomes -100, torch's own such target.
@@ -188,9 +187,9 @@ def output_of(answer: Any, wanted: str | int | None) -> Tensor:
 
 
 def taken_apart(answer: Any) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], Any]]:
-    """Returns the tensors of a module's answer, and what makes such an answer of tensors; of one tensor the tensor.
+    """Returns the tensors of a module's answer, and a function that makes such an answer of other tensors.
 
-    Plain values beside the tensors stay as they are, others, such as caches, become None.
+    In what it makes, plain values are those of this answer, and other objects, such as caches, become None.
 
     Raises:
         CallError: it has no tensors, or several in an object that torch does not know.
@@ -224,7 +223,7 @@ def _named_tensors(answer: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module, with the parameters' marks and hooks, and memory that tensors share.
+    """Copies a module, with the parameters' attributes and hooks. Tensors that shared memory share the copy's.
 
     Parts that are in evaluation mode stay in it, whatever the mode of the others becomes.
     """
@@ -252,7 +251,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def _train_others(part: nn.Module, mode: bool = True) -> nn.Module:
-    """Sets the mode of the parts inside a part that stays in evaluation mode; those of them stay that have this too."""
+    """Sets the mode of a part's children, as `train` does, but leaves the part itself in evaluation mode."""
     for child in part.children():
         child.train(mode)
     return part

@@ -56,10 +56,10 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Makes modules of torch compute within the context by the operations that they train with in one process.
+    """Makes torch's modules compute within the context by the operations that they train with in one process.
 
-    nn.SyncBatchNorm is nn.BatchNorm, whatever the number of workers; an nn.TransformerEncoder has no faster operations
-    for evaluation, and uses a mask without a look at its values; nor do torch.distributions look at theirs.
+    nn.SyncBatchNorm computes as nn.BatchNorm. nn.TransformerEncoder uses no faster operations in evaluation, and does
+    not look at a mask's values. torch.distributions do not check their values.
     """
     transformer: Any = torch.nn.modules.transformer
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -78,7 +78,10 @@ def plainly() -> Iterator[None]:
 
 
 class _View:
-    """Describes a tensor of the recording: a part of a storage, which ``.data = …`` may exchange later."""
+    """Describes a tensor of the recording by its storage and its place there.
+
+    The tensor itself may get another storage later, by ``.data = …``.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()  # kept, so that no other one gets its address
@@ -87,10 +90,10 @@ class _View:
         self._value = None if isinstance(tensor, FakeTensor) else tensor
 
     def real(self, memory: dict[int, torch.UntypedStorage]) -> Tensor:
-        """Returns the real tensor that stands for this one."""
+        """Returns the real tensor in place of this one; ``memory`` holds real storages by key."""
         if self._value is not None:  # a constant, as of torch.tensor(0)
             return self._value.detach().clone()
-        if self.key not in memory:  # of random numbers that are drawn for nothing
+        if self.key not in memory:  # random numbers go here that only advance the generator
             return torch.empty_strided(*self.layout[1:], dtype=self.dtype)
         return torch.empty(0, dtype=self.dtype).set_(memory[self.key], *self.layout)
 
@@ -120,7 +123,7 @@ class _Operation:
         return self.function is TRUNCATED or torch.Tag.nondeterministic_seeded in getattr(self.function, "tags", ())
 
     def repeat(self, memory: dict[int, torch.UntypedStorage]) -> None:
-        """Runs with real tensors, unless it only gave another view of one."""
+        """Runs the operation on real tensors, unless it only made a view of a tensor that is in ``memory``."""
         schema = getattr(self.function, "_schema", None)
         if schema is not None and not schema.is_mutable and all(view.key in memory for view in self.answers):
             return
@@ -142,7 +145,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return self.note(function, *args, **(kwargs or {}))
 
     def note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an operation and records it; of `TRUNCATED` there is nothing to run without values."""
+        """Runs an operation and records it; `TRUNCATED` is not run, because it looks at values."""
         given = tree_map_only(Tensor, _View, (args, kwargs))
         answer = args[0] if function is TRUNCATED else function(*args, **kwargs)
         if kwargs.get("generator") is not None:
@@ -162,7 +165,7 @@ class ConstructorRecord:
 
     Attributes:
         named: the parameters and buffers that it left in the module.
-        further: other tensors that it made, by name: number of the operation, and of its answer.
+        further: name of another tensor that it made -> (number of the operation, number of its result).
     """
 
     seed: int
@@ -171,7 +174,7 @@ class ConstructorRecord:
     further: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def name(self, name: str, tensor: Tensor) -> bool:
-        """Gives a further tensor of the module a name; returns False for one that the constructor has not made."""
+        """Adds a tensor to `further` under a name; returns False if the constructor has not made it."""
         view = _View(tensor)
         for number, operation in enumerate(self.operations):
             for place, answer in enumerate(operation.answers):
@@ -180,7 +183,7 @@ class ConstructorRecord:
         return name in self.further
 
     def made(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Returns real tensors by name, with the values that the constructor draws under the seed.
+        """Makes real tensors by name, with the values that the constructor draws under the seed.
 
         Raises:
             NotRecordable: torch makes a tensor with another layout in memory than without values.
@@ -190,8 +193,8 @@ class ConstructorRecord:
         keys, needed = {view.key for view in wanted.values()}, set()  # storages, and operations on which they depend
         for number, operation in reversed([*enumerate(self.operations)]):
             if keys & operation.changed or (
-                operation.draws and len(operation.keys) > 1
-            ):  # by probabilities in a tensor
+                operation.draws and len(operation.keys) > 1  # it draws by probabilities in a tensor
+            ):
                 needed.add(number)
                 keys |= operation.keys
         memory: dict[int, torch.UntypedStorage] = {}
@@ -207,7 +210,7 @@ class ConstructorRecord:
 def recorded(
     constructor: Callable[[], nn.Module], seed: int, fake: FakeTensorMode
 ) -> tuple[nn.Module, ConstructorRecord]:
-    """Constructs a module on fake tensors.
+    """Constructs a module on fake tensors, and returns it with the record of the operations.
 
     Raises:
         NotRecordable: the constructor looks at values, seeds by itself, or reads weights from a file.

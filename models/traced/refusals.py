@@ -38,7 +38,7 @@ class TraceError(ConfigurationError):
 
 
 def refuse_module(module: object) -> None:
-    """Refuses a module of which no trace could keep everything, and no comparison would show it.
+    """Refuses a module that a trace cannot keep whole, where no comparison would show the loss.
 
     Raises:
         CallError: it is no module.
@@ -65,11 +65,11 @@ def refuse_module(module: object) -> None:
 
 
 class Following(TorchFunctionMode):
-    """Refuses within the context calls of torch that a trace does not follow, and takes all numbers for finite."""
+    """Refuses calls of torch within the context that a trace does not follow. All numbers count as finite."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._finite: dict[int, tuple[Tensor, bool]] = {}  # answers to whether all, or any, are finite, by id
+        self._finite: dict[int, tuple[Tensor, bool]] = {}  # id -> tensor of isfinite (isnan, …), and its values
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (kwargs or {}).get("generator") is not None:
@@ -90,17 +90,17 @@ class Following(TorchFunctionMode):
 
 
 def refuse_seeding(*arguments: object, **more: object) -> None:
-    """Takes the place of functions that seed torch's generators."""
+    """Refuses seeding, in place of the functions that seed torch's generators."""
     raise Untraceable(SEEDS)
 
 
 def refuse_data(tensor: Tensor, values: object) -> None:
-    """Takes the place of the assignment ``tensor.data = …``."""
+    """Refuses ``tensor.data = …``, in place of the assignment."""
     raise Untraceable(REPLACED)
 
 
 def explained(error: Exception, constructor: Constructor) -> str:
-    """Returns the refusal of code that cannot be traced: its place in the user's code and the way out."""
+    """Returns the message that refuses code: what it does, its place in the user's code, the way out."""
     name = name_of(constructor)
     if isinstance(error, CallError):
         return f"{name}: {error}"
@@ -116,13 +116,13 @@ def explained(error: Exception, constructor: Constructor) -> str:
 
 
 def told_with_place(error: BaseException) -> str:
-    """Returns type and message of an exception, behind its place in the user's own code."""
+    """Returns an exception's place in the user's own code, its type and its message."""
     place = place_in_users_code(error)
     return f"{f'{place}: ' if place else ''}{type(error).__name__}: {error}"
 
 
 def name_of(constructor: Constructor) -> str:
-    """Returns the words by which a user has named the constructor; the class of a module that a program has made."""
+    """Returns the constructor's name as the user typed it, or the class of a module that a program made."""
     made_by: Any = getattr(constructor, "func", constructor)
     typed = "model.module._target_="
     if isinstance(constructor, partial) and made_by is copied:

@@ -25,7 +25,7 @@ Part = tuple[Sequence[fx.Node], Sequence[fx.Node]]  # nodes of the training grap
 
 
 def compiled(graph: fx.Graph, layer: str) -> Forward:
-    """Returns the function that a graph describes; its first argument is the layer, which holds the tensors."""
+    """Compiles a graph to a function; its first argument is the layer, which holds the tensors."""
     made = graph.python_code(root_module="self")
     namespace = dict(made.globals)
     exec(compile(made.src, f"<layer {layer}>", "exec"), namespace)
@@ -56,7 +56,7 @@ class Segment:
 
 
 def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
-    """Returns the layers of a traced module, in order."""
+    """Returns a segment for each layer of a traced module, in order."""
     training = _Parts(trace.training, [cut for cut, _ in boundaries])
     evaluation = _Parts(trace.evaluation, [cut for _, cut in boundaries])
     parts = [*zip(training.nodes, evaluation.nodes, strict=True)]
@@ -65,7 +65,7 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
     segments: list[Segment] = []
     for number, (name, names) in enumerate(zip(_layer_names(parts, whole), whole, strict=True)):
         prefix = "" if SPAN in name else f"{name}."
-        held = {of.removeprefix(prefix): first for of, first in names.items()}
+        held = {full.removeprefix(prefix): first for full, first in names.items()}
         tied, batchnorms = {}, dict[str, BatchNorm]()
         for own, first in held.items():
             owner, its_name = owners.setdefault(first, (name, own))
@@ -80,10 +80,14 @@ def segments_of(trace: Trace, boundaries: Sequence[Boundary]) -> list[Segment]:
 
 
 class _Parts:
-    """Holds one graph with its cuts.
+    """Holds one graph, divided at its cuts.
 
-    A number that follows from shapes does not pass a cut: it is worked out again behind it from the sizes of what
-    passes.
+    Only tensors pass a cut. A number that follows from shapes is computed again behind it, from their sizes.
+
+    Attributes:
+        nodes: those of each part.
+        passing: the tensors in front of the first part, at each cut, and behind the last part.
+        open: the contexts that are entered at these places.
     """
 
     def __init__(self, flat: Flat, cuts: Sequence[CutPoint]) -> None:
@@ -95,19 +99,19 @@ class _Parts:
         self.open = [self._entered_before(position) for position in positions]
 
     def _entered_before(self, position: int) -> list[fx.Node]:
-        """Returns the contexts entered in front of a cut and left behind it."""
+        """Returns the contexts that are entered before a position and left after it."""
         before = set(self.flat.nodes[:position])
         entered = [node for node in self.flat.nodes[:position] if node.target is enter]
         return [node for node in entered if not before & node.users.keys()]
 
 
 class _PartGraph:
-    """Makes the graph of one part, between two cuts; its placeholders are the tensors that pass the one in front.
+    """Makes the graph of one part, between two cuts. Its placeholders are the tensors that pass the first.
 
     Args:
         number: index of the part.
         local: first name of a held tensor -> its name within the layer.
-        batchnorms: gets those that become modules.
+        batchnorms: gets the BatchNorms that become modules.
     """
 
     def __init__(self, parts: _Parts, number: int, local: Mapping[str, str], batchnorms: dict[str, BatchNorm]) -> None:
@@ -119,7 +123,7 @@ class _PartGraph:
         self._device: fx.Node | None = None
 
     def made(self) -> fx.Graph:
-        """Returns the graph; a context that goes on behind a cut is entered again."""
+        """Makes the graph. A context that is open at the cut is entered again here, and left at the end."""
         graph, parts, here, behind = self._graph, self._parts, self._number, self._number + 1
         for node in parts.passing[here]:
             self._env[node] = graph.placeholder(node.name)
@@ -135,6 +139,7 @@ class _PartGraph:
         return graph
 
     def _put(self, node: fx.Node) -> None:
+        """Copies a node to this part, and notes the sizes that it asks for."""
         if self._put_batch_norm(node):
             return
         copy = self._graph.node_copy(node, self._value)
@@ -170,9 +175,10 @@ class _PartGraph:
         return self._device
 
     def _put_batch_norm(self, node: fx.Node) -> bool:
-        """Makes a BatchNorm that uses the micro-batch's statistics a module, which the engine replaces by its own.
+        """Turns a BatchNorm over the micro-batch's statistics into a module, which the engine replaces by its own.
 
-        Other uses of statistics stay: recomputing repeats them, which the comparison with the module itself shows.
+        Returns False for other nodes. Other uses of the statistics stay as they are; recomputing would repeat them, and
+        the comparison with the module itself shows it.
         """
         if node.target is not BATCH_NORM or not node.args[5] or node.args[3] not in self._held:
             return False
@@ -199,7 +205,11 @@ class _PartGraph:
 
 
 def _assigned(trace: Trace, parts: Sequence[Part]) -> list[dict[str, str]]:
-    """Returns for each part the whole names that it holds, in the module's order, each with its first name."""
+    """Decides which names of tensors each part holds: full name -> first name, in the module's order.
+
+    A tensor with several names is one parameter of several layers: each part that uses it gets one of the names, or a
+    new one (`AGAIN`). A tensor that nothing uses goes to the part with the nearest calls.
+    """
     uses = [_used(trace, part) for part in parts]
     called = [{_without_number(call) for node in (*a, *b) for call in calls_of(node)} for a, b in parts]
     names_of: dict[str, list[str]] = defaultdict(list)
@@ -212,7 +222,7 @@ def _assigned(trace: Trace, parts: Sequence[Part]) -> list[dict[str, str]]:
             for number in users or [_nearest(first, called)]:
                 assigned[number][first] = first
             continue
-        without = list(users)
+        without = list(users)  # parts that use the parameter and have no name for it yet
         for name in names:
             near = [number for number in users if name.rpartition(".")[0] in called[number]]
             free = [number for number in near if number in without] or near
@@ -242,11 +252,12 @@ def _used(trace: Trace, part: Part) -> set[str]:
 
 
 def _without_number(call: str) -> str:
+    """Returns a call's module without the numbers of repeated calls: ``a.b`` for ``a@1.b``."""
     return ".".join(part.partition(AGAIN)[0] for part in call.split("."))
 
 
 def _nearest(name: str, called: Sequence[set[str]]) -> int:
-    """Returns the part whose calls are nearest to a name that nothing uses; the last of equal ones."""
+    """Returns the index of the part whose calls share most of a name's beginning; the last of equal ones."""
     path = name.split(".")
 
     def common(calls: set[str]) -> int:
@@ -256,10 +267,12 @@ def _nearest(name: str, called: Sequence[set[str]]) -> int:
 
 
 def _common(left: Sequence[str], right: Sequence[str]) -> int:
+    """Returns how many first items two sequences have in common."""
     return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def _layer_names(parts: Sequence[Part], held: Sequence[dict[str, str]]) -> list[str]:
+    """Names each part after the outermost calls that lie wholly in it; several ones give ``first..last``."""
     total = Counter(call for training, _ in parts for node in training for call in calls_of(node))
     names: list[str] = []
     for (training, _), names_held in zip(parts, held, strict=True):
@@ -276,7 +289,7 @@ def _layer_names(parts: Sequence[Part], held: Sequence[dict[str, str]]) -> list[
 
 
 def _span(first: str, last: str) -> str:
-    """Returns both ends; the last one without the part that it shares with the first."""
+    """Returns ``first..last``, where the last call lacks the beginning that it shares with the first."""
     if first == last:
         return f"{first}{SPAN}"
     shared = _common(first.split("."), last.split(".")[:-1])

@@ -28,8 +28,8 @@ from .refusals import TraceError, explained, name_of, refuse_module, told_with_p
 from .traceable import Traceable, fixed_at, traceable
 
 Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
-ROUNDED = re.compile(r"math\.trunc.* == \d+$")  # a condition that int() of a size leaves
-INSIDE = "module."  # what the names in an exported program begin with
+ROUNDED = re.compile(r"math\.trunc.* == \d+$")  # a condition that remains of int() of a size
+INSIDE = "module."  # how names in an exported program begin
 
 
 class SizeError(ValueError):
@@ -76,13 +76,13 @@ class Trace:
     Attributes:
         training, evaluation: the two graphs.
         held: all parameters and buffers, and other tensors that the constructor made, on meta, by their first names.
-        persistent: names of those that stand in the state_dict.
+        persistent: names of those that are in the state_dict.
         aliases: further names of a tensor, such as those of tied weights: name -> first name.
         constants: tensors that the code made.
         recording: the constructor's operations; None where it must run for real.
         conditions: conditions on the sizes of the inputs.
-        answer: makes what the module returns of its output tensors.
-        kept: attributes in which forward keeps tensors, which the layers do not.
+        answer: turns output tensors into what the module returns, such as a dict.
+        kept: attributes in which the module's forward keeps tensors; the layers do not.
     """
 
     training: Flat
@@ -102,7 +102,7 @@ class Trace:
 
 
 def without_values(tensor: Tensor) -> Tensor:
-    """Returns a new tensor or parameter of the same form, where torch makes tensors now."""
+    """Returns a new, unfilled tensor or parameter of the same form, on torch's current default device."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
@@ -178,11 +178,14 @@ def _programs(called: Traceable, example: Example, fake: FakeTensorMode, autocas
 
 
 def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
-    """Exports with a batch of any size; token sequences may have any length too, where the module allows it."""
+    """Exports for any number of examples, and any length of token sequences where the module allows it.
+
+    Tried in order: int() of a size as a number, then as a size; each with lengths free, then fixed.
+    """
     batch: list[tuple[int, ...]] = [(0,) for _ in inputs]
     whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
     refusals: list[Exception] = []
-    rounded = None  # a program that holds for few sizes: one of them was made an int
+    rounded = None  # a program that holds only for some sizes, because int() of one became a number
     for called.numbers_follow in (False, True):
         for dynamic in (whole, batch) if whole != batch else (batch,):
             called.before.restore()
@@ -203,6 +206,11 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
 
 
 def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequence[tuple[int, ...]]) -> ExportedProgram:
+    """Exports with these dimensions of each input free.
+
+    Raises:
+        FixedSize: the program holds only for one number of examples.
+    """
     fixed_at.clear()
     shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
     program = torch.export.export(called, inputs, dynamic_shapes=shapes, strict=False)
@@ -221,7 +229,7 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
 
 
 def _fixed(size: Any) -> int | None:
-    """Returns a size of an input that the trace takes for a constant; None for one that varies."""
+    """Returns an input's size if the trace takes it for a constant, None if it may vary."""
     found: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else size
     return found
 
@@ -242,11 +250,13 @@ def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[
 
 
 def _guards(program: ExportedProgram) -> list[str]:
+    """Returns torch.export's assumptions about sizes, as Python expressions."""
     assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
     return assumed
 
 
 def _place_of_guards(inputs: Sequence[fx.Node]) -> str | None:
+    """Returns file and line of the user's code that asked for the first assumption; None if only torch's did."""
     sizes = [size for node in inputs for size in node.meta["val"].shape if isinstance(size, torch.SymInt)]
     environment: Any = sizes[0].node.shape_env if sizes else None
     guards = environment.guards if environment is not None else []

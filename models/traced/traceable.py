@@ -45,7 +45,7 @@ class Traceable(Called):
     Attributes:
         before: what there was before any call.
         kept: attributes in which forward has kept tensors for others, as auxiliary losses; none before a call.
-        numbers_follow: True if int() and float() of a size are sizes in the module's files, where nothing else works.
+        numbers_follow: True if int() and float() of a size stay sizes in the module's files; tried if all else fails.
     """
 
     def __init__(self, module: nn.Module, call: Call) -> None:
@@ -74,10 +74,10 @@ class Traceable(Called):
 
 
 class Before:
-    """Holds the attributes of a module, its classes and their files, so that calls can be forgotten.
+    """Saves the attributes of a module, its classes and their files, so that what calls changed can be undone.
 
     Attributes:
-        files: the names that are defined in each.
+        files: the namespace of each file.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -107,10 +107,10 @@ class Before:
         }
 
     def restore(self, registered: bool = True) -> None:
-        """Gives all of them their attributes back, and empties the caches of functools.lru_cache.
+        """Restores all that was saved, and empties the caches of functools.lru_cache.
 
         Args:
-            registered: parameters and buffers too, which torch.export replaces while it calls the module.
+            registered: True restores parameters and buffers too, which torch.export replaces during its calls.
         """
         for part, saved in self._attributes:
             own = vars(part)
@@ -126,7 +126,7 @@ class Before:
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """Makes torch.export follow within the context calls that it would refuse or lose."""
+    """Makes torch.export follow calls within the context that it would refuse or lose."""
     with (
         quiet(),
         own_backward_kept(),
@@ -138,17 +138,18 @@ def traceable() -> Iterator[None]:
 
 
 def _data(tensor: Tensor) -> Tensor:
-    """Returns a tensor's `.data`, but a parameter itself, of whose `.data` torch.export would make a constant."""
+    """Returns a tensor's `.data`; for a parameter itself, because its `.data` would become a constant of the trace."""
     data: Tensor = tensor if isinstance(tensor, nn.Parameter) else DATA.__get__(tensor)
     return data
 
 
 def length(value: Any) -> Any:
-    """Returns len() of a value: of a tensor a size that may vary, where len() would make a constant of it."""
+    """Returns len() of a value; for a tensor the size that may vary, where len() would make it a constant."""
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else _length(value)
 
 
 def _either(usual: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is ``symbolic`` for sizes and ``usual`` for other values."""
     return lambda value, *more: symbolic(value, *more) if isinstance(value, Size) else usual(value, *more)
 
 
@@ -156,7 +157,10 @@ NUMBERS = {"int": _either(int, torch.sym_int), "float": _either(float, torch.sym
 
 
 def evaluate(environment: ShapeEnv, node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
-    """Returns the value of a condition in a module's code: one that no size but 0 would change, as for other sizes."""
+    """Evaluates a condition in a module's code, in place of torch's method.
+
+    A condition that only the size 0 would change, of sizes that depend on values, has its value for other sizes.
+    """
     symbols, frame = free_unbacked_symbols(node.expr), sys._getframe(1)
     while str(frame.f_globals.get("__name__")) in ASKING and frame.f_back is not None:
         frame = frame.f_back
