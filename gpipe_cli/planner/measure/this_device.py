@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -144,5 +145,12 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
 
 def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
     """Returns the median seconds of one call; ``enough``: seconds for which it is called again and again."""
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    timer = Timer("run()", timer=_now, globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=enough).median
+
+
+def _now() -> float:
+    """Returns the time in seconds when the GPU, if this process uses one, has done its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
