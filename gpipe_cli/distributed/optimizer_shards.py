@@ -17,7 +17,13 @@ Gather = Callable[[Any], list[Any]]  # a JSON value to those of all replicas, in
 
 
 def shares(sizes: Sequence[int], replicas: int) -> list[int]:
-    """Returns the replica that owns each parameter: the largest first, each to the one that has least."""
+    """Returns the replica that owns each parameter.
+
+    The largest parameter is given away first, and each goes to the replica that has least.
+
+    Args:
+        sizes: numbers in each parameter.
+    """
     loads, owners = [0] * replicas, [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owners[number] = loads.index(min(loads))
@@ -29,9 +35,9 @@ class OptimizerShards:
     """Knows which replica owns which of a worker's parameters, and passes weights and state between replicas.
 
     Args:
-        parameters: of the worker.
-        group: the ranks that hold the same layers.
-        gather: all ranks call it at the same time.
+        parameters: all parameters of the worker.
+        group: the ranks that hold the same layers, one of each replica.
+        gather: returns a JSON value of all replicas; all ranks call it at the same time.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gather: Gather) -> None:
@@ -45,6 +51,7 @@ class OptimizerShards:
         return self._of(self._group.rank())
 
     def _of(self, replica: int) -> list[nn.Parameter]:
+        """Returns the parameters that a replica owns."""
         return [p for p, owner in zip(self._parameters, self._owners, strict=True) if owner == replica]
 
     @torch.no_grad()
@@ -65,8 +72,8 @@ class OptimizerShards:
         """Returns the optimizer's state of the parameters that other replicas own, on the CPU.
 
         Args:
-            state: of this replica's optimizer.
-            keep: False on a replica that only sends.
+            state: the state of this replica's optimizer.
+            keep: False on a replica that only sends; it returns nothing.
         """
         here = self._group.rank()
         descriptions = self._gather({number: _described(state.get(p, {})) for number, p in enumerate(self._parameters)})
@@ -90,6 +97,7 @@ class OptimizerShards:
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a parameter's state for JSON: shape and type of each tensor, and the value of anything else."""
     return {
         key: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         if isinstance(value, Tensor)

@@ -41,8 +41,8 @@ class WorkerPipeline:
     Args:
         layers: builders of the whole model, the same on every worker, which builds those of its own cells.
         cut: the layers of each cell, and the worker that runs it.
-        config: K, M, schedule, remat or keep.
-        task: gives loss and weight of a micro-batch.
+        config: the section `pipeline`, with K, M, schedule, remat or keep.
+        task: computes loss and weight of a micro-batch.
         shape: dimensions of every micro-batch's tensors.
         world: the workers.
         seed: decides initial weights and dropout.
@@ -52,10 +52,10 @@ class WorkerPipeline:
 
     Attributes:
         cells: this worker's cells, in order.
-        where: what this worker is doing.
+        where: says what this worker is doing, for error reports.
         ties: the tied parameters of the model.
         schedule: schedule of a training step.
-        message: the vector in which all workers meet once a step.
+        message: the numbers that all workers exchange once per step.
         shape, M: dimensions of every micro-batch's tensors; the most micro-batches in flight.
         unused: finds the parameters that nothing has used in a step.
         steps_done: number of the next `step`; dropout depends on it.
@@ -126,7 +126,7 @@ class WorkerPipeline:
                 part.training = mode
 
     def write_plan(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Writes this replica's next mini-batch into the message; no micro-batches are left after its last."""
+        """Writes the plan of this replica's next mini-batch into the message; an empty one after its last."""
         self.message.write_plan(micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
     def train_step(self, plan: StepPlan, timed: bool = True) -> StepRecord:
@@ -143,7 +143,7 @@ class WorkerPipeline:
         self.engine.run_forward(instructions, plan, sink, caches, posts, number)
 
     def _own(self, lists: InstructionLists) -> tuple[Sequence[Instruction], Posts]:
-        """Returns this worker's list, and when it posts its receives."""
+        """Returns this worker's list of those of all workers, and when it posts its receives."""
         own = lists[self.world.worker]
         return own, post_early(lists)[self.world.worker] if self.engine.receives_block_device else post_ahead(own)
 
@@ -188,12 +188,13 @@ def build_cells(
 
 
 def _unshared(module: nn.Module, held: set[int]) -> nn.Module:
-    """Returns the module, or a copy where an earlier layer holds something of it: every use has gradients of its own.
+    """Returns the module, or a copy if an earlier layer has one of its tensors.
 
-    So a BatchNorm in a module that several layers share has statistics for each of them.
+    So every use of a shared parameter has gradients of its own, and a BatchNorm in a module that several layers share
+    has statistics for each of them.
 
     Args:
-        held: ids of the tensors of earlier layers; gets those of this one.
+        held: ids of the tensors of earlier layers; those of this one are added.
     """
     tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if tensors & held:

@@ -1,6 +1,7 @@
 """Lays out the vector that all workers add up (`Exchange`): the plan of the step that begins, the result of the last.
 
-Each worker writes what it alone knows, all meet, and every worker reads the whole. Nobody else knows a field of it.
+Each worker writes what it alone knows, all add up their vectors, and every worker reads the whole. Only this file
+knows the fields.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class StopRequested(Exception):
 
 
 class PlanMessage(Exchange):
-    """Tells all workers the next mini-batch's plan, and flags: why to stop, whether a worker has failed.
+    """Tells all workers the next mini-batch's plan, and flags (`FLAGS`): why to stop, whether a worker has failed.
 
     Args:
         world: the workers.
@@ -91,7 +92,9 @@ class PlanMessage(Exchange):
         return self.total[field].view(self.world.replicas, *self._shapes[field])
 
     def write_plan(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float]) -> None:
-        """Writes this replica's next mini-batch; no micro-batches after its last.
+        """Writes number, weights, shapes and types of the micro-batches of this replica's next mini-batch.
+
+        After its last mini-batch a replica writes none.
 
         Raises:
             ValueError: a tensor has another number of dimensions than in the first mini-batch.
@@ -112,7 +115,11 @@ class PlanMessage(Exchange):
         self.mine("shapes")[: len(rows)] = torch.tensor(rows, dtype=torch.float64)
 
     def read_plan(self, kind: str) -> StepPlan:
-        """Returns the plan that all know now; ``kind`` (train, evaluate, …) becomes part of the signatures."""
+        """Returns the plan that all workers know after `run`.
+
+        Args:
+            kind: what the plan is for (train, evaluate, …); it becomes part of the signatures.
+        """
         counts: list[int] = self.everyones("micro_batches").long().tolist()
         shapes = self.everyones("shapes").long()  # zeros where nothing is used
         weights: list[list[float]] = self.everyones("weights").tolist()
@@ -133,14 +140,14 @@ class PlanMessage(Exchange):
 
     @property
     def flags(self) -> set[str]:
-        """Returns those that a worker has raised."""
+        """Returns the flags that at least one worker has raised."""
         return {flag for flag, workers in zip(FLAGS, self.total["flags"].tolist(), strict=True) if workers}
 
     def run_unless_stopped(self, stop_requested: Callable[[], bool]) -> None:
-        """Meets the others, unless one was asked to stop.
+        """Exchanges the vector, as `run` does, and ends if a worker was asked to stop.
 
         Raises:
-            StopRequested: on every worker, when at least one was.
+            StopRequested: at least one worker was asked to; raised on every worker.
         """
         self.write_flag("request", stop_requested())
         self.run()
@@ -155,9 +162,9 @@ class StepMessage(PlanMessage):
         world, shape, M: as of `PlanMessage`.
         K: cells.
         losses: indices of the layers with an auxiliary loss, in order, and last `TASK`.
-        places: number of each parameter of the model, by full name.
+        places: index of each parameter of the model, by full name.
         own: the names of this worker's parameters.
-        task: has statistics and metrics.
+        task: the task, whose statistics and metrics have slots.
     """
 
     def __init__(
@@ -187,14 +194,14 @@ class StepMessage(PlanMessage):
         """Writes losses, statistics and squared gradient norms, which come from the device in one copy.
 
         Args:
-            record: each (layer, micro-batch) is on one worker of the replica.
-            squares: squared norms of this worker's gradients, in their order; none where nobody asks for the norm.
+            record: this worker's; each loss, by (layer, micro-batch), is on one worker of the replica.
+            squares: squared norms of this worker's gradients, in the order of `own`; empty if nobody asks for the norm.
             used: names of the parameters that this worker has used.
         """
         losses = torch.stack([*record.losses.values()]).to(squares) if record.losses else squares[:0]
         statistics = squares[:0] if record.statistics is None else record.statistics.to(squares)
-        together = [losses, statistics, squares]
-        numbers = torch.split(torch.cat(together).cpu(), [len(part) for part in together])
+        parts = [losses, statistics, squares]
+        numbers = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
         layers, micro_batches = [self._losses.index(layer) for layer, _ in record.losses], [m for _, m in record.losses]
         self.mine("losses")[layers, micro_batches] = numbers[0]
         if record.statistics is not None:
@@ -225,12 +232,12 @@ class StepMessage(PlanMessage):
         return math.sqrt(sum(self.total["squared_norms"].tolist()))
 
     def read_result(self, plan: StepPlan) -> StepResult:
-        """Returns the step's result; sums in the same order for every K."""
+        """Returns the step's result; losses are added up in the same order for every K."""
         first, *others = self.everyones("losses").unbind(1)
         losses = sum(others, first).tolist()
         workers = self.everyones("worker_numbers").flatten(0, 1).T
         late, span_of_each, busy, *_ = workers
-        began = float(late[:: self.world.workers].max())  # those who read the data
+        began = float(late[:: self.world.workers].max())  # when the last of the workers that read data began
         span = (float((late + span_of_each).max()) - began) * self.world.size
         seconds = self.everyones("cell_seconds").mean(0).tolist()
         cells = [dict(zip(KINDS_OF_TIME, cell, strict=True)) for cell in seconds]
@@ -248,16 +255,16 @@ class StepMessage(PlanMessage):
         )
 
     def read_used(self) -> set[str]:
-        """Returns the names of the parameters that a worker has used in the step."""
+        """Returns the names of the parameters that at least one worker has used in the step."""
         users = self.total["used"].tolist()
         return {name for name, place in self._places.items() if users[place]}
 
     def write_saved(self, step: int) -> None:
-        """Writes the last step whose files of this worker are on disk, −1 for none."""
+        """Writes the last step for which this worker's files are on disk; −1 for none."""
         self.own["written"][self.world.worker] = step + 1
 
     def is_saved(self, step: int) -> bool:
-        """Returns whether all workers have written this step."""
+        """Returns whether the files of all workers for this step are on disk."""
         return bool((self.total["written"] == step + 1).all())
 
 

@@ -36,7 +36,8 @@ TIMEOUT_OF_GROUP = timedelta(0)
 
 
 def family(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """Returns the parent of a rank (None of rank 0) and its children, in the tree of ``size`` ranks."""
+    """Returns the parent of a rank (None for rank 0) and its children, in the tree of ``size`` ranks."""
+    # A child lies a power of two behind its parent, below the parent's lowest set bit.
     distances = (1 << bit for bit in range(((rank & -rank or size) - 1).bit_length()))
     return rank & (rank - 1) if rank else None, [rank + far for far in distances if rank + far < size]
 
@@ -46,7 +47,7 @@ class Tree:
 
     Args:
         group: all ranks; None when there is only one.
-        tag: of the messages, whose order tells them apart.
+        tag: tag of all messages, which only their order tells apart.
 
     Attributes:
         parent: rank; None on rank 0.
@@ -58,7 +59,7 @@ class Tree:
         self.parent, self.children = (None, []) if group is None else family(group.rank(), group.size())
 
     def add_up(self, own: Tensor, timeout: timedelta = TIMEOUT_OF_GROUP) -> Tensor:
-        """Returns the sum of all ranks' ``own``, on every rank, and uses ``own`` as memory meanwhile."""
+        """Returns the sum of all ranks' ``own`` on every rank. It overwrites ``own`` with the sum of the subtree."""
         shares = [torch.empty_like(own) for _ in self.children]
         works = [self._receive(share, child) for share, child in zip(shares, self.children, strict=True)]
         for work, share in zip(works, shares, strict=True):
@@ -73,7 +74,10 @@ class Tree:
         return total
 
     def gather(self, own: bytes) -> bytes:
-        """Returns on rank 0 the ``own`` of all ranks, in their order, with commas between; elsewhere of its subtree."""
+        """Returns the ``own`` of all ranks of this rank's subtree, in their order, with commas between.
+
+        On rank 0 these are all ranks.
+        """
         content = b",".join([own, *(self._receive_bytes(child) for child in self.children)])
         if self.parent is not None:
             self._send(_packed(content), [self.parent])
@@ -86,6 +90,7 @@ class Tree:
         return content
 
     def _receive_bytes(self, rank: int) -> bytes:
+        """Waits for the bytes that another rank sends as `_packed`."""
         size = torch.empty(1, dtype=torch.int64)
         self._receive(size, rank).wait()
         content = torch.empty(int(size), dtype=torch.uint8)
@@ -93,12 +98,16 @@ class Tree:
         return content.numpy().tobytes()
 
     def _receive(self, tensor: Tensor, rank: int) -> dist.Work:
+        """Starts to receive a tensor's values from a rank; the caller waits."""
         work = dist.irecv(tensor, group_src=rank, group=self._group, tag=self._tag)
         assert work is not None  # torch returns None to ranks outside the group; here every rank is inside
         return work
 
     def _send(self, tensors: list[Tensor], ranks: list[int], timeout: timedelta = TIMEOUT_OF_GROUP) -> None:
-        """Sends to the last rank first: its subtree is the deepest."""
+        """Sends all tensors to each of the ranks, and waits until they have left.
+
+        The last rank comes first, because its subtree is the deepest.
+        """
         pairs = [(rank, tensor) for rank in reversed(ranks) for tensor in tensors]
         for work in [dist.isend(tensor, group_dst=rank, group=self._group, tag=self._tag) for rank, tensor in pairs]:
             assert work is not None
@@ -106,7 +115,7 @@ class Tree:
 
 
 def _packed(content: bytes) -> list[Tensor]:
-    """Returns the number of bytes, and the bytes."""
+    """Returns two tensors to send: the number of bytes, and the bytes."""
     return [torch.tensor([len(content)]), torch.frombuffer(bytearray(content), dtype=torch.uint8)]
 
 
@@ -190,7 +199,7 @@ class World:
         all_ranks: group of all ranks for CPU tensors; None when there is only one rank.
         message_groups: groups for activations and for gradients; with NCCL two of each, see `Transport`.
         replica_group: the ranks that hold the same layers, one of each replica; None without replicas.
-        members: the ranks of all in torch's default group; empty: the same.
+        members: for each rank of this world its rank in torch's default group; empty: the ranks are the same.
     """
 
     rank: int
@@ -205,14 +214,17 @@ class World:
 
     @property
     def size(self) -> int:
+        """Returns the number of ranks."""
         return self.workers * self.replicas
 
     @property
     def replica(self) -> int:
+        """Returns the number of this process's replica, from 0."""
         return self.rank // self.workers
 
     @property
     def worker(self) -> int:
+        """Returns the number of this process's worker in its replica, from 0."""
         return self.rank % self.workers
 
     @property
@@ -280,7 +292,7 @@ def join_world(context: Context, workers: int, replicas: int, device: str, backe
 
 
 def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessGroup | None = None) -> World:
-    """Joins the processes that torchrun or srun has started, as workers of replicas; without one there is one process.
+    """Joins the processes that torchrun or srun has started, as workers of replicas; or this process alone.
 
     Args:
         group: group of the processes, where the program has made one.
@@ -339,7 +351,8 @@ def _replica_group(
     """Returns the group of the ranks that hold the same layers as this one; None without replicas.
 
     Args:
-        made: workers whose group this rank takes part in making.
+        made: workers whose group this rank helps to make.
+        new_group: makes the group of some ranks.
     """
     if replicas == 1:
         return None
@@ -347,7 +360,7 @@ def _replica_group(
 
 
 def _divided(size: int, replicas: int) -> int:
-    """Returns the workers of each replica.
+    """Returns the number of workers of each replica.
 
     Raises:
         ConfigurationError: the processes cannot be divided so.
@@ -364,9 +377,16 @@ class _Joined(Context):
     control: dist.ProcessGroup | None = None
 
     def decide(self, name: str, own: str, choose: Callable[[list[str]], str], seconds: float = 0.0) -> str:
+        """Returns what ``choose`` makes of every rank's ``own``; each rank chooses by itself, and alike."""
         return choose(all_gather_json(own, self.control))
 
 
 def _new_group(ranks: list[int] | None, backend: str | None = None, alone: bool = False) -> dist.ProcessGroup:
-    """Makes a group; ``alone``: its members do, without the other processes."""
+    """Makes a process group.
+
+    Args:
+        ranks: its members; None: all processes.
+        backend: None: the default group's.
+        alone: only the members call this, not the other processes.
+    """
     return cast(dist.ProcessGroup, dist.new_group(ranks, GROUP_TIMEOUT, backend, use_local_synchronization=alone))

@@ -50,8 +50,8 @@ class Assembly:
     """Holds one worker's side of a run.
 
     Attributes:
-        source: data source, on the first worker of each replica; None elsewhere.
-        tokens: the source's special tokens; zeros where it has none.
+        source: the data source, on the first worker of each replica; None elsewhere.
+        tokens: the source's special tokens; zeros if it has none.
         builders: builders of all layers.
     """
 
@@ -126,14 +126,15 @@ def assemble_model(
 def _warn_of_single_examples(
     pipeline: WorkerPipeline, synchronised: bool, read: Batch | None, fewest: int | None, journal: Notices
 ) -> None:
-    """Warns where BatchNorm sees one example at a time; every worker calls it at the same time.
+    """Warns if BatchNorm sees one example at a time; every worker calls it at the same time.
 
     Args:
-        read: the first mini-batch, on rank 0.
-        fewest: examples of an epoch's smallest micro-batch, if it is known.
+        synchronised: replicas share BatchNorm's statistics.
+        read: the first mini-batch, on rank 0; None elsewhere.
+        fewest: examples of an epoch's smallest micro-batch; None: not known.
 
     Raises:
-        ConfigurationError: it sees one at the end of an epoch only, where a run that has come so far would fail.
+        ConfigurationError: only the last micro-batch of an epoch has a single example; the run would fail there.
     """
     cells = pipeline.world.gather_from_workers(cell.number for cell in pipeline.cells if cell.batchnorms)
     if not cells or not read or (synchronised and pipeline.world.replicas > 1):
@@ -157,7 +158,8 @@ def list_layers(
     """Makes the model's list of layers.
 
     Raises:
-        ConfigurationError: it cannot be made, has fewer layers than cells, or, on rank 0, does not fit the memory.
+        ConfigurationError: it cannot be made, has fewer layers than cells, or, as only rank 0 checks, does not fit the
+            memory.
     """
     with context.where.doing("listing the model's layers"):
         builders, groups = build_model(settings.model, settings.seed), Groups(settings.optimizer)
@@ -182,10 +184,13 @@ def describe_and_cut(
     read: Batch | None,
     say: Callable[[str], None],
 ) -> tuple[BatchShape, SpecialTokens, Cut]:
-    """Describes the data and cuts the model by their shapes on rank 0; returns the same on every rank.
+    """Describes the data and cuts the model by their shapes, on rank 0; returns the same on every rank.
 
     Args:
-        read: the first mini-batch, on rank 0.
+        read: the first mini-batch, on rank 0; None elsewhere.
+
+    Returns:
+        (dimensions of a micro-batch's tensors, special tokens, cut).
     """
 
     memory = memory_of_workers(settings, world)
@@ -207,7 +212,8 @@ def describe_and_cut(
 def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfig) -> MicroBatch:
     """Returns a micro-batch of the shapes that are usual in the data, by which the model is cut.
 
-    The first one's sentences may be short on one side. A source that would read data for the usual shapes is not asked.
+    The sentences of the first micro-batch may be unusually short on one side. It is returned all the same if the source
+    would have to read data to find the usual shapes.
     """
     if not source.knows_typical_shapes:
         return first
@@ -219,14 +225,15 @@ def usual_micro_batch(source: Source, first: MicroBatch, pipeline: PipelineConfi
 
 
 def _ones(shapes: Sequence[Tensor], types: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns tensors of ones with these tensors' shapes and types."""
     return tuple(torch.ones(shape.shape, dtype=of.dtype) for shape, of in zip(shapes, types, strict=True))
 
 
 def memory_of_workers(settings: Settings, world: World) -> list[float] | None:
     """Returns the bytes that each worker's device has for tensors; every worker calls it at the same time.
 
-    None where the cut need not look: on CPUs without a typed limit. On GPUs the replica with least counts, and the
-    communicators are made first, because they take memory.
+    On GPUs each worker has the least of all replicas. The communicators are made first, because they take memory. On
+    CPUs without a configured limit there is nothing to look at, and the result is None.
     """
     pipeline = settings.pipeline
     if world.device.type == GPU:

@@ -31,8 +31,8 @@ PREPARATION_TIMEOUT = timedelta(days=365)
 def open_source(context: Context, settings: Settings, world: World, journal: Notices) -> Source | None:
     """Makes and prepares the data source; every worker calls it at the same time.
 
-    Its warnings are shown on the console: while it prepares, those of rank 0 only, because the other readers find the
-    same; later, those of every reader.
+    Its warnings are shown on the console. While it prepares, only those of rank 0 are, because the other readers find
+    the same; later, those of every reader.
 
     Returns:
         The source on the first worker of each replica, None elsewhere.
@@ -85,6 +85,8 @@ def wait_for_all(world: World) -> None:
 
 
 class _ToConsole(logging.Handler):
+    """Emits logged warnings as events, which the console shows."""
+
     def __init__(self, emit: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(logging.WARNING)
         self._emit = emit
@@ -136,6 +138,11 @@ def evaluation_batches(source: Source, M: int, replica: int, replicas: int) -> I
 
 
 def _checked(M: int, batches: Iterator[Batch], source: Source, method: str) -> Generator[Batch]:
+    """Yields the batches, after a check of their numbers of micro-batches and of examples.
+
+    Args:
+        method: the source's method that gave them: "train", with M micro-batches each, or "evaluation", with M at most.
+    """
     for batch in batches:
         given, right = len(batch.micro_batches), "exactly" if method == "train" else "at most"
         if given > M or (given < M and right == "exactly"):
@@ -167,11 +174,11 @@ class TrainingBatches:
     """Offers each training batch one step ahead, and the end of the run; every worker has one.
 
     Attributes:
-        source: on the first worker of each replica, None elsewhere.
-        position: position of the last mini-batch trained on; None at the beginning.
-        stop_requested: whether this worker was asked to stop.
-        seconds_waited: seconds that the mini-batch trained on was waited for.
-        failure: that the source has raised in place of the next mini-batch, which looks like the end of the data.
+        source: the data source, on the first worker of each replica; None elsewhere.
+        position: position in the data of the last mini-batch trained on; None at the beginning.
+        stop_requested: returns whether this worker was asked to stop.
+        failure: what the source has raised in place of the next mini-batch; other workers see the end of the data.
+        seconds_waited: seconds for which this worker waited for the mini-batch trained on.
     """
 
     settings: TrainerConfig
@@ -184,11 +191,11 @@ class TrainingBatches:
     _batches: Iterator[Batch] | None = None
     _offered: list[MicroBatch] = field(default_factory=list)
     _next: tuple[Any, float] = None, 0.0  # position and seconds of the mini-batch offered
-    _taken: bool = False  # whether a mini-batch was
+    _taken: bool = False  # whether any mini-batch was taken
     _began: float = field(default_factory=time.monotonic)
 
     def open(self) -> None:
-        """Begins to read behind `position`."""
+        """Begins to read mini-batches behind `position`, on workers that read data."""
         if self.source is not None:
             world, M = self.pipeline.world, self.pipeline.M
             with self._continuing():
@@ -205,7 +212,7 @@ class TrainingBatches:
         return self._offered
 
     def offer(self) -> None:
-        """Writes the plan of the next mini-batch, and whether the run ends before it."""
+        """Reads the next mini-batch, and writes its plan and whether the run ends before it into the message."""
         if self._batches is not None:
             with self.pipeline.where.doing("reading the next mini-batch"):
                 try:
@@ -233,7 +240,7 @@ class TrainingBatches:
 
     @contextmanager
     def _continuing(self) -> Iterator[None]:
-        """Explains an error of the source that comes from a checkpoint's `data_position`, before the first step."""
+        """Turns an error of the source before the first step into one about the checkpoint's `data_position`."""
         try:
             yield
         except (LookupError, TypeError) as error:
@@ -245,12 +252,12 @@ class TrainingBatches:
             ) from error
 
     def share_done(self, step: int) -> float | None:
-        """Returns the share of the run before ``step`` by the limit that comes first; None where none is known here."""
+        """Returns the share of the run that is done before ``step``, by the limit that comes first; None: no limit."""
         steps = self.settings.steps
         return max([*self._shares_done().values(), *([] if steps is None else [step / steps])], default=None)
 
     def _shares_done(self) -> dict[str, float]:
-        """Returns the share of each limit but the number of steps, as far as it is known here."""
+        """Returns the used share of each limit but the number of steps, as far as this worker knows it."""
         seconds, epochs, found = self.settings.seconds, self.settings.epochs, dict[str, float]()
         if seconds is not None:
             found["time limit"] = (time.monotonic() - self._began) / seconds

@@ -27,8 +27,8 @@ class Evaluator:
     """Runs evaluations; every worker calls `evaluate` at the same step.
 
     Attributes:
-        source: on the first worker of each replica, None elsewhere.
-        stop_requested: whether this worker was asked to stop.
+        source: the data source, on the first worker of each replica; None elsewhere.
+        stop_requested: returns whether this worker was asked to stop.
         decoder: generates outputs, for tasks that do; None otherwise.
         samples: number of translations that are shown.
     """
@@ -40,14 +40,18 @@ class Evaluator:
     samples: int
 
     def effort(self, final: bool) -> dict[str, int | None]:
-        """Returns how much is generated after the last step (``final``) or before; empty where nothing is."""
+        """Returns how much text an evaluation generates; empty if the task generates none.
+
+        Args:
+            final: True for the evaluation after the last step.
+        """
         return {} if self.pipeline.task.generation is None else self.pipeline.task.generation.effort(final)
 
     def evaluate(self, final: bool) -> Evaluation:
         """Evaluates each example of the evaluation set once, whatever the replicas.
 
         Args:
-            final: generate as much as after the last step.
+            final: True to generate as much as after the last step.
 
         Raises:
             StopRequested: a worker was asked to stop; raised on all workers at the same place.
@@ -57,6 +61,7 @@ class Evaluator:
             return self._evaluate(final)
 
     def _evaluate(self, final: bool) -> Evaluation:
+        """Evaluates as `evaluate`; the layers are in evaluation mode."""
         numbers, predicted = self._score()
         found = Evaluation(numbers, next(iter(numbers.values()), None), effort=self.effort(final))
         if self.decoder is not None:
@@ -64,10 +69,13 @@ class Evaluator:
         return replace(found, classes=self._classes(predicted)) if self.pipeline.task.predicts else found
 
     def _translate(self, decoder: Decoder, found: Evaluation, final: bool) -> Evaluation:
-        """Translates held-out sentences; adds translations and scores, on rank 0, to what was found; nothing elsewhere.
+        """Translates held-out sentences and returns the evaluation with translations and scores; only on rank 0.
 
-        The scores are of all sentences, of each language, and averages over languages. Sources can be so like their
-        translations that copying them is the first thing to beat; it is scored with the effort of the last evaluation.
+        There are scores of all sentences and of each language, and averages over languages. Some sources are so like
+        their translations that copying them is the first thing to beat, so the last evaluation also scores the copies.
+
+        Args:
+            found: the evaluation so far, which other ranks return as it is.
         """
         source, task, world = self.source, self.pipeline.task, self.pipeline.world
         settings = task.generation
@@ -90,13 +98,13 @@ class Evaluator:
         few = {language for language, count in Counter(languages).items() if count < fewest}
         cut = sum(hypothesis.cut for hypothesis in hypotheses)
         counts = {"cut_translations": float(cut), "languages_with_few_sentences": float(len(few))}
-        told = {name: count for name, count in counts.items() if count}
+        extra = {name: count for name, count in counts.items() if count}
         copying = task.score([of.source for of in sentences], references, languages) if final else {}
-        told |= {"bleu_copying": copying["bleu"]} if final else {}
+        extra |= {"bleu_copying": copying["bleu"]} if final else {}
         shown = min(len(translations), self.samples)
         return replace(
             found,
-            numbers={**found.numbers, **with_averages(scores, source.sizes, few), **told},
+            numbers={**found.numbers, **with_averages(scores, source.sizes, few), **extra},
             samples=[translations[number * len(translations) // shown] for number in range(shown)],  # of all languages
             sizes=dict(source.sizes),
             signature=task.signature(),
@@ -105,7 +113,11 @@ class Evaluator:
         )
 
     def _score(self) -> tuple[dict[str, float], Predicted]:
-        """Returns the task's numbers over the evaluation set, nothing if it is empty, and this worker's predictions."""
+        """Runs the evaluation set through the pipeline.
+
+        Returns:
+            The task's figures over all replicas, none if the set is empty, and this worker's predictions.
+        """
         pipeline, world, message, task = self.pipeline, self.pipeline.world, self.pipeline.message, self.pipeline.task
         batches, micro_batches = None, None
         if self.source is not None:
@@ -135,14 +147,14 @@ class Evaluator:
         found = [sums, *(rows.flatten() for rows in predicted.values())]
         together = torch.cat([part.to(sums.device) for part in found]).cpu()
         own, *copied = torch.split(together, [len(part) for part in found])
-        message.mine("metrics")[:] = own  # what was waited for, in one copy
+        message.mine("metrics")[:] = own  # sums and predictions came in one copy, for which a GPU is waited once
         message.run()
         totals = dict(zip(task.metrics, message.everyones("metrics").sum(0).tolist(), strict=True))
         rows = dict(zip(predicted, (of.view(-1, 3) for of in copied), strict=True))
         return task.summarize(totals, weight) if weight else {}, rows
 
     def _classes(self, predicted: Predicted) -> dict[str, Any]:
-        """Returns the report on the classes of all examples, on rank 0; every worker calls it at the same time."""
+        """Returns the report on the classes of all examples on rank 0, and {} elsewhere; every worker calls it."""
         own = [[*place, found.tolist()] for place, found in predicted.items()]
         parts = sorted(chain.from_iterable(self.pipeline.world.gather(own)))  # by mini-batch, then micro-batch
         rows = list(chain.from_iterable(found for _, _, found in parts))

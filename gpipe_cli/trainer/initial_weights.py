@@ -50,7 +50,7 @@ def begin_with_weights(assembly: Assembly, journal: Notices) -> None:
 
 
 def _warn_of_another_model(info: CheckpointInfo, assembly: Assembly, journal: Notices) -> None:
-    """Tells of a vocabulary and of keys of the model that give the same weights another meaning."""
+    """Warns if the weights were trained with another vocabulary or other model keys, and so mean other things."""
     if name := other_vocabulary(info, vocabularies(assembly.source)):
         journal.warn(
             f"checkpoint.init_from={info.path} was trained with another vocabulary ({name}): its ids mean other texts. "
@@ -72,7 +72,7 @@ def named_values(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
 
 
 def shared_names(own: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the names of each tensor that a layer of this worker has under several."""
+    """Returns all names of each tensor that has several in this worker's layers."""
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
         groups.setdefault(id(tensor), []).append(name)
@@ -83,7 +83,13 @@ def shared_names(own: Mapping[str, Tensor]) -> list[list[str]]:
 def load_matched(
     own: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], match: Mapping[str, str], path: Path
 ) -> list[str]:
-    """Loads weights into this worker's tensors by their names; floating-point values take the types of the model.
+    """Loads saved weights into this worker's tensors; floating-point values get the types of the model.
+
+    Args:
+        own: this worker's tensors by name.
+        saved: the saved tensors by their own names.
+        match: name in the model -> name in ``saved``.
+        path: where they are saved, for messages.
 
     Returns:
         The types that were converted, as "bfloat16 to float32".

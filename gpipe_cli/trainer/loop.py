@@ -29,7 +29,8 @@ class Trainer:
 
     Attributes:
         progress: step and state at which the run begins or continues, kept up to date.
-        around_update: called with the result of each step; returns a context in which the weights are updated.
+        around_update: called with the result of each step; returns the context in which the weights are updated.
+        totals: adds up the figures of the steps for the summary, on rank 0.
         last_evaluation: the numbers of the last evaluation.
     """
 
@@ -62,7 +63,10 @@ class Trainer:
         self._finish()
 
     def _is_evaluation_owed(self) -> bool:
-        """Returns whether to evaluate before the next step: before the first, or one that a resumed run did not end."""
+        """Returns whether an evaluation comes before the next step.
+
+        One may be configured before the first step, and a resumed run may have stopped before one was done.
+        """
         settings, progress = self.settings.trainer, self.progress
         if progress.step == 0:
             return settings.evaluate_first
@@ -71,7 +75,7 @@ class Trainer:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[None]:
-        """Takes training steps and yields between them, until the run should end."""
+        """Takes training steps until the run should end; yields after each step but the last."""
         self.batches.open()
         self._offer()
         self.message.run()
@@ -119,6 +123,7 @@ class Trainer:
         return next_plan
 
     def _offer(self) -> None:
+        """Writes into the message what this worker tells: its next mini-batch, and the step whose files it has."""
         self.batches.offer()
         if self.saver.pending is not None:
             self.saver.tell_written_step()
@@ -129,7 +134,11 @@ class Trainer:
         return replace(plan, micro_batches=self.batches.take(), step=step, steps=steps, loss_scale=scale)
 
     def _read_plan(self, done: int) -> StepPlan | None:
-        """Returns the plan of the step after ``done`` ones, or None, with the reason in ``progress.stopped_by``."""
+        """Returns the plan of the next step, or None if there is none, with the reason in ``progress.stopped_by``.
+
+        Args:
+            done: number of steps done before it.
+        """
         plan = self.message.read_plan("train")
         if self.saver.pending is not None:
             self.saver.complete()
@@ -138,7 +147,7 @@ class Trainer:
         return None if self.progress.stopped_by else plan
 
     def _update(self, result: StepResult) -> None:
-        """Updates weights and progress."""
+        """Updates the weights, unless the step is not finite, and the progress."""
         progress, result.lr = self.progress, self.updater.learning_rate
         if progress.loss_scale is not None:
             adjust_scale(progress, result)
@@ -152,7 +161,11 @@ class Trainer:
         progress.evaluation_due = _is_time(self.settings.trainer.evaluate_every, progress.step)
 
     def _write_down(self, result: StepResult) -> None:
-        """Tells console, files and TensorBoard of a finished step, and where one that is not finite went wrong."""
+        """Reports a finished step to the journal, and where it went wrong if it is not finite.
+
+        Raises:
+            NonFinite: too many updates in a row were skipped.
+        """
         progress = self.progress
         if result.overflowed:
             self.journal.message(
@@ -163,7 +176,7 @@ class Trainer:
             result.not_finite = find_cause(result, self.pipeline)
             self.updater.forget_step()
         result.plan = replace(result.plan, micro_batches=None)  # results of many steps are kept, mini-batches are not
-        if self.pipeline.world.rank == 0:  # which alone tells of them
+        if self.pipeline.world.rank == 0:  # which alone reports the totals
             self.totals.add(result)
         self.journal.step(progress, result, self.batches.share_done(progress.step))
         if progress.step in self._traced:
@@ -172,6 +185,14 @@ class Trainer:
             self._warn_of_non_finite(result.not_finite)
 
     def _warn_of_non_finite(self, why: str) -> None:
+        """Warns of a skipped update, or ends the run after too many in a row.
+
+        Args:
+            why: where the first value that is not finite was found.
+
+        Raises:
+            NonFinite: so many updates in a row were skipped.
+        """
         progress, limit = self.progress, self.settings.trainer.nonfinite_limit
         self.journal.warn(f"step {progress.step}: {why}; update skipped ({progress.skipped} so far)")
         if progress.skipped_in_a_row >= limit:
@@ -184,7 +205,7 @@ class Trainer:
     # -- around the steps --------------------------------------------------------------------------------------
 
     def _between_steps(self) -> bool:
-        """Saves and evaluates when it is time; True when the run should end early."""
+        """Saves and evaluates when it is time; returns whether the run should end early."""
         progress = self.progress
         if _is_time(self.settings.checkpoint.every, progress.step):
             self._save()
@@ -194,27 +215,35 @@ class Trainer:
         return bool(progress.stopped_by)
 
     def _stop_early(self) -> None:
+        """Ends the run if the last `trainer.patience` evaluations were no better than the best."""
         progress, patience = self.progress, self.settings.trainer.patience
         if not progress.stopped_by and patience is not None and progress.evaluations_since_best >= patience:
             progress.stopped_by = "early stopping"
 
     def _evaluate_and_save(self) -> None:
-        """Evaluates, and saves the best; a checkpoint of this step that is there notes that it has been evaluated."""
+        """Evaluates, and saves a checkpoint if the loss is the best so far.
+
+        A checkpoint of this step that exists is amended, so that a resumed run does not evaluate again.
+        """
         is_best = self._evaluate(final=False)
         if is_best or self.saver.saved_step == self.progress.step:
             self._save()
 
-    def _evaluate(self, final: bool, counts: bool = True) -> bool:
-        """Evaluates the averaged weights, or the weights; True when this is the best evaluation loss so far.
+    def _evaluate(self, final: bool, may_count: bool = True) -> bool:
+        """Evaluates the averaged weights, if the run keeps them, else the weights.
 
-        An evaluation can take minutes: the checkpoint begun before is completed first, and a request to stop ends it.
+        An evaluation can take minutes. So the checkpoint begun before is completed first, and a request to stop ends
+        the evaluation.
 
         Args:
-            final: with the effort of the last evaluation.
-            counts: for `trainer.patience`, if it is time for an evaluation; one because of a time limit never does.
+            final: evaluate with the effort of the last evaluation.
+            may_count: `trainer.patience` counts the evaluation, if one was due at this step.
+
+        Returns:
+            True if the loss is the best so far, after a step.
         """
         progress = self.progress
-        counts = counts and _is_time(self.settings.trainer.evaluate_every, progress.step)
+        counts = may_count and _is_time(self.settings.trainer.evaluate_every, progress.step)
         self.saver.finish()
         try:
             with self.updater.averaged_weights(), self.where.doing("evaluating"):
@@ -238,10 +267,16 @@ class Trainer:
         return progress.step > 0
 
     def _save(self) -> None:
+        """Begins to save a checkpoint of the present step."""
         with self.where.doing("saving a checkpoint"):
             self.saver.begin(asdict(self.progress), self.batches.position)
 
     def _finish(self) -> None:
+        """Saves and, unless the run was asked to stop, evaluates a last time.
+
+        Raises:
+            Exception: what the data source has raised, if that ended the data.
+        """
         progress = self.progress
         evaluated = self._evaluated == (progress.step, self.evaluator.effort(final=True))  # by early stopping
         if progress.stopped_by != "request" and not evaluated:
@@ -251,7 +286,7 @@ class Trainer:
                 self.saver.finish()
                 with self.where.doing("reading the next mini-batch"):
                     raise self.batches.failure
-            self._evaluate(final=True, counts=was_due)  # each time limit would use up patience otherwise
+            self._evaluate(final=True, may_count=was_due)  # each time limit would use up patience otherwise
         self._save()
         self.saver.finish()
 
@@ -260,10 +295,11 @@ class Trainer:
         self.journal.picture(self._recordings())
 
     def _recordings(self) -> list[Recording]:
-        """Returns the last step of every rank, in rank order, on rank 0, else nothing; every worker calls it."""
+        """Returns the times of every rank's last step, in rank order, on rank 0; every worker calls it."""
         own = machine_id(), self.message.ended_at, self.pipeline.engine.meter.recording()
         return on_one_clock(self.pipeline.world.gather(own))
 
 
 def _is_time(every: int | None, step: int) -> bool:
+    """Returns whether something that happens every so many steps, None for never, is due after this step."""
     return every is not None and step % every == 0

@@ -18,7 +18,7 @@ from ..metrics.records import Progress
 from ..pipeline.messages.boundary import as_tensors
 from ..pipeline.step import StepResult
 
-LARGEST = 2.0**24
+LARGEST = 2.0**24  # of the loss scale
 GROWS_AFTER = 2000  # steps without overflow, as in torch's GradScaler
 
 
@@ -45,10 +45,10 @@ def adjust_scale(progress: Progress, result: StepResult) -> None:
 
 
 def find_cause(result: StepResult, pipeline: WorkerPipeline) -> str:
-    """Runs a step that was not finite again and says where it began; every worker calls it, before the next step.
+    """Runs a step that was not finite again, and returns in words where it began.
 
-    A step draws the same random numbers whenever it runs. The weights must be those of the step, whose gradients are
-    added up: the caller throws them away.
+    Every worker calls it before the next step, with the weights of the step unchanged. A step draws the same random
+    numbers whenever it runs. Its gradients are added up once more, and the caller throws them away.
     """
     found: list[tuple[int, int, int, str]] = []
     engine, world = pipeline.engine, pipeline.world

@@ -104,7 +104,8 @@ def assemble_training(
     """Makes the trainer, at its beginning or where ``resumed`` left off; every worker calls it at the same time.
 
     Args:
-        config: with the resolved configuration under "settings", for the checkpoints.
+        config: has the resolved configuration under "settings", for the checkpoints.
+        resumed: the checkpoint from which the run continues; None: it begins.
 
     Raises:
         ConfigurationError: something in the configuration that shows only now.
@@ -136,7 +137,7 @@ def assemble_training(
 
 
 def _check_steps(config: Mapping[str, Any], assembly: Assembly, resumed: CheckpointInfo | None) -> None:
-    """Refuses an unknown or, in a resumed run, another number of steps where layers depend on it."""
+    """Refuses an unknown number of steps or, in a resumed run, another one, if layers depend on it."""
     settings, names = assembly.settings, layers_that_depend_on_steps(assembly.pipeline)
     if names and settings.trainer.steps is None:
         raise ConfigurationError(
@@ -278,7 +279,7 @@ def with_choice(context: Context, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _free_memory(pipeline: PipelineConfig, context: Context) -> float:
-    """Returns the bytes that this worker has for tensors on its GPU; on a CPU no limit."""
+    """Returns the bytes that this worker has for tensors on its GPU; infinity on a CPU."""
     from ..planner.measure.this_device import free_memory_of_gpu, present_device, room_for_tensors, workers_per_gpu
 
     if present_device(pipeline).type != GPU:
@@ -289,6 +290,11 @@ def _free_memory(pipeline: PipelineConfig, context: Context) -> float:
 
 
 def _choose(settings: Settings, memory: float, devices: int) -> dict[str, Any]:
+    """Returns the values of the keys of `pipeline` that are `auto`, of the fastest plan on so many devices.
+
+    Args:
+        memory: bytes for tensors on each device.
+    """
     from ..planner.options import Options  # a run without `auto` needs no planner
     from ..planner.planner import Planner
     from ..planner.search import Search

@@ -24,7 +24,7 @@ from ..pipeline.step import StepResult
 
 
 class NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Refuses random numbers while it lasts, in this thread alone: other threads may read data meanwhile."""
+    """Refuses to draw random numbers inside the context, in this thread alone; others may read data meanwhile."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -39,15 +39,15 @@ class Updater:
     """Turns the gradients of a mini-batch into an update, and saves and restores the state of all that takes part.
 
     Args:
-        pipeline: with this worker's cells.
-        optimizer: over their parameters.
+        pipeline: the pipeline, with this worker's cells.
+        optimizer: updates the cells' parameters.
         lr_schedule: the optimizer's schedule, before its first step.
         average: moving average of the weights; None: the run keeps none.
         clip: the largest norm of the whole gradient; None: no limit.
-        shards: divide the optimizer's state among the replicas; None: each has all of it.
+        shards: divides the optimizer's state among the replicas; None: each has all of it.
 
     Attributes:
-        is_offloaded: cells' state lies in a file; they are updated one after the other.
+        is_offloaded: True if the cells' state lies in a file; then they are updated one after the other.
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class Updater:
         return float(self._lr_schedule.get_last_lr()[0])
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
-        """Sums the gradients over uses and replicas; until the exchange those of unused parameters are zero.
+        """Sums the gradients over the uses of tied parameters and over the replicas.
+
+        Unused parameters have a gradient of zero until the workers have exchanged which were used.
 
         Args:
             scale: factor by which all gradients are too large.
@@ -98,7 +100,10 @@ class Updater:
         return norms[0] if len(norms) == 1 else torch.cat(norms)
 
     def _portions(self) -> Iterator[Sequence[nn.Parameter]]:
-        """Yields the parameters, all at once; with offload cell by cell, whose state is taken away again."""
+        """Yields all parameters at once or, with offload, those of one cell after another.
+
+        The memory of an offloaded cell is given back before the next one.
+        """
         if not self.is_offloaded:
             yield self._parameters
             return
@@ -107,10 +112,11 @@ class Updater:
             self._take_away(cell)
 
     def update(self, result: StepResult, updates_before: int) -> None:
-        """Applies the gradients and clears them; only the learning rate moves on where something is not finite.
+        """Applies the gradients and clears them. If the step is not finite, only the learning rate moves on.
 
         Args:
-            updates_before: number of updates so far, skipped ones not counted.
+            result: what all workers know of the step.
+            updates_before: number of updates before this one, without those skipped.
         """
         if result.finite:
             self._take_step(clip_factor(result.gradient_norm, self._clip))
@@ -126,7 +132,7 @@ class Updater:
         self.forget_step()
 
     def _take_step(self, factor: float) -> None:
-        """Takes a step of the optimizer, with gradients times a factor; with offload cell by cell.
+        """Multiplies the gradients by a factor and takes a step of the optimizer; with offload cell by cell.
 
         Raises:
             ConfigurationError: it draws random numbers in its first step, which would be others for another cut.
@@ -174,7 +180,7 @@ class Updater:
         All replicas call it at the same time.
 
         Args:
-            keep: False where only the other replicas need the result.
+            keep: False if only other replicas need the result; then nothing is returned here.
         """
         state: dict[Any, Any] = self.optimizer.state
         others = {} if self._shards is None else self._shards.state_of_others(state, keep)
@@ -193,12 +199,12 @@ class Updater:
         """Puts weights, buffers, averages and optimizer state of a checkpoint back.
 
         Args:
-            keep_memory: False: the optimizer begins without state.
+            keep_memory: True to restore the optimizer's state, too; False: the optimizer begins without state.
 
         Raises:
             CheckpointError: a file of the checkpoint is damaged, or something in it does not fit this run.
         """
-        of_layer = {layer.name: cell for cell in self._cells for layer in cell.layers}
+        cell_of = {layer.name: cell for cell in self._cells for layer in cell.layers}
         for layer in self._layers:
             state = load_layer(info, layer.name)
             try:
@@ -210,7 +216,7 @@ class Updater:
                     self._average.restore(layer.name, own)
             except CheckpointError as error:
                 raise CheckpointError(f"{info.path}: {error}") from None
-            self._take_away(of_layer[layer.name])
+            self._take_away(cell_of[layer.name])
 
     def _take_away(self, cell: Cell) -> None:
         """Gives the memory of an offloaded cell back, with what the optimizer keeps of it."""
@@ -219,12 +225,12 @@ class Updater:
         cell.take_away()
 
     def restore_lr(self, step: int) -> None:
-        """Brings the learning rate schedule to a step, as the present configuration has it there."""
+        """Brings the learning rate schedule to a step, with the rates of the present configuration."""
         replay(self._lr_schedule, step)
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:
-    """Takes so many steps of a new schedule, which decide the groups' learning rates, momenta and betas."""
+    """Takes so many steps of a new schedule, which sets the groups' learning rates, and may set momenta and betas."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there were no updates in between
         for _ in range(steps):
