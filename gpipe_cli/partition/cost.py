@@ -30,7 +30,7 @@ class LayerTimes:
         inference: forward without a graph.
         forward: forward with a graph.
         recompute: forward with a graph for the second time, in which BatchNorm gathers nothing.
-        backward: as a whole.
+        backward: the whole backward.
         input_gradient, weight_gradient: its halves (`pipeline/halves.py`); together they take longer than the whole.
     """
 

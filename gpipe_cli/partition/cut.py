@@ -32,7 +32,7 @@ class Cut:
         table: one row a cell: cell, worker, layers (first, last, count), parameters, share of all cells' seconds of a
             forward and backward.
         parameters: number of parameters of the whole model.
-        ties: each layer's parameters that an earlier layer owns: `Survey.owners`.
+        ties: for each layer the owners of the parameters that it shares with an earlier layer (`Survey.owners`).
         varying: layers behind which no cut may lie, because what they pass on has shapes that depend on values.
     """
 
@@ -55,7 +55,11 @@ class Cut:
         return cell_layers(self.sizes)
 
     def uses(self, names: Sequence[str]) -> list[list[Use]]:
-        """Returns the uses of every tied parameter, in layer order; ``names``: of the model's layers."""
+        """Returns the uses of every tied parameter, in layer order.
+
+        Args:
+            names: names of the model's layers.
+        """
         worker = [self.placement[cell] for cell, layers in enumerate(self.layers) for _ in layers]
         found: dict[Owner, list[Use]] = {}
         for index, tied in enumerate(self.ties):
@@ -80,7 +84,7 @@ def cut_model(
         example: a micro-batch; only its shapes matter.
         profile: returns the times for `pipeline.cost=profile`; None: FLOPs count.
         say: receives a line about places without a cut.
-        fitted: makes the cut of known times; None: whatever the memory of the workers.
+        fitted: makes a cut that fits the workers' memory, from the layers' times; None: memory does not matter.
 
     Raises:
         ConfigurationError: more cells than layers, sizes that do not add up, or a declared tie that cannot be.
@@ -102,7 +106,7 @@ def cut_model(
 
 
 def places_without_cut(found: Survey[Any]) -> list[str]:
-    """Returns a line about the layers behind which no cut may lie; none where there are none."""
+    """Returns one line that names the layers behind which no cut may lie; no line if there are none."""
     joined = [found.names[index] for index in found.joined]
     some = ", ".join(joined[:3]) + (f" and {len(joined) - 3} more layers" if len(joined) > 3 else "")
     return [f"no cut behind {some}: the shape of what is returned there depends on values"] if joined else []

@@ -32,7 +32,8 @@ class Memory:
     """Describes the memory of each worker.
 
     Attributes:
-        used: returns the bytes of a worker with the layers start to stop - 1; with more layers it is never less.
+        used: function (worker, start, stop) that returns the bytes of the worker with layers start to stop - 1; never
+            less with more layers.
         limits: most bytes of each worker.
     """
 
@@ -44,7 +45,9 @@ class Cutter:
     """Cuts one model for one pipeline.
 
     Args:
-        times: time of each layer, in any unit.
+        times: times of each layer, in any unit.
+        config: the section `pipeline`.
+        workers: number of workers.
         inseparable: names of the layers behind which no cut may lie, by their numbers.
 
     Raises:
@@ -68,7 +71,11 @@ class Cutter:
         self._inside = cache(self._cells_inside)
 
     def sizes(self, memory: Memory | None = None) -> list[int]:
-        """Returns the layers of each cell of the cut with the shortest step and, if any cut fits, of one that does."""
+        """Returns the number of layers in each cell of the cut with the shortest step.
+
+        Args:
+            memory: if given, the shortest of the cuts that fit it is taken, if any does; None: every cut fits.
+        """
         found = self._shortest()
         assert found is not None  # without memory each cell has a place
         if memory is not None and len(self._lists) > 1:
@@ -76,10 +83,14 @@ class Cutter:
         return [int(size) for size in np.diff(self._cells(found))]
 
     def _fitting(self, shortest: Places, memory: Memory) -> Places:
-        """Returns the shortest cut that fits with a margin; else, of those that fit, the one that fits best."""
+        """Returns the cut with the shortest step that fits with a margin; else the one that fits best.
+
+        Args:
+            shortest: the cut with the shortest step of all, which is returned if none fits.
+        """
         most = 1 / (1 + MARGIN)
         if self._fullest(shortest, memory) <= most or sum(self._used(shortest, memory)) > sum(memory.limits):
-            return shortest  # another need not fit, or would not
+            return shortest  # it fits; or no cut does, because all workers together have too little
         cuts = [shortest, *(self._shortest(memory, share) for share in (most, 1.0))]
         filled = [(max(most, self._fullest(cut, memory)), cut) for cut in cuts if cut is not None]
         least, cut = min(filled, key=lambda pair: pair[0])
@@ -111,12 +122,16 @@ class Cutter:
         return ends
 
     def _neighbours(self, ends: Places) -> Places:
+        """Returns the cuts that one of `_moves` makes of this one, one a row."""
         moved = ends + self._moves
         return moved[(np.diff(moved, axis=1) >= self._least).all(axis=1)]
 
     @cached_property
     def _moves(self) -> Places:
-        """Returns the changes of ends that are tried: of one by one, of one by two, of two by one."""
+        """Returns the changes of the parts' ends that are tried, one a row.
+
+        One end moves by one place or two, or two ends move by one. With many parts only the first is tried.
+        """
         one = np.eye(len(self._totals) + 1, dtype=int)[1:-1]
         one = np.concatenate([one, -one])
         if len(self._totals) > MANY:
@@ -124,7 +139,11 @@ class Cutter:
         return np.unique(np.concatenate([one, *(one + each for each in one)]), axis=0)
 
     def _last(self, worker: int, memory: Memory, most: float) -> Places:
-        """Returns for each place the last one up to which the layers behind it fill a worker no more than ``most``."""
+        """Returns for each place, as a part's begin, the last end up to which its layers fit a worker.
+
+        Args:
+            most: share of the worker's memory that they may fill.
+        """
         found, stop, room = [], 0, most * memory.limits[worker]
         places = self._places.tolist()
         for start, begin in enumerate(places):
@@ -135,18 +154,18 @@ class Cutter:
         return np.array(found)
 
     def _used(self, ends: Places, memory: Memory) -> list[float]:
-        """Returns the bytes of each worker."""
+        """Returns the bytes that each worker holds with a cut."""
         used = [0.0] * len(self._lists)
         for worker, (start, stop) in zip(self._workers, pairwise(self._places[ends].tolist()), strict=True):
             used[worker] += memory.used(worker, start, stop)
         return used
 
     def _fullest(self, ends: Places, memory: Memory) -> float:
-        """Returns the largest share of its memory that a worker fills."""
+        """Returns the largest share of its memory that any worker fills with a cut."""
         return max(used / limit for used, limit in zip(self._used(ends, memory), memory.limits, strict=True))
 
     def _seconds(self, cuts: Places) -> Floats:
-        """Returns the seconds of a step with each of some cuts."""
+        """Returns the seconds of a step with each cut (rows of ``cuts``), simulated or, of a long step, estimated."""
         is_even = len(self._workers) % len(self._lists) == 0
         if sum(map(len, self._lists)) <= MOST_SIMULATED or not is_even:
             cells = np.array([self._cells(cut) for cut in cuts])
@@ -165,13 +184,14 @@ class Cutter:
         return self._places[[0, *(place for places in inside for place in places)]]
 
     def _cells_inside(self, part: int, start: int, stop: int) -> list[int]:
+        """Returns the ends, as places, of the cells of a part that reaches from place start to place stop."""
         cells = divide([self._totals[part][start : stop + 1]] * self._least[part], [1] * self._least[part])
         assert cells is not None
         return [start + int(end) for end in cells[1:]]
 
 
 def instruction_lists(config: PipelineConfig, placement: Sequence[int]) -> list[list[Instruction]]:
-    """Returns the lists of a step."""
+    """Returns each worker's list of instructions for a training step."""
     keep = kept_graphs(config.policy, config.K, config.M)
     return schedule(config.schedule, placement, config.M, keep, config.offload)
 
@@ -183,10 +203,13 @@ def step_seconds(
     speeds: Sequence[float] | None,
     lists: InstructionLists,
 ) -> Floats:
-    """Returns the seconds of one step with each of some cuts by simulation, messages free, in the unit of ``times``.
+    """Simulates a step with each of some cuts and returns its length, in the unit of ``times``; messages take no time.
 
     Args:
-        cuts: 0 and the ends of the cells of each cut.
+        times: times of each layer.
+        cuts: one cut a row: 0 and the ends of the cells, in layers.
+        speeds: the workers' speeds; None: all alike.
+        lists: each worker's instructions.
     """
     phase, faster = phases(lists), np.array([speeds[worker] if speeds else 1.0 for worker in placement])
     cells = {name: (np.diff(running[cuts]) / faster).T for name, running in _running(times).items()}
@@ -203,12 +226,16 @@ def step_seconds(
 
 
 def _running(times: Sequence[LayerTimes]) -> dict[str, Floats]:
-    """Returns for each pass the running total of its seconds over the layers."""
+    """Returns by the name of each pass (`LayerTimes`) the running total of its seconds over the layers, from 0 on."""
     return {name: np.cumsum([0.0, *(getattr(each, name) for each in times)]) for name in asdict(times[0])}
 
 
 def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[[Instruction], float]:
-    """Returns the function that `simulate` calls for the seconds of each computation; ``times``: of each cell."""
+    """Returns the function that `simulate` calls for the seconds of each computation.
+
+    Args:
+        times: times of each cell.
+    """
     phase = phases(lists)
 
     def seconds(instruction: Instruction) -> float:
@@ -219,7 +246,7 @@ def durations(times: Sequence[LayerTimes], lists: InstructionLists) -> Callable[
 
 
 def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement: Sequence[int]) -> list[Floats]:
-    """Returns for each worker the running total over the layers of their seconds in a step there."""
+    """Returns for each worker the running total over the layers of the seconds that each takes there in a step."""
     running, totals = _running(times), []
     for worker, instructions in enumerate(instruction_lists(config, placement)):
         slower = placement.count(worker) * (config.speeds[worker] if config.speeds else 1.0)
@@ -230,9 +257,10 @@ def worker_totals(times: Sequence[LayerTimes], config: PipelineConfig, placement
 
 
 def phases(lists: InstructionLists) -> Callable[[Instruction], str | None]:
-    """Returns the function that names the phase of `LayerTimes` that a computation in ``lists`` is.
+    """Returns a function that names the field of `LayerTimes` for a computation in ``lists``; None: it takes no time.
 
-    No worker waits for a gradient of cell 0's inputs: the first half of its backward is all of it, the second None.
+    No worker waits for a gradient of cell 0's inputs. So the first half of its backward is all of it, and the second
+    takes no time.
     """
     recomputed = {(i.cell, i.micro_batch) for each in lists for i in each if i.op is Op.RECOMPUTE}
 

@@ -78,7 +78,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def build_without_memory(builder: LayerBuilder, fake: FakeTensorMode) -> nn.Module:
-    """Builds the layer with fake weights; with real ones if its constructor looks at values.
+    """Builds the layer with fake weights or, if its constructor looks at values, with real ones.
 
     Raises:
         CostError: it cannot be built.
@@ -165,11 +165,11 @@ def measured_on_shapes(
 
     Args:
         shapes: shapes of its inputs.
-        drawn: inputs of each draw, where their shapes depend on values.
+        drawn: inputs of each draw, if their shapes depend on values; None: they do not.
         measure: called with the layer and its inputs.
 
     Returns:
-        What ``measure`` returns, and the outputs of each draw where their shapes depend on values.
+        What ``measure`` returns; and the outputs of each draw if their shapes depend on values, else None.
 
     Raises:
         CostError: the layer fails on drawn values too; it names the layer.
@@ -211,7 +211,10 @@ def _for_a_trial(module: nn.Module, shares_weights: bool = False) -> nn.Module:
 
 
 def draw(shapes: Sequence[TensorShape]) -> Drawn:
-    """Returns inputs of these shapes: normal numbers, and zeros and ones for integers, which are valid as any index."""
+    """Returns `DRAWS` random inputs of these shapes.
+
+    Floating-point ones are normal numbers. Integers are zeros and ones, which are valid indices of nearly any table.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def values(shape: TensorShape) -> Tensor:

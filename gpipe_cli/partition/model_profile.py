@@ -29,9 +29,9 @@ from .cost import LayerTimes, cell_total
 from .fake_layers import CostError, TensorShape, build_key, build_or_explain, explaining_failures
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # inputs; False to recompute; outputs and losses
+Run = Callable[[Tensors, bool], tuple[Tensors, Tensors]]  # (inputs, False to recompute) -> (outputs, losses)
 _REPEATS = 5  # timed rounds per layer, after one that warms up
-_LEAST = 2  # of them
+_LEAST = 2  # fewest timed rounds, when time is short
 _ENOUGH = 64 << 20  # bytes of weights and outputs, several times the size of a processor's caches
 _LOSS = "loss"  # among the keys of layers
 
@@ -80,7 +80,7 @@ def profile_layers(
     Raises:
         CostError: a layer or the loss fails; the message names it, and for a layer the way out.
     """
-    known: dict[Hashable, Tensors] = {}  # outputs
+    known: dict[Hashable, Tensors] = {}  # outputs of each layer that has run, by its key
     keys: list[Hashable] = []
     times: dict[Hashable, LayerTimes] = {}
     group, size, until = dict[Hashable, LayerTrial](), 0, time.perf_counter() + enough
@@ -116,7 +116,11 @@ def profile_layers(
 
 
 def _run_of(layer: BuiltLayer, device: torch.device, targets: Tensors) -> Run:
-    """Returns the runner of a layer as a cell of its own; ``targets``: for its ``auxiliary_loss``, if it has one."""
+    """Returns a function that runs a layer as a cell of its own.
+
+    Args:
+        targets: targets for the layer's ``auxiliary_loss``, if it has one.
+    """
     cell = Cell(0, [layer], NoiseSource(0, 0, device))
 
     def run(values: Tensors, first_time: bool) -> tuple[Tensors, Tensors]:
@@ -144,7 +148,7 @@ class LayerTrial:
         self._marks: dict[str, list[tuple[Mark, Mark]]] = defaultdict(list)  # begin and end of each run of a phase
 
     def outputs(self) -> Tensors:
-        """Runs once, as a warm-up, and returns the next layer's inputs: leaves with `requires_grad` of the outputs."""
+        """Runs once, as a warm-up, and returns the outputs as leaves, which are the next layer's inputs."""
         self.forward()
         kept = self._kept[-1][1]
         made = grouped_like((tensor.detach().requires_grad_(tensor.requires_grad) for tensor in kept), kept)
@@ -157,14 +161,18 @@ class LayerTrial:
             self._run(self._inputs, True)
 
     def forward(self, phase: str = "forward") -> None:
-        """Runs forward with a graph, which is kept; ``phase``: "recompute" for the second time."""
+        """Runs forward with a graph, which is kept.
+
+        Args:
+            phase: name of the time; "recompute" runs the forward as a recompute.
+        """
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._inputs]
         with self._timed(phase), self._autocast():
             outputs, losses = self._run(grouped_like(leaves, self._inputs), phase == "forward")
         self._kept.append((leaves, outputs, losses))
 
     def backward(self, first_half: bool = False) -> None:
-        """Runs backward of the latest graph, and frees it; or its first half alone."""
+        """Runs backward of the latest graph, whole or only its first half, and forgets the graph."""
         leaves, outputs, losses = self._kept.pop()
         roots = [tensor for tensor in outputs + losses if tensor.requires_grad]
         gradients = [torch.ones_like(root) for root in roots]
@@ -178,11 +186,12 @@ class LayerTrial:
                     canonical_gradient(leaf.grad, is_channels_last(leaf))
 
     def weight_gradient(self) -> None:
-        """Runs the oldest second half of a backward that was put off."""
+        """Runs the oldest second half of a backward that is still to run."""
         with self._timed("weight_gradient"):
             self._put_off.popleft().run()
 
     def drop_graphs(self) -> None:
+        """Frees all graphs that are kept."""
         self._kept.clear()
 
     def forget(self) -> None:
@@ -190,7 +199,7 @@ class LayerTrial:
         self._marks.clear()
 
     def times(self) -> LayerTimes:
-        """Returns the medians."""
+        """Returns the median seconds of each phase."""
         if self._device.type == GPU:
             torch.cuda.synchronize(self._device)
         return LayerTimes(*(median(starmap(seconds_between, self._marks[phase.name])) for phase in fields(LayerTimes)))
@@ -221,6 +230,7 @@ def _timed(
     A group is as small as that allows, because the weights of all its layers exist at the same time.
 
     Args:
+        group: layers by their keys.
         size: bytes of their weights and outputs.
         until: moment after which no layer is timed again.
     """

@@ -61,7 +61,7 @@ def partition(
 
 
 def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str]) -> Places:
-    """Returns where K cells may begin and end: numbers of layers, 0 and all of them included.
+    """Returns the places where K cells may begin and end, as numbers of layers before them, from 0 to L.
 
     Raises:
         PartitionError: as in `partition`.
@@ -84,20 +84,23 @@ def checked_places(costs: Sequence[float], K: int, inseparable: Mapping[int, str
 def divide(
     totals: Sequence[Floats], least: Sequence[int], last: Sequence[Places] | None = None, objective: str = "min_max"
 ) -> Places | None:
-    """Divides elements between parts, neighbours together; see `partition` for the objective.
+    """Divides elements into consecutive parts, so that their costs meet the objective best.
 
     Args:
-        totals: of each part: [i] is what elements 0 to i - 1 would cost it, and does not become less with i.
-        least: elements that each part has at least.
-        last: of each part: [i] is where it ends at the latest if it begins with element i; None: anywhere.
+        totals: one array for each part; its [i] is what elements 0 to i - 1 would cost the part, and never falls.
+        least: fewest elements of each part.
+        last: one array for each part; its [i] is where the part ends at the latest if it begins with element i. None:
+            anywhere.
+        objective: as in `partition`.
 
     Returns:
-        0 and the end of each part; None where there is no such division.
+        0 and the end of each part; None if there is no such division.
     """
     parts, whole = len(totals), max(float(total[-1]) for total in totals)
-    # As shares, whose squares are numbers, whatever the unit; what costs nothing counts as equal.
+    # As shares of the whole, whose squares cannot overflow. If nothing costs anything, all elements count alike.
     totals = [total / whole if whole else np.linspace(0.0, 1.0, len(total)) for total in totals]
-    limit = 2 / parts + max(float(np.diff(total).max()) for total in totals)  # for few candidates; mostly enough
+    # Low, so that few cuts are tried; mostly it is enough.
+    limit = 2 / parts + max(float(np.diff(total).max()) for total in totals)
     while (ends := _least(totals, least, last, limit, 0)) is None:
         if limit > 1:
             return None
@@ -112,12 +115,14 @@ def divide(
 def _least(
     totals: Sequence[Floats], least: Sequence[int], last: Sequence[Places] | None, limit: float, power: int
 ) -> Places | None:
-    """Returns the ends with the least sum of costs to a power, each at most ``limit``; None where there are none.
+    """Returns 0 and the ends of the parts that cost least together; None if every division exceeds ``limit``.
 
-    A dynamic programme: for each part and each place where it can end, the best place where it can begin.
+    A dynamic programme: it finds for each part, and each place where the part can end, the best place to begin.
 
     Args:
-        power: 2: the squares are added; 0: the dearest part counts alone.
+        totals, least, last: as in `divide`.
+        limit: most that a part may cost.
+        power: 2 to add up the squares of the parts' costs; 0 to count only the dearest part.
     """
     limit *= 1 + TIE
     places = len(totals[0])
@@ -144,7 +149,13 @@ def _least(
 
 
 def _at_starts(values: npt.NDArray[Any], widest: int, fewest: int, outside: float) -> npt.NDArray[Any]:
-    """Returns for each end the values where a part begins that has ``widest`` elements, …, ``fewest``."""
+    """Returns for each end of a part the values at its possible begins, those of ``widest`` elements first.
+
+    Args:
+        values: one value for each place.
+        widest, fewest: most and fewest elements of the part.
+        outside: value for begins before the first place.
+    """
     padded = np.concatenate([np.full(widest, outside), values])
     return np.lib.stride_tricks.sliding_window_view(padded, widest - fewest + 1)[: len(values)]
 
@@ -156,9 +167,9 @@ def cell_layers(sizes: Sequence[int]) -> list[range]:
 
 
 def even_placement(config: PipelineConfig, workers: int) -> tuple[int, ...]:
-    """Returns the worker of each cell: as many cells on each, the later ones one more; c mod W in rounds.
+    """Returns the worker of each cell: as many cells on each, with one more on later workers where they do not divide.
 
-    A file of instruction lists says it itself.
+    With a schedule in rounds cell c lies on worker c mod W. A file of instruction lists has its own placement.
 
     Raises:
         PartitionError: not every worker has a cell, or in rounds not as many as the others.
@@ -174,6 +185,7 @@ def even_placement(config: PipelineConfig, workers: int) -> tuple[int, ...]:
 
 
 def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[int, str]) -> list[int]:
+    """Returns the sizes as a list; raises PartitionError if they do not fit, or cut where no cut may lie."""
     sizes = list(sizes)
     if len(sizes) != K or min(sizes) < 1 or sum(sizes) != L:
         raise PartitionError(
@@ -188,4 +200,5 @@ def _checked_sizes(sizes: Sequence[int], K: int, L: int, inseparable: Mapping[in
 
 
 def _count(number: int, noun: str) -> str:
+    """Returns the number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

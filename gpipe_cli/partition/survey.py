@@ -53,7 +53,7 @@ class Parameter:
     Attributes:
         names: all names that it has in the layer.
         form: its shape, and whether it learns.
-        owner: the parameter of an earlier layer that it is; None: its own.
+        owner: the earlier layer, and the name there, if the parameter is shared with one; None: the layer's own.
     """
 
     names: tuple[str, ...]
@@ -62,6 +62,7 @@ class Parameter:
 
     @property
     def name(self) -> str:
+        """Returns its first name."""
         return self.names[0]
 
     def __str__(self) -> str:
@@ -93,7 +94,7 @@ class Survey(Generic[F]):
 
     @property
     def own(self) -> list[list[Parameter]]:
-        """Returns the other parameters of each layer."""
+        """Returns the parameters of each layer that no earlier layer has."""
         return [[one for one in layer if one.owner is None] for layer in self.parameters]
 
     @property
@@ -108,7 +109,7 @@ def survey(
     """Finds the parameters of all layers and, with ``measure``, the facts of each.
 
     Args:
-        inputs: a micro-batch's; only the shapes matter.
+        inputs: inputs of a micro-batch, of which only the shapes matter.
         measure: called once for layers that are built alike and get alike inputs.
 
     Raises:
@@ -152,11 +153,15 @@ class _TieSearch:
         self.found: list[list[Parameter]] = []
         # Weak references: the builders keep alive what they share, and everything else is freed at once.
         self._holders: dict[int, tuple[weakref.ref[nn.Parameter], Owner]] = {}
-        self._alike: dict[Hashable, list[list[Parameter]]] = {}
+        self._alike: dict[Hashable, list[list[Parameter]]] = {}  # by kind: parameters of the first and second layer
         self._known: dict[str, tuple[Parameter, Owner]] = {}  # by full name
 
     def add(self, builder: LayerBuilder, kind: Hashable) -> None:
-        """Adds the parameters of the next layer; ``kind``: equal for layers that are built alike."""
+        """Adds the parameters of the next layer.
+
+        Args:
+            kind: key that is equal for layers that are built alike.
+        """
         alike = self._alike.setdefault(kind, [])
         if len(alike) < 2:  # a third of equal layers shares what the second does
             alike.append(self._built(builder))

@@ -88,7 +88,11 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def noting_saved(sizes: dict[int, int]) -> AbstractContextManager[Any]:
-    """Returns the context in which the storages that autograd saves for backward are noted, with their bytes."""
+    """Returns the context in which each storage that autograd saves for backward is noted.
+
+    Args:
+        sizes: gets the bytes of each, by `storage_key`.
+    """
 
     def note(tensor: Tensor) -> Tensor:
         # Not the tensor itself: an output that its own graph saves would never be freed.

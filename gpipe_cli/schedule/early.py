@@ -19,7 +19,7 @@ from .posting import UNITS, Posts, post_when_sent
 from .simulate import simulate
 
 _ORDERS = (("activation", "gradient"), ("gradient", "activation"))
-_TRANSFER = 0.25  # of a forward, in the simulation that chooses
+_TRANSFER = 0.25  # time of a message as a share of a forward's, in the simulation that chooses
 
 Computation = tuple[int, int]  # worker; number among the worker's computations
 Node = Message | Computation
@@ -37,6 +37,7 @@ def post_early(lists: InstructionLists) -> list[Posts]:
 
 
 def _seconds(lists: InstructionLists, posts: Sequence[Posts]) -> float:
+    """Returns the simulated length of a step, in forwards."""
     return simulate(lists, (), lambda i: UNITS.get(i.op, 1), _TRANSFER, posts=posts).span
 
 
@@ -51,7 +52,7 @@ class _StrictMachine:
         self._lists = lists
         self._computations = [[at for at, i in enumerate(each) if i.op in COMPUTE] for each in lists]
         self._calls: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by worker and gap: sends, then receives
-        self._gaps: dict[Message, dict[int, int]] = defaultdict(dict)  # of both ends, by worker; the sender's first
+        self._gaps: dict[Message, dict[int, int]] = defaultdict(dict)  # gap at both ends, by worker; the sender first
         self._receives = {message: i for each in lists for i in each if (message := i.awaited_message) is not None}
         self._done: set[Node] = set()  # in the present run
         sends = [(worker, at, i.sent_message) for worker, each in enumerate(lists) for at, i in enumerate(each)]
@@ -64,7 +65,7 @@ class _StrictMachine:
                 self._gaps[message][worker] = gap
 
     def run(self, direction: str) -> None:
-        """Runs the lists; moves the receives of this direction."""
+        """Runs the lists once, and moves each receive of this direction one gap ahead wherever that is safe."""
         self._done.clear()
         pending = deque[Node]((worker, 0) for worker in range(len(self._lists)))
         while pending:
@@ -78,7 +79,10 @@ class _StrictMachine:
                 pending.extend(self._neighbours(node, 1))
 
     def posts(self, worker: int) -> Posts:
-        """Returns which receives are due before which position of the worker's list: behind the sends of their gap."""
+        """Returns the worker's receives by the position of its list before which they are posted.
+
+        They are posted behind the sends of their gap.
+        """
         posts: dict[int, list[Instruction]] = {}
         for gap, computation in enumerate([-1, *self._computations[worker]]):
             calls = self._calls[worker, gap]
@@ -136,5 +140,6 @@ class _StrictMachine:
         return message.direction, sender < receiver
 
     def _receiver(self, message: Message) -> int:
+        """Returns the worker that receives the message."""
         _, receiver = self._gaps[message]
         return receiver

@@ -143,7 +143,7 @@ def execution_order(lists: InstructionLists) -> Iterator[tuple[int, Instruction]
     sent: set[Message] = set()
     received: set[Message] = set()
     on_their_way: dict[tuple[int, str], deque[Message]] = defaultdict(lambda: deque(maxlen=window))
-    waiting: dict[Message, int] = {}  # for it to be sent, or received
+    waiting: dict[Message, int] = {}  # the worker that waits until this message is sent, or received
     runnable = list(range(len(lists)))
     while runnable:
         worker = runnable.pop()

@@ -49,8 +49,8 @@ def one_forward_one_backward(placement: Sequence[int], M: int) -> list[list[Unit
 def interleaved(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Runs 1F1B over v cells on each worker, cell c on worker c mod W: the pipeline fills in v times smaller steps.
 
-    Micro-batches go in groups of at least W: a worker takes a group through its first cell, then through the next;
-    backward in the same order, from the last cell. Narayanan et al. 2021 ("Efficient Large-Scale Language Model
+    Micro-batches go in groups of at least W. A worker takes a group through its first cell, then through the next, and
+    goes backward in the same order, from the last cell. Narayanan et al. 2021 ("Efficient Large-Scale Language Model
     Training on GPU Clusters"), section 2.2, where M must be a multiple of W; here the groups may be uneven.
     """
     K, workers = len(placement), max(placement) + 1
@@ -71,8 +71,9 @@ def breadth_first(placement: Sequence[int], M: int) -> list[list[Unit]]:
     """Takes all micro-batches through a cell before the next, cell c on worker c mod W; backward in reverse.
 
     A worker turns to a cell twice a step, however many micro-batches there are. After Lamy-Poirier 2022 ("Breadth-First
-    Pipeline Parallelism"). The last worker sends for the first one's next cell while the first still is at the one
-    before: it receives early, or the last would wait for room to send. In backward likewise, the other way.
+    Pipeline Parallelism"). The last worker sends inputs of the first worker's next cell while that still runs the cell
+    before. So the first worker receives them early; else the last would wait for room to send. In backward the last
+    worker receives early from the first.
     """
     K, workers = len(placement), max(placement) + 1
     in_rounds = [*placement[:workers]] == [*range(workers)] and workers > 1
@@ -135,11 +136,12 @@ def runs_of(placement: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _each(op: Op, cells: tuple[int, ...], M: int) -> list[Unit]:
+    """Returns the units of all micro-batches, in order."""
     return [Unit(op, cells, m) for m in range(M)]
 
 
 def _receiving_early(units: Sequence[Unit], receive: Op, first: int, lead: int) -> list[Unit]:
-    """Returns the units, and ``lead`` units before each from ``first`` on its receive."""
+    """Returns the units with early receives: that of each unit from ``first`` on stands ``lead`` units before it."""
     made: list[Unit] = []
     for position, unit in enumerate(units):
         if first <= position + lead < len(units):

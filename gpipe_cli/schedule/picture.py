@@ -24,7 +24,7 @@ def draw_text(timeline: Timeline) -> str:
     ``I0`` and ``W0`` its halves, ``.`` nothing (see `legend`). A worker with several cells has a row for each of them.
 
     Args:
-        timeline: of ``simulate``, with unit durations.
+        timeline: what `simulate` returns, with unit durations.
     """
     columns = max(1, round(timeline.span))
     width = 1 + len(str(max(0, timeline.micro_batches - 1)))
@@ -50,10 +50,11 @@ def legend(timeline: Timeline) -> str:
 
 
 def draw_panels(panels: Mapping[str, Timeline], unit: str = "") -> Drawing:
-    """Draws timelines by their titles, simulated or measured, below each other on one scale of time.
+    """Draws timelines, simulated or measured, below each other on one scale of time.
 
     Args:
-        unit: of time, for the axis, such as "ms".
+        panels: timelines by their titles.
+        unit: unit of time for the axis, such as "ms"; "": none is shown.
     """
     titles = {
         f"{title}: K = {len(line.placement)}, M = {line.micro_batches}, bubble {100 * line.bubble:.1f} %": line
@@ -105,7 +106,7 @@ def _draw_rows(drawing: Drawing, timeline: Timeline, place: Bar) -> None:
     """Draws a row for each cell.
 
     Args:
-        place: left and top of the first row's bars, pixels for a unit of time, and from row to row.
+        place: left edge and top of the first row's bars, pixels per unit of time, and pixels from row to row.
     """
     left, top, scale, tall = place
     rows, size, numbers = _rows(timeline), min(11.0, 0.62 * tall), 0
@@ -130,7 +131,7 @@ def _draw_rows(drawing: Drawing, timeline: Timeline, place: Bar) -> None:
 
 
 def _joined(spans: Sequence[Span], left: float, scale: float) -> list[tuple[float, float]]:
-    """Returns begin and width of bars; those that would be too fine to see are joined with their neighbours."""
+    """Returns (begin, width) of the bars of some spans, in pixels; bars too fine to see are joined with neighbours."""
     found: list[tuple[float, float]] = []
     for start, end in ((left + scale * span.start, left + scale * span.end) for span in spans):
         if found and start - found[-1][1] < _FINEST and min(end - start, found[-1][1] - found[-1][0]) < 2 * _FINEST:

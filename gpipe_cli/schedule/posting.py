@@ -53,7 +53,7 @@ def post_when_sent(lists: InstructionLists) -> list[Posts]:
     receivers = {i.awaited_message: (worker, i) for worker, each in enumerate(lists) for i in each}
     posts = [defaultdict[int, list[Instruction]](list) for _ in lists]
     positions = [0] * len(lists)  # of each worker's next instruction
-    in_gap: dict[int, list[Message]] = {}  # workers between two computations, with what they have sent in the gap
+    in_gap: dict[int, list[Message]] = {}  # worker between two computations -> messages that it has sent in this gap
     under_way: list[Message] = []  # sent and not yet posted
     posted: set[Message | None] = {None}
     running = [(0, worker) for worker in range(len(lists))]  # end of the computation, worker
@@ -86,8 +86,8 @@ class Receives(Generic[Pending]):
 
     Args:
         posts: receives that are due before each instruction.
-        post: posts a receive and returns it; None while its shapes are not known: it is tried again before each
-            instruction, and the next receives of its kind wait for it, because they must be posted in order.
+        post: posts a receive and returns it, or None while its shapes are not known. Such a receive is tried again
+            before each instruction. The next receives of its kind wait for it, because they must be posted in order.
     """
 
     def __init__(self, posts: Posts, post: Callable[[Instruction], Pending | None]) -> None:
@@ -104,7 +104,7 @@ class Receives(Generic[Pending]):
                 self._posted[due.popleft()] = pending
 
     def take(self, instruction: Instruction) -> Pending | None:
-        """Returns the next receive of its kind if it was posted; if None, the caller posts it."""
+        """Returns the posted receive of an instruction; None if it was not posted, and the caller now posts it."""
         pending = self._posted.pop(instruction, None)
         if pending is None:
             self._due[instruction.op].popleft()

@@ -54,6 +54,7 @@ def check_lists(lists: InstructionLists, placement: Sequence[int], M: int, train
 
 
 def _check_moves(instructions: Sequence[Instruction]) -> None:
+    """Checks that a cell computes only while its state is in memory, if the list moves state at all."""
     moves, there = any(i.op is Op.BRING for i in instructions), set[int]()
     for i in instructions:
         if i.op is Op.BRING:
@@ -76,6 +77,7 @@ def _check_turn(i: Instruction, worker: int, placement: Sequence[int], done: set
 
 
 def _check_complete(done: set[Instruction], K: int, M: int, trains: bool) -> None:
+    """Checks that each cell has run each micro-batch forward and, in training, backward; and no others."""
     if any(i.cell >= K or i.micro_batch >= M for i in done):
         raise ScheduleError("a cell or a micro-batch that does not exist")
     for cell, m in product(range(K), range(M)):
@@ -91,12 +93,12 @@ def _check_complete(done: set[Instruction], K: int, M: int, trains: bool) -> Non
 
 
 def _back(cell: int, m: int) -> list[Instruction]:
-    """Returns the instructions of which either makes the gradient of the cell's input."""
+    """Returns the two instructions that can make the gradient of the cell's input: whole backward and first half."""
     return [Instruction(op, cell, m) for op in BACK]
 
 
 def _needs(i: Instruction, placement: Sequence[int]) -> Iterator[list[Instruction]]:
-    """Yields what must have run before an instruction; of each list one."""
+    """Yields lists of instructions; of each list one must have run before this instruction."""
     cell, m = i.cell, i.micro_batch
     if i.op is Op.FORWARD and cell > 0:
         local = placement[cell - 1] == placement[cell]

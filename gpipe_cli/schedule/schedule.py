@@ -24,10 +24,10 @@ _CHANGE = {Op.FORWARD: 1, Op.BACKWARD: -1, Op.WEIGHT_GRADIENT: -1}  # of what is
 
 
 def kept_graphs(policy: str | int | Sequence[int], K: int, M: int) -> tuple[int, ...]:
-    """Returns the most graphs that each of K cells keeps, the argument ``keep`` of `schedule`.
+    """Returns the most graphs that each of K cells keeps, for the argument ``keep`` of `schedule`.
 
     Args:
-        policy: a word of ``REMAT``, a number for all cells, or one for each.
+        policy: a word of ``REMAT``, a number for all cells, or a number for each cell.
         M: micro-batches per mini-batch.
 
     Raises:
@@ -47,12 +47,11 @@ class StepSchedule:
     """Makes the lists of a training step.
 
     Args:
-        kind, placement: as of `schedule`.
-        policy: as of `kept_graphs`.
-        offload: as of `schedule`.
+        kind, placement, offload: as in `schedule`.
+        policy: as in `kept_graphs`.
 
     Attributes:
-        lists: from a number of micro-batches to one list of instructions for each worker.
+        lists: function that returns one list of instructions for each worker, for a number of micro-batches.
     """
 
     def __init__(
@@ -71,11 +70,13 @@ def schedule(
         kind: a key of ``KINDS``, or a file as `own_lists` reads it, which has its own placement and kept graphs.
         placement: ``placement[cell]`` is the cell's worker; workers are counted from 0 and each has a cell.
         M: micro-batches per mini-batch.
-        keep: of each cell the most graphs that exist at once, the one recomputed included. 0 recomputes every
-            micro-batch directly before its backward (of a worker's cells one has its internals at a time). 1 keeps the
-            graph where a backward directly follows its forward and otherwise recomputes before the gradient arrives.
-            From 2 on one graph fewer stays over other backwards. `kept_graphs` makes the numbers of a policy.
-        offload: the state of cells is brought and taken away; `gpipe` then takes all micro-batches through a cell.
+        keep: for each cell the most graphs that exist at once, a recomputed one included. 0 recomputes every
+            micro-batch directly before its backward, so only one of a worker's cells has a graph at a time. 1 keeps the
+            graph if the backward directly follows its forward, and otherwise recomputes before the gradient arrives.
+            With n of 2 or more, n - 1 graphs stay while other micro-batches go backward. `kept_graphs` makes the
+            numbers of a policy.
+        offload: cells' state is brought and taken away. `gpipe` then takes all micro-batches through one cell before
+            the next.
 
     Raises:
         ScheduleError: a placement that the kind cannot serve.
@@ -90,6 +91,7 @@ def schedule(
 
 @lru_cache(maxsize=16)  # a search plans many cuts of one list
 def _known_lists(kind: str, placement: tuple[int, ...], M: int, keep: tuple[int, ...]) -> list[list[Instruction]]:
+    """Returns the lists as `schedule`, from a cache; the caller must not change them."""
     return [_instructions(units, placement, keep) for units in KINDS[kind](placement, M)]
 
 
@@ -113,10 +115,11 @@ def forward_only(placement: Sequence[int], M: int, offload: bool = False) -> lis
 
 
 def most_kept(instructions: Sequence[Instruction]) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns the most that a worker keeps, by its training list (paper, section 2.3: N + (L/K)·(N/M)).
+    """Returns the most micro-batches that a worker's training list keeps (paper, section 2.3: N + (L/K)·(N/M)).
 
-    Two numbers of micro-batches, each by cell: those whose boundary input is kept, from forward to the end of backward
-    (its second half, where it has two); and those whose graph is kept, from forward (or recompute) to there.
+    Returns:
+        For each cell the most micro-batches whose boundary input is kept, from forward to the end of backward (its
+        second half, if it has two); and for each cell the most whose graph is kept, from forward or recompute to there.
     """
     recomputed = {(i.cell, i.micro_batch) for i in instructions if i.op is Op.RECOMPUTE}
     inputs, graphs = (Counter({i.cell: 0 for i in instructions}) for _ in range(2))
@@ -132,7 +135,7 @@ def most_kept(instructions: Sequence[Instruction]) -> tuple[dict[int, int], dict
 
 
 def _instructions(units: Sequence[Unit], placement: Sequence[int], keep: Sequence[int]) -> list[Instruction]:
-    """Returns one worker's units with their receives, recomputes and sends."""
+    """Returns one worker's instructions: its units of work with their receives, recomputes and sends."""
     kept: dict[int, set[int]] = {}
     for cells in {unit.cells for unit in units}:
         by_number = {most: _kept(units, cells, most) for most in {keep[cell] for cell in cells}}
@@ -154,10 +157,14 @@ def _instructions(units: Sequence[Unit], placement: Sequence[int], keep: Sequenc
 
 
 def _kept(units: Sequence[Unit], cells: tuple[int, ...], most: int) -> set[int]:
-    """Returns the micro-batches whose graph is kept from forward to backward, through consecutive cells of a worker.
+    """Returns the micro-batches whose graph in these consecutive cells is kept from forward to backward.
 
-    Any other graph exists at its backward only. Beside a backward at most ``most - 1`` kept graphs stay: those that end
-    first, which keeps as many as possible.
+    All others are recomputed, so their graph exists at its backward only. While another micro-batch goes backward, at
+    most ``most - 1`` kept graphs stay. They are those whose backward comes first, which keeps as many as possible.
+
+    Args:
+        units: the worker's units of work.
+        most: the most graphs that exist at once.
     """
     if most < 2:
         backs = (unit for before, unit in pairwise(units) if before == Unit(Op.FORWARD, cells, unit.micro_batch))
@@ -177,6 +184,7 @@ def _kept(units: Sequence[Unit], cells: tuple[int, ...], most: int) -> set[int]:
 
 
 def _forward(unit: Unit, placement: Sequence[int]) -> Iterator[Instruction]:
+    """Yields the forwards of a unit, with the receive before them and the send behind them."""
     for cell in unit.cells:
         if cell > 0 and placement[cell - 1] != placement[cell]:
             yield Instruction(Op.RECEIVE_ACTIVATION, cell, unit.micro_batch)
@@ -186,9 +194,11 @@ def _forward(unit: Unit, placement: Sequence[int]) -> Iterator[Instruction]:
 
 
 def _backward(unit: Unit, placement: Sequence[int], again: set[int], early: set[int]) -> Iterator[Instruction]:
-    """Yields a backward and the recomputes of the cells ``again``, before the gradient arrives of ``early`` ones.
+    """Yields the backwards of a unit with their recomputes, receive and send.
 
-    That is idle time (section 2.3).
+    Args:
+        again: cells that recompute.
+        early: those that recompute before the gradient arrives, when the worker would be idle (section 2.3).
     """
     for cell in reversed(unit.cells):
         if cell in early:
@@ -207,7 +217,7 @@ def _backward(unit: Unit, placement: Sequence[int], again: set[int], early: set[
 
 
 def with_moves(lists: InstructionLists) -> list[list[Instruction]]:
-    """Returns the lists in which each cell's state is there while it runs, and is brought while another cell runs.
+    """Returns the lists with moves of cells' state: brought while another cell runs, taken away after the own run.
 
     Raises:
         ScheduleError: a cell would be brought more than twice; says which kinds serve.
@@ -216,6 +226,7 @@ def with_moves(lists: InstructionLists) -> list[list[Instruction]]:
 
 
 def _with_moves(worker: int, instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Returns one worker's list with moves of state; see `with_moves`."""
     computations = [(at, i) for at, i in enumerate(instructions) if i.op in COMPUTE]
     turns = [list(turn) for _, turn in groupby(computations, key=lambda pair: pair[1].cell)]
     cells = {i.cell for _, i in computations}

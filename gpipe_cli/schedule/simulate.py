@@ -49,7 +49,7 @@ class Timeline:
 
     @property
     def micro_batches(self) -> int:
-        """Returns M."""
+        """Returns the number of micro-batches, M."""
         return 1 + max((s.instruction.micro_batch for spans in self.spans for s in spans), default=-1)
 
 
