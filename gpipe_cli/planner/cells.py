@@ -27,17 +27,17 @@ class CellPlan(KeptBytes):
     """Describes one cell. Sizes are bytes; seconds are those of one micro-batch on its own worker.
 
     Attributes:
-        cell, worker: their numbers.
+        cell, worker: numbers of the cell and of its worker.
         first, last: names of its first and last layer.
         start: number of its first layer in the model's list.
         layers: number of its layers.
         parameters: number of its parameters, tied ones where their owner is.
         share: its share of all cells' time.
-        seconds: seconds of each pass.
+        seconds: seconds of each pass (forward, backward, …).
         sizes: bytes of one micro-batch.
         inputs_in_flight: most micro-batches whose input is kept at once.
-        inputs: all boundary inputs in flight.
-        working: what graphs in flight and running operations hold beside them; with re-materialization, its peak.
+        inputs: bytes of all boundary inputs in flight.
+        working: most bytes that graphs and running operations hold beside them.
     """
 
     cell: int
@@ -56,17 +56,20 @@ class CellPlan(KeptBytes):
 
     @property
     def graph(self) -> int:
-        """Returns what the graph of one micro-batch holds, its outputs included."""
+        """Returns the bytes that the graph of one micro-batch holds, its outputs included."""
         return self.sizes.graph + self.sizes.outputs
 
     @property
     def total(self) -> float:
-        """Returns the sum of all bytes; peaks of cells that share a worker do not add up."""
+        """Returns the sum of all bytes of the cell. A worker with several cells needs less than the sum of theirs."""
         return self.kept + self.inputs + self.working
 
 
 def tie_messages(ties: Sequence[Sequence[Use]], model: ModelFacts) -> Iterator[tuple[int, int, int]]:
-    """Yields sender, receiver and bytes of every message of a step: gradients to the owners, values back."""
+    """Yields (sender, receiver, bytes) of every message for tied parameters in a step.
+
+    Gradients go to the owner of each parameter, and its new value comes back.
+    """
     layers = zip(model.names, model.own, strict=True)
     trained = {f"{layer}.{one.name}": one.form.bytes for layer, own in layers for one in own if one.form.requires_grad}
     copied = copied_parameters(ties)
@@ -80,9 +83,10 @@ def tie_messages(ties: Sequence[Sequence[Use]], model: ModelFacts) -> Iterator[t
 
 
 def graphs_of_layers(model: ModelFacts) -> list[int]:
-    """Returns for each layer the bytes that it makes and that any cell with it keeps; the loss's are the last layer's.
+    """Returns for each layer the bytes of its new storages that any cell with the layer keeps for backward.
 
-    What a later cell needs of it stays, too: a cell keeps what it hands on.
+    Those that only a later layer saves count, too, because a cell keeps what it hands on. Those of the loss count for
+    the last layer.
     """
     walk = _Storages(model.inputs)
     made = [len(model.inputs)]
@@ -94,7 +98,11 @@ def graphs_of_layers(model: ModelFacts) -> list[int]:
 
 
 def sizes_of_cell(model: ModelFacts, members: range) -> CellSizes:
-    """Returns the bytes of one micro-batch in a cell of these layers; the last cell has the loss, too."""
+    """Returns the bytes of one micro-batch in a cell of these layers; the last cell has the loss, too.
+
+    Args:
+        members: indices of the layers.
+    """
     is_last = members.stop == len(model.layers)
     layers = model.with_loss[members.start :] if is_last else model.layers[members.start : members.stop]
     inputs = model.layers[members.start - 1].outputs if members.start else model.inputs
@@ -136,12 +144,15 @@ def sizes_of_cell(model: ModelFacts, members: range) -> CellSizes:
 
 
 def _halves(layers: Sequence[LayerFacts], kept: Sequence[int]) -> tuple[int, int, int]:
-    """Returns bytes of a backward in two halves: held between them, and alive at most in the first, in the second.
-
-    The last two do not count what was there before.
+    """Returns the bytes of a backward in two halves.
 
     Args:
-        kept: bytes kept by the graphs of the layers up to each.
+        layers: the cell's layers.
+        kept: for each layer the bytes kept by the graphs of the layers up to it.
+
+    Returns:
+        (bytes held between the halves, most bytes alive in the first, most in the second). The last two do not count
+        what was there before.
     """
     noted = first = graph = 0
     for layer, kept_up_to_it in zip(reversed(layers), reversed(kept), strict=True):
@@ -162,9 +173,12 @@ def _packed(sizes: Sequence[int]) -> int:
 class _Storages:
     """Follows the memory of a cell while its layers run one after the other; the cell's own inputs never count.
 
+    A storage is memory that one or more tensors share; they are numbered.
+
     Attributes:
         sizes: bytes of each storage.
-        kept: numbers of those that graphs keep.
+        kept: numbers of the storages that graphs keep.
+        kept_bytes: bytes of these together.
     """
 
     def __init__(self, inputs: Sequence[TensorShape]) -> None:
@@ -174,7 +188,7 @@ class _Storages:
         self.kept_bytes = 0
 
     def enter(self, layer: LayerFacts) -> None:
-        """Adds the tensors that the graph of a layer keeps, and goes on to its outputs."""
+        """Adds the storages of the next layer, keeps those that its graph keeps, and goes on to its outputs."""
         self._keep(self._new(layer.saved_inside))
         here = [*self._boundary, *map(self._new, layer.new_storages)]
         self._boundary = [here[number] for number in layer.output_storages]
@@ -182,7 +196,11 @@ class _Storages:
             self._keep(here[number])
 
     def handed_on(self, kept: bool = True) -> int:
-        """Returns the bytes of the next layer's inputs; without ``kept`` only those that no graph keeps."""
+        """Returns the bytes of the next layer's inputs.
+
+        Args:
+            kept: False to count only those that no graph keeps.
+        """
         return sum(self.sizes[storage] for storage in set(self._boundary) if kept or storage not in self.kept)
 
     def keep_outputs(self) -> int:
@@ -192,10 +210,12 @@ class _Storages:
         return self.handed_on()
 
     def _new(self, size: int) -> int:
+        """Adds a storage of this many bytes; returns its number."""
         self.sizes.append(size)
         return len(self.sizes) - 1
 
     def _keep(self, storage: int) -> None:
+        """Notes that a graph keeps the storage."""
         if storage not in self.kept:
             self.kept.add(storage)
             self.kept_bytes += self.sizes[storage]
@@ -206,18 +226,18 @@ class _Storages:
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Returns seconds on one device: measured ones for layers that were timed, else worked out.
+    """Computes the seconds of layers, updates and messages on one device; layers that were timed have their own.
 
     Attributes:
-        device: with the rates that are reached.
-        measured: times of the layers that were timed, and of those worked out already.
+        device: the device, with the rates that a run reaches.
+        measured: times of the layers that were timed, and of those computed already.
     """
 
     device: Device
     measured: dict[LayerFacts, LayerTimes] = field(default_factory=dict)
 
     def layer(self, facts: LayerFacts) -> LayerTimes:
-        """Returns the times of one layer, measured or worked out."""
+        """Returns the times of one layer, measured or computed."""
         if facts not in self.measured:
             self.measured[facts] = self.estimate(facts)
         return self.measured[facts]
@@ -230,7 +250,7 @@ class TimeModel:
         return times
 
     def estimate(self, facts: LayerFacts) -> LayerTimes:
-        """Returns the times of one layer, worked out."""
+        """Returns the times of one layer, computed from its operations."""
         return LayerTimes(**{name: self.seconds(operations) for name, operations in facts.operations.items()})
 
     def seconds(self, operations: Iterable[Operation]) -> float:
@@ -242,9 +262,12 @@ class TimeModel:
         return total
 
     def update(self, cell: KeptBytes, tensors: int) -> float:
-        """Returns the seconds of the optimizer's step for a cell with so many parameter tensors that learn.
+        """Returns the seconds of the optimizer's step for a cell.
 
         Weights, gradients and state are read, weights and state written.
+
+        Args:
+            tensors: number of the cell's parameters that learn.
         """
         moved = 3 * cell.gradients + 2 * cell.optimizer
         return moved / self.device.bandwidth + tensors * self.device.overhead
@@ -264,5 +287,5 @@ class TimeModel:
         total = cell_total(layers, loss)
         if sizes.put_off:
             return total
-        # No worker waits for its first half, which then does all of the backward.
+        # Nothing is put off: the first half is then the whole backward.
         return replace(total, input_gradient=total.backward, weight_gradient=0.0)

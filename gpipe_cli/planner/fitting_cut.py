@@ -23,7 +23,11 @@ from .memory import PROCESS, messages_held
 
 
 def limits_of_workers(pipeline: PipelineConfig, memory: Sequence[float]) -> list[float]:
-    """Returns the bytes that each worker may hold: its device's ``memory``, where the keys say nothing else."""
+    """Returns the most bytes of each worker: as configured, else its device's.
+
+    Args:
+        memory: bytes of each worker's device.
+    """
     devices = pipeline.devices or [{}] * len(memory)
     typed = [device.get("memory", pipeline.memory) for device in devices]
     return [there if own is None else own for own, there in zip(typed, memory, strict=True)]
@@ -37,13 +41,15 @@ def cut_that_fits(
     limits: Sequence[float],
     on_cpus: bool,
 ) -> Cut:
-    """Returns the cut by the times of the layers that fits, if any does.
+    """Returns the cut with the shortest step that fits the workers' memory; the shortest of all if none fits.
 
-    A worker is taken to hold its layers as one cell would. It is a little more than the plan of that cut says, where it
-    has several cells: not all of them are at their worst at the same moment. Parameters that several layers share count
-    in each.
+    A worker is taken to hold its layers as one cell would. For a worker with several cells that is a little more than
+    its plan says, because not all of them are at their worst at the same moment. Parameters that several layers share
+    count in each.
 
     Args:
+        times: times of each layer.
+        kept: counts the bytes that layers keep between steps.
         limits: most bytes of each worker.
         on_cpus: as in `most_alive`.
     """
@@ -78,11 +84,12 @@ def cut_for_run(
     memory: Sequence[float],
     times: Sequence[LayerTimes],
 ) -> Cut:
-    """Returns the cut of a run that fits, if any does: layers are measured on tensors without values.
+    """Returns the cut of a run, as `cut_that_fits`; the layers' bytes are measured on tensors without values.
 
     Args:
         example: a micro-batch; only its shapes matter.
-        memory: bytes of each worker's device, where the keys say nothing else.
+        memory: bytes of each worker's device.
+        times: times of each layer.
     """
     pipeline, precision = settings.pipeline, settings.precision
     autocast, task = build_autocast(precision, torch.device("cpu")), build_task(settings.task, settings.seed)

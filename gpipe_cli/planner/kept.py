@@ -36,14 +36,14 @@ _SMALL = 2  # side of the real parameter that replaces a fake one where the opti
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Says what layers keep between steps, in bytes, and so what lives on the worker's device.
+    """Holds the bytes that layers keep between steps on the worker's device.
 
     Attributes:
-        weights: weights and buffers, such as BatchNorm's moving averages.
-        gradients: gradients of the weights that learn.
-        optimizer: the optimizer's state.
-        average: moving averages of weights and buffers (`trainer.average`).
-        tied: those of weights and gradients that another layer's cell has too.
+        weights: bytes of weights and buffers, such as BatchNorm's moving averages.
+        gradients: bytes of the gradients of weights that learn.
+        optimizer: bytes of the optimizer's state.
+        average: bytes of moving averages of weights and buffers (`trainer.average`).
+        tied: bytes, among those of weights and gradients, for parameters that an earlier layer owns.
     """
 
     weights: float
@@ -54,6 +54,7 @@ class KeptBytes:
 
     @property
     def kept(self) -> float:
+        """Returns the sum of the bytes; `tied` is part of others."""
         return self.weights + self.gradients + self.optimizer + self.average
 
 
@@ -63,9 +64,9 @@ def kept_by_layer(
     """Returns the bytes of a layer's parameters; buffers and averages are not among them.
 
     Args:
-        layer: its name.
+        layer: name of the layer.
         state_bytes: returns the bytes of the optimizer's state for a parameter.
-        copied: full names of the tied parameters whose value this layer's worker keeps; None: all.
+        copied: full names of the tied parameters of which this layer's worker keeps a value of its own; None: all.
     """
     own = [one for one in parameters if one.owner is None]
     copies = [one for one in parameters if one.owner and (copied is None or f"{layer}.{one.name}" in copied)]
@@ -89,7 +90,10 @@ def trained(layer: str, parameters: Sequence[Parameter]) -> list[tuple[str, Tens
 
 
 def copied_parameters(ties: Sequence[Sequence[Use]]) -> set[str]:
-    """Returns the uses for which a worker keeps a value: its first of each parameter that another worker owns."""
+    """Returns the full names of the uses for which a worker keeps a copy of a value.
+
+    These are a worker's first use of each parameter that another worker owns.
+    """
     firsts = [{use.worker: use.name for use in reversed(uses)} for uses in ties]
     owners = {owner.name for owner, *_ in ties}
     return {name for first in firsts for name in first.values()} - owners
@@ -99,7 +103,7 @@ class KeptMemory:
     """Counts the bytes that the layers of one model keep between steps.
 
     Args:
-        settings: the run's; of the section `pipeline` another may be given to its methods.
+        settings: settings of the run. Methods that need the section `pipeline` get it, as it may be another one.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -108,13 +112,13 @@ class KeptMemory:
         self._layers: list[KeptBytes] = []
 
     def layers(self, model: ModelFacts) -> list[KeptBytes]:
-        """Returns the bytes of each layer, wherever it lies: at most, where it uses tied parameters."""
+        """Returns the most bytes of each layer, in whichever cell it lies; fewer if tied parameters need no copy."""
         if not self._layers:
             self._layers = [self._of(model, index, None) for index in range(len(model.layers))]
         return self._layers
 
     def _of(self, model: ModelFacts, index: int, copied: Collection[str] | None) -> KeptBytes:
-        """Returns the bytes of one layer; ``copied``: as of `kept_by_layer`."""
+        """Returns the bytes of one layer; ``copied`` as in `kept_by_layer`."""
         facts, parameters = model.layers[index], model.parameters[index]
         kept = kept_by_layer(model.names[index], parameters, self.state_bytes, copied)
         own = sum(one.form.bytes for one in parameters if one.owner is None)
@@ -122,7 +126,7 @@ class KeptMemory:
         return replace(kept, weights=kept.weights + facts.buffer_bytes, average=average)
 
     def of_cells(self, model: ModelFacts, cut: Cut, pipeline: PipelineConfig) -> list[KeptBytes]:
-        """Returns the bytes of each cell; of an optimizer state that replicas share, the largest share."""
+        """Returns the bytes of each cell. If replicas divide the optimizer's state, the largest share of it counts."""
         copied = copied_parameters(cut.uses(model.names))
         layers = [astuple(self._of(model, index, copied)) for index in range(len(model.layers))]
         cells = [KeptBytes(*map(sum, zip(*layers[own.start : own.stop], strict=True))) for own in cut.layers]
@@ -135,7 +139,11 @@ class KeptMemory:
         return cells
 
     def _largest_share(self, model: ModelFacts, layers: Sequence[int], pipeline: PipelineConfig) -> float:
-        """Returns the largest part of the optimizer's state of a worker's layers that one of its replicas has."""
+        """Returns the largest share of a worker's optimizer state that one replica has, from 0 to 1.
+
+        Args:
+            layers: indices of the worker's layers.
+        """
         parameters = [each for index in layers for each in trained(model.names[index], model.parameters[index])]
         states = [0.0] * pipeline.replicas
         owners = shares([shape.numel for _, shape in parameters], pipeline.replicas)
@@ -144,7 +152,7 @@ class KeptMemory:
         return max(states) / sum(states) if any(states) else 1.0
 
     def of_layers(self, model: ModelFacts, pipeline: PipelineConfig) -> list[float]:
-        """Returns the bytes of each layer, of an optimizer state that replicas share an even part."""
+        """Returns the bytes of each layer. If replicas divide the optimizer's state, an even share of it counts."""
         shards = pipeline.replicas if pipeline.shard_optimizer else 1
         return [each.kept - each.optimizer * (1 - 1 / shards) for each in self.layers(model)]
 
@@ -153,10 +161,12 @@ class KeptMemory:
 
 
 def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
-    """Returns a function to the bytes of state that an optimizer keeps for a parameter; equal ones are looked at once.
+    """Returns a function that returns the bytes of state that an optimizer keeps for a parameter.
+
+    Equal parameters are looked at once.
 
     Args:
-        section: `optimizer`.
+        section: the section `optimizer`.
     """
     groups = Groups(section)
 
@@ -177,6 +187,7 @@ def optimizer_state_bytes(section: Mapping[str, Any]) -> StateBytes:
 
 
 def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
+    """Takes a step of a new optimizer and returns the bytes of the state that it has made for the parameter."""
     parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
@@ -196,10 +207,12 @@ def _state_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
 
 
 def memory_of(world: World, one_machine: bool, pipeline: PipelineConfig) -> int:
-    """Returns the bytes of memory of all workers' devices, each like this worker's; with offload those free on disk.
+    """Returns the bytes of memory of all workers' devices together, or with offload the free bytes on disk.
+
+    Other workers' devices are taken to be like this worker's.
 
     Args:
-        one_machine: all workers run on this machine; otherwise each may have one of its own.
+        one_machine: True if all workers run on this machine; else each may have a machine of its own.
     """
     if pipeline.offload:
         return shutil.disk_usage(pipeline.offload_dir or ".").free * (1 if one_machine else world.size)
@@ -210,9 +223,13 @@ def memory_of(world: World, one_machine: bool, pipeline: PipelineConfig) -> int:
 
 
 def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memory: int, trains: bool) -> None:
-    """Compares weights, and in training gradients and the optimizer's state, with the memory in bytes.
+    """Refuses a model whose weights, and in training gradients and optimizer state, do not fit the memory.
 
-    Activations are not counted, so what passes may still be too large.
+    Activations are not counted, so a model that passes may still be too large.
+
+    Args:
+        memory: bytes of all devices together.
+        trains: False for evaluation, which needs the weights only.
 
     Raises:
         ConfigurationError: the model does not fit, or a layer cannot be built.

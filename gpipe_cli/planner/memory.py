@@ -27,13 +27,13 @@ class CellSizes:
         sent: the message to the cell behind; 0 for the last.
         targets: targets of the micro-batch.
         inputs: the tensors in front of the cell.
-        graph: kept by forward for backward, without inputs and outputs.
-        outputs: memory of its own that the cell hands on; 0 for the last, whose outputs only the loss reads.
-        input_gradients: gradients that it hands back.
-        output_gradients: gradients that it gets.
+        graph: what forward keeps for backward, without inputs and outputs.
+        outputs: the cell's outputs, as far as they are memory of its own; 0 for the last, whose only the loss reads.
+        input_gradients: gradients that it sends back to the cell before.
+        output_gradients: gradients that it gets from the cell behind.
         inference: most bytes alive beside all this while it runs without a graph.
-        forward: the same with a graph, that graph included.
-        backward: the same in backward, without graph and gradients.
+        forward: most bytes alive while it runs with a graph, that graph included.
+        backward: most bytes alive in backward, without graph and gradients.
         put_off: left by the first half of a backward to the second: graph and noted gradients; 0 where nothing is left.
         input_half: most bytes alive in the first half, without graph and gradients.
         weight_half: most bytes alive in the second half, without what was put off.
@@ -57,7 +57,12 @@ class CellSizes:
     weight_half: int
 
     def working(self, graphs: int, halves: bool) -> int:
-        """Returns the bytes of so many graphs, one of which is at work; ``halves``: its backward has two."""
+        """Returns the most bytes that graphs, and the operations of the one at work, hold.
+
+        Args:
+            graphs: number of graphs, the one at work included.
+            halves: True if the backward runs in two halves.
+        """
         graph = self.graph + self.outputs
         if not (halves and self.put_off):
             return (graphs - 1) * graph + max(self.forward, graph + self.backward)
@@ -127,16 +132,20 @@ def most_alive(
 
 
 def _of_mini_batch(cells: set[int], sizes: Sequence[CellSizes], M: int) -> int:
-    """Returns the bytes that stay for the whole mini-batch, its micro-batches on the first worker included."""
+    """Returns the bytes that a worker with these cells holds for the whole mini-batch.
+
+    They are weights cast for autocast, BatchNorm's statistics and targets; on the first worker all micro-batches.
+    """
     kept = sum(sizes[cell].casts + M * sizes[cell].gathered for cell in cells)
     return kept + M * (sizes[0].message if 0 in cells else max((sizes[cell].targets for cell in cells), default=0))
 
 
 def messages_held(largest: Mapping[Op, int], M: int, workers: int, on_cpus: bool) -> dict[str, int]:
-    """Returns the bytes of messages that are sent and not taken yet, or awaited and not come yet, by kind.
+    """Returns by kind the bytes of messages that are sent but not taken yet, or awaited and not here yet.
 
-    On CPUs an early worker is ahead by as many activations as the window has; they lie in slots that stay from step to
-    step. Gradients are taken soon: the worker in front waits for them. A GPU keeps one until its receiver is ready.
+    On CPUs an early worker is ahead by as many activations as the window has. They lie in slots that stay from step to
+    step. Gradients are taken soon, because the worker in front waits for them. A GPU keeps one message until its
+    receiver is ready.
 
     Args:
         largest: bytes of the largest message of each kind of send and receive.
@@ -163,15 +172,17 @@ class _Held:
         self.at_peak = dict(self._now)
 
     def add(self, kind: str, place: tuple[int, int], size: int) -> None:
+        """Adds bytes of a kind that belong to ``place``, a (cell, micro-batch)."""
         self._parts[kind, place] = size
         self._now[kind] += size
         self.run(0)
 
     def drop(self, *parts: tuple[str, tuple[int, int]]) -> None:
+        """Takes away what was added for each (kind, place)."""
         for part in parts:
             self._now[part[0]] -= self._parts.pop(part, 0)
 
     def run(self, running: int) -> None:
-        """Notes the moment in which an operation needs so many bytes beside those that are held."""
+        """Notes a moment in which an operation needs ``running`` bytes beside those that are held."""
         if sum(self._now.values()) + running > sum(self.at_peak.values()):
             self.at_peak = self._now | {"running": running}

@@ -15,13 +15,13 @@ class WorkerPlan:
     """Describes the memory of one device, in bytes.
 
     Attributes:
-        worker: its number.
+        worker: number of the worker.
         cells: numbers of its cells.
-        model: weights, gradients, optimizer state, averaged weights.
-        activations: everything else at the worst moment.
-        by_kind: what those are (`memory.KINDS`).
-        process: Python and the libraries, where they share the device's memory.
-        total: all of these.
+        model: bytes of weights, gradients, optimizer state and averaged weights.
+        activations: bytes of everything else at the worst moment of a step.
+        by_kind: these bytes by kind (`memory.KINDS`).
+        process: bytes of Python and the libraries, if they share the device's memory.
+        total: sum of model, activations and process.
         limit: bytes that the device may hold.
     """
 
@@ -52,7 +52,8 @@ class Plan:
         update_seconds: those of the update, of sums over replicas and tied parameters, and of the exchange.
         bound_seconds: seconds that every schedule of this cut takes at least, the update included (`bound`); None
             where none fits.
-        bound_of_any_cut_seconds: those that every schedule of any cut takes, without the update.
+        bound_of_any_cut_seconds: seconds that every schedule of any cut takes at least, without the update; None if
+            none fits.
         memory: bytes on the device that is fullest for its size.
         limit: bytes that it may hold.
         notes: assumptions, and changes to the configuration that made it possible to plan.
@@ -95,10 +96,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Returns whether the fullest device holds its share."""
         return self.memory <= self.limit
 
     @property
     def examples_per_second(self) -> float:
+        """Returns the examples of all replicas per second of a step."""
         return self.examples / self.step_seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -117,10 +120,10 @@ def worker_plans(
     """Yields the plan of every worker.
 
     Args:
-        alive: see `most_alive`.
+        alive: bytes by kind at each worker's worst moment (`most_alive`).
         process: bytes of each worker's process.
-        limits: bytes of each device.
-        offload: the state of a cell is in memory only while the cell runs, or the one before, or while it is updated.
+        limits: most bytes of each device.
+        offload: a cell's state is in memory only while the cell or the one before it runs, or while it is updated.
     """
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell in cells if cell.worker == worker]

@@ -48,7 +48,8 @@ class Planner:
     """Plans one model on one kind of device, with any pipeline; keeps its measurements.
 
     Args:
-        settings: the configuration; `pipeline.workers=auto`: one for each cell, at most `options.most_workers`.
+        settings: the configuration. `pipeline.workers=auto` is one worker for each cell, at most
+            `options.most_workers`.
         options: the section `plan`.
 
     Raises:
@@ -144,7 +145,7 @@ class Planner:
         )
 
     def least_seconds(self, pipeline: PipelineConfig) -> float:
-        """Returns the seconds that a step takes at least, however the model is cut and scheduled, without the update.
+        """Returns the least seconds of a step, however the model is cut and scheduled, without the update.
 
         Raises:
             ConfigurationError: the model takes no such micro-batches.
@@ -183,9 +184,12 @@ class Planner:
         return replace(model, times=times, examples=examples)
 
     def _profile(self, model: ModelFacts, micro_batch: MicroBatch) -> ModelProfile | None:
-        """Returns the times of layers and loss here, as a run keeps them; None, with a note, where they take too long.
+        """Times layers and loss on this machine, or reads the times that a run has kept.
 
-        Ones may stand for tokens, labels and pixels.
+        The micro-batch is of ones, which may stand for tokens, labels and pixels.
+
+        Returns:
+            The times; None, with a note in ``model``, if timing takes too long or fails.
         """
         here = present_device(self._section)
         inputs, targets = (tuple(torch.ones_like(tensor, device="cpu") for tensor in side) for side in micro_batch)
@@ -205,6 +209,7 @@ class Planner:
     def _cells(
         self, pipeline: PipelineConfig, model: ModelFacts, cut: Cut, lists: Sequence[Sequence[Instruction]]
     ) -> list[CellPlan]:
+        """Returns the plan of each cell: its bytes, and its seconds at its worker's speed."""
         sizes = [sizes_of_cell(model, members) for members in cut.layers]
         speeds = [pipeline.speeds[worker] if pipeline.speeds else 1.0 for worker in cut.placement]
         own_times = [self._times.cell(model, *each) for each in zip(cut.layers, sizes, strict=True)]
@@ -235,6 +240,13 @@ class Planner:
         cells: Sequence[CellPlan],
         ties: Sequence[tuple[int, int, int]],
     ) -> float:
+        """Returns the seconds between the last backward and the next step.
+
+        They are those of sums over replicas, messages for tied parameters, the exchange and the optimizer's update.
+
+        Args:
+            ties: (sender, receiver, bytes) of each message for tied parameters.
+        """
         passes = 1.5 if pipeline.shard_optimizer else 1.0  # updated weights go to the other replicas
         seconds = [0.0] * pipeline.worker_count
         for cell in cells:

@@ -24,11 +24,12 @@ ROUNDS = (2, 3, 4, 6, 8)  # cells a worker of round robin
 SIDE_BY_SIDE = (1, 4)  # of the other kinds: smaller cells keep their graphs more finely
 ALONE = (1, 2, 4, 8, 16)  # of a single worker
 MOST_MICRO_BATCHES = 1024
-MEASURED_AGAIN = 0.03  # of a step: by how much two measurements of the same layers differ
-ROUNDING = 1e-6
-NEARLY_FULL = 0.8  # of the memory, from where a cut may have been made for it, and another with recompute be faster
-_RIVALS = 3  # that are shown beside the answer
-_CORRECTIONS = 4  # of the graphs that fit
+MEASURED_AGAIN = 0.03  # share of a step by which two measurements of the same layers differ
+ROUNDING = 1e-6  # the same share, of times that are not measured
+# Share of the memory above which a plan's cut may have been made to fit; one with recompute may then be faster.
+NEARLY_FULL = 0.8
+_RIVALS = 3  # plans that are shown beside the answer
+_CORRECTIONS = 4  # most attempts to find how many graphs fit
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,15 @@ class Search:
         self._refusal: ConfigurationError | None = None
 
     def fastest(self, devices: int) -> Plan:
-        """Returns the plan with the shortest step that fits ``devices``; of those as fast the one with fewest cells.
+        """Returns the plan with the shortest step that fits; of plans as fast, the one with fewest cells.
 
-        What is known of each candidate is the least time that it can take: at first a bound for any cut, then its plan
-        without recompute or, where that does not fit, the bound in the memory that there is. The one that may be
-        fastest is looked at next, until none is left that could be among the best.
+        For each candidate the search knows the least seconds that its step can take. At first these are a bound for any
+        cut. Once it is planned they are the seconds of its plan without recompute or, if that does not fit, the bound
+        in the memory that there is. The candidate with the least of these is looked at next, until none is left that
+        could be among the best.
+
+        Args:
+            devices: number of devices of all replicas together.
 
         Raises:
             ConfigurationError: nothing fits; the message describes the nearest plan.
@@ -189,18 +194,25 @@ class Search:
         return replace(best, found=self._words(best), tried=self._tried, rivals=rivals, notes=notes)
 
     def _candidates(self, devices: int) -> list[PipelineConfig]:
+        """Returns all sections `pipeline` that are tried on so many devices."""
         counts = micro_batch_counts(self.planner) if "M" in self.free else []
         layers = len(self.planner.builders)
         return list(candidates(self.planner.settings.pipeline, self.free, devices, layers, counts))
 
     def _tell(self, began: float, left: int, found: Sequence[Plan]) -> None:
-        """Tells how far the search is, and when it ends at the latest, if plans go on to take as long."""
+        """Reports how far the search is, and the most seconds that it will still take at the pace so far.
+
+        Args:
+            began: when the search began, by `time.monotonic`.
+            left: number of candidates that are left.
+            found: plans that fit.
+        """
         best = f", best so far {min(each.step_seconds for each in found):.3g} s" if found else ""
         seconds = (time.monotonic() - began) / max(1, self._tried) * left
         self._listener.say(f"planned {self._tried} pipelines, {left} left{best}; at most {seconds:.0f} s more")
 
     def _least_seconds(self, section: PipelineConfig) -> float:
-        """Returns the least seconds of a candidate; infinity where the model refuses its micro-batches."""
+        """Returns the least seconds of a candidate's step; infinity if the model refuses its micro-batches."""
         try:
             return self.planner.least_seconds(section)
         except ConfigurationError as error:
@@ -208,7 +220,7 @@ class Search:
             return inf
 
     def least(self, devices: int) -> Plan | None:
-        """Returns a plan that fits ``devices`` with the smallest micro-batches; None without one."""
+        """Returns a plan that fits so many devices, with the smallest micro-batches; None if none fits."""
         sections = self._candidates(devices)
         most = max((section.M * section.replicas for section in sections), default=0)
         lean = [each for each in sections if each.schedule == "1f1b" and each.M * each.replicas == most]
@@ -218,7 +230,7 @@ class Search:
         return next((plan for plan in plans if plan is not None and plan.fits), None)
 
     def fitted(self, section: PipelineConfig) -> Plan | None:
-        """Returns the plan of a pipeline that keeps as many graphs as fit; None where it does not fit at all."""
+        """Returns the plan of a pipeline that keeps as many graphs as fit; None if it fits with none."""
         if "remat" not in self.free:
             return None
         lean = self.plan(replace(section, remat="except_last"))
@@ -230,7 +242,11 @@ class Search:
         return min((plan for plan in (*plans, lean) if plan is not None), key=_order)
 
     def _keeping(self, section: PipelineConfig, lean: Plan) -> Plan | None:
-        """Returns the plan that keeps the graphs for which a lean plan has room; None where none is found that fits."""
+        """Returns a plan that keeps as many graphs as a lean plan leaves room for; None if none is found that fits.
+
+        Args:
+            lean: the plan of the same pipeline that keeps one graph in each cell.
+        """
         room = [worker.limit - worker.total for worker in lean.workers_plan]
         for _ in range(_CORRECTIONS):
             made = self.plan(replace(section, keep=keep_what_fits(lean, room)))
@@ -241,7 +257,7 @@ class Search:
         return None
 
     def plan(self, section: PipelineConfig) -> Plan | None:
-        """Makes a plan; returns None where model or schedule refuse its values, as BatchNorm does a single number."""
+        """Makes a plan; returns None if the model or the schedule refuses its values."""
         try:
             made = self.planner.plan(section)
         except ConfigurationError as error:
@@ -267,7 +283,7 @@ class Search:
         )
 
     def _words(self, plan: Plan) -> dict[str, Any]:
-        """Returns the keys that a person could have typed for a plan, with their values."""
+        """Returns the keys that a person could have typed to get a plan, with their values."""
         values = {key: getattr(plan, key) for key in FREE if key in self.free and key not in ("partition", "remat")}
         if "remat" in self.free:
             values |= {"remat": plan.remat} if plan.keep is None else {"keep": plan.keep}
@@ -331,10 +347,12 @@ def largest(settings: Settings, options: Options, listener: Listener) -> Plan:
 
 
 def _first(holds: Callable[[int], bool], start: int = 1, most: int | None = None) -> int | None:
-    """Returns the least number from 1 to ``most`` for which something holds, as for all above it; None: for none.
+    """Returns the least number for which something holds; None if it holds for none.
 
     Args:
-        start: is looked at first, then its double and so on.
+        holds: returns whether it holds for a number; if so, it does for all larger ones.
+        start: number that is tried first, then its double and so on.
+        most: largest number that is tried; None: no limit.
     """
     low, high = 0, start
     while not holds(high):
@@ -347,12 +365,12 @@ def _first(holds: Callable[[int], bool], start: int = 1, most: int | None = None
 def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:
     """Returns for each cell the most graphs that it keeps, `pipeline.keep`.
 
-    A graph more spares recomputing a share of the micro-batches: that of one in so many as are in flight. What spares
-    most seconds for its bytes comes first; of a worker with many cells so the choice comes down to a few layers.
+    With n micro-batches in flight, one graph more spares the recompute of every n-th micro-batch. The cells whose graph
+    spares most seconds for its bytes come first.
 
     Args:
-        lean: the plan in which each cell keeps one graph, the one at work.
-        room: bytes that each worker has left in it.
+        lean: the plan in which each cell keeps only the graph at work.
+        room: bytes that each worker has left in that plan.
     """
     keep = [1] * lean.K
     for worker in lean.workers_plan:
@@ -368,13 +386,15 @@ def keep_what_fits(lean: Plan, room: Sequence[float]) -> list[int]:
 
 
 def _seconds_for_a_byte(cell: CellPlan) -> float:
+    """Returns the seconds of recompute that a kept graph spares, per byte of it."""
     return cell.seconds.recompute / max(1, cell.graph * cell.inputs_in_flight)
 
 
 def _least_seconds(plan: Plan) -> float:
-    """Returns the least seconds of a pipeline, by its plan without recompute."""
+    """Returns the least seconds that a pipeline's step can take, given its plan without recompute."""
     return plan.step_seconds if plan.fits else max(plan.step_seconds, plan.bound_seconds or inf)
 
 
 def _order(plan: Plan) -> tuple[float, float]:
+    """Returns the key by which plans are sorted: the fastest first, then the one with least memory."""
     return plan.step_seconds, plan.memory

@@ -35,7 +35,7 @@ ENOUGH = 0.5  # seconds for which layers are timed again and again; each is time
 def profile_file(
     builders: Sequence[LayerBuilder], micro_batch: MicroBatch, settings: Settings, device: torch.device
 ) -> Path:
-    """Returns the file of these layers' profile in the cache, which need not exist; as `profiled`."""
+    """Returns the path of these layers' profile in the cache, where it may exist; arguments as in `profiled`."""
     depends_on = {
         "format": FORMAT,
         "model": settings.model,
@@ -94,7 +94,7 @@ def profiled(
 
 
 def _source(target: str) -> str:
-    """Returns the file that defines the model's function; "" where there is none (from C, from a prompt)."""
+    """Returns the source text of the module that defines a function; "" if there is none (from C, from a prompt)."""
     with suppress(Exception):
         module = inspect.getmodule(get_object(target))
         return inspect.getsource(module) if module is not None else ""

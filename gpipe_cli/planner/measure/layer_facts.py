@@ -36,10 +36,10 @@ Run = Callable[..., tuple[Tensors, Tensors]]  # inputs to outputs, and the auxil
 
 @dataclass(frozen=True, eq=False)
 class LayerFacts(ForwardFacts):
-    """Adds a layer's operations and bytes, for one micro-batch of known shapes.
+    """Describes a layer's operations and bytes, for one micro-batch of known shapes.
 
-    A storage is the memory that one or
-    more tensors share; those of the inputs are numbered first, then those that outputs are the first to use.
+    A storage is the memory that one or more tensors share. Those of the inputs are numbered first, then those that only
+    outputs have.
 
     Attributes:
         buffer_bytes: bytes of its buffers, such as BatchNorm's moving averages.
@@ -52,7 +52,7 @@ class LayerFacts(ForwardFacts):
         saved_storages: numbers of the storages that the graph keeps.
         saved_inside: bytes of everything else that the graph keeps, without weights.
         gathered: bytes of BatchNorm's statistics, kept until the mini-batch has ended.
-        casts: bytes of weights cast for autocast, kept as long, once for all micro-batches.
+        casts: bytes of weights cast for autocast, once for all micro-batches of a mini-batch.
     """
 
     buffer_bytes: int
@@ -151,7 +151,10 @@ def _measure_loss(loss: Loss, outputs: Sequence[TensorShape], targets: Tensors, 
 
 
 class _AcceleratorKernels(TorchFunctionMode):
-    """Replaces two kernels: attention in one that never keeps its t×s matrix, dropout masks of one byte."""
+    """Replaces two kernels by those of accelerators.
+
+    Attention is one kernel that never keeps its t×s matrix, and dropout masks have one byte for each element.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -163,6 +166,7 @@ class _AcceleratorKernels(TorchFunctionMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Applies dropout with a mask of one byte for each element; the arguments are those of `F.dropout`."""
     if not training or p == 0:
         return input
     return torch.native_dropout(input, p, True)[0]
@@ -175,7 +179,13 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any,
 
 
 def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors, autocast: Autocast) -> LayerFacts:
-    """Measures a forward without a graph, one with a graph and its backward, and a backward in halves."""
+    """Measures a forward without a graph, one with a graph and its backward, and a backward in halves.
+
+    Args:
+        run: returns a layer's outputs and auxiliary loss for its inputs.
+        module: the layer, for its parameters and buffers.
+        others: further tensors that ``run`` uses and that do not count, as targets.
+    """
     parameters, buffers = list(module.parameters()), list(module.buffers())
     averaged = {*averaged_tensors(module).values()}  # each once, under whatever names
     for parameter in parameters:  # as in every micro-batch but the first: gradients are added to what is there
@@ -229,7 +239,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
 
 
 def _cast_weights(run: Run, inputs: Sequence[Tensor], module: nn.Module, autocast: Autocast) -> WeightCasts:
-    """Returns the casts of a step, made behind its first run."""
+    """Returns the weights that autocast casts once in a step, as a first run has shown."""
     casts = WeightCasts([module])
     with torch.no_grad(), autocast():
         if torch.is_autocast_enabled("cpu"):
@@ -273,7 +283,11 @@ def _run_halves(
 
 
 def _storages(inputs: Sequence[Tensor], outputs: Tensors) -> tuple[list[int], list[int]]:
-    """Returns the keys of storages, an input's by its number and then those that only outputs have; bytes of these."""
+    """Returns the storages of inputs and outputs.
+
+    Returns:
+        (key of each input's storage, in order, then the keys that only outputs have; bytes of each of the latter).
+    """
     keys, new = [storage_key(tensor) for tensor in inputs], []
     for tensor in outputs:
         if storage_key(tensor) not in keys:

@@ -21,7 +21,8 @@ from ...partition.fake_layers import TensorShape
 from ...pipeline.gradients import scale_gradients, squared_norms
 from ..options import Device
 
-LOST, LIBRARIES = 0.05, 0.3e9  # of a GPU's free memory, between blocks; bytes of workspaces and communicators
+# Of a GPU's free memory the share that is lost between blocks, and the bytes of workspaces and communicators.
+LOST, LIBRARIES = 0.05, 0.3e9
 _SECONDS = 0.15  # of each measurement
 _UPDATED, _AT_ONCE = 1 << 20, 8  # numbers, and parameters at most, of one timed update
 _GPU_LINK: dict[str, Any] = {"link": 12e9, "latency": 1e-5, "host": 0.0}  # PCIe 3.0 ×16
@@ -52,7 +53,12 @@ def workers_per_gpu(workers: int, gpus: int, environment: Mapping[str, str]) -> 
 
 
 def room_for_tensors(free: float, sharing: int) -> float:
-    """Returns the bytes for tensors of each of so many workers that share the free memory of a GPU."""
+    """Returns the bytes that a worker has for tensors on a GPU.
+
+    Args:
+        free: free bytes of the GPU.
+        sharing: number of workers that share it.
+    """
     return max(1.0, (1 - LOST) * free / sharing - LIBRARIES)
 
 
@@ -110,11 +116,11 @@ def measure_rates(pipeline: PipelineConfig) -> Device:
 
 
 def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
-    """Returns a function to the seconds that a parameter, by its full name and shape, takes of an update here.
+    """Returns a function (full name, shape) that returns the seconds that a parameter's update takes on this machine.
 
-    That is its gradient's norm and clipping, the step of the run's own optimizer, and the moving average. Parameters
-    of one kind are timed once, some together as in a run; of one that is very large, a part. Workers that share a GPU
-    take turns.
+    An update is the gradient's norm and clipping, the step of the run's own optimizer, and the moving average.
+    Parameters of one kind are timed once, some together as in a run. Of a very large one a part is timed. Workers that
+    share a GPU take turns.
     """
     groups, device = Groups(settings.optimizer), present_device(settings.pipeline)
 
@@ -144,7 +150,11 @@ def update_seconds(settings: Settings) -> Callable[[str, TensorShape], float]:
 
 
 def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
-    """Returns the median seconds of one call; ``enough``: seconds for which it is called again and again."""
+    """Returns the median seconds of one call.
+
+    Args:
+        enough: seconds for which it is called again and again.
+    """
     timer = Timer("run()", timer=_now, globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=enough).median
 
