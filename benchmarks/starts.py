@@ -11,52 +11,43 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from benchmarks.common import Row, parser, report
-from gpipe_cli.benchmarks.tables.workers import environment, run_command
+from gpipe_cli.benchmarks.tables.workers import environment
 
-SHORT = "trainer.steps=1 trainer.evaluate_first=false checkpoint.every=null"
+WORKERS = 2
+SHORT = f"trainer.steps=1 trainer.evaluate_first=false checkpoint.every=null pipeline.workers={WORKERS}"
 JOBS = {
     "model=transformer pipeline.K=16": "task.generation=null data.evaluation_per_language=1",
     "model=module model.module._target_=torchvision.models.resnet18 model.module.num_classes=10": "",
 }
-WORKERS = 2
-COLUMNS = {"job": "", "first, s": ".1f", "second, s": ".1f", "importing": ".1f", "profiling": ".1f"}
-COLUMNS |= {"second, a worker": ".1f"}
+COLUMNS = {"job": "", **dict.fromkeys(("first, s", "second, s", "importing", "profiling", "second, a worker"), ".1f")}
 
 
-def processor_seconds(run: Callable[[], object]) -> float:
-    """Returns the processor seconds of the processes that a function runs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def processor_seconds(command: str) -> float:
+    """Returns the processor seconds of a command of Python and its children."""
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    subprocess.run([sys.executable, *command.split()], env=environment(), capture_output=True, check=True)
+    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before
 
 
-def measured(jobs: Sequence[str], folder: Path) -> Iterator[Row]:
+def measured(jobs: Sequence[str], folder: str) -> Iterator[Row]:
     """Yields a row for each job."""
-    importing = [sys.executable, "-c", "import gpipe_cli.trainer.run"]
-    shared = processor_seconds(partial(subprocess.run, importing, env=environment(), check=True))
+    importing = processor_seconds("-m gpipe_cli.trainer.run")  # which is no command, and ends
     for number, job in enumerate(jobs):
-        start = f"{job} {JOBS[job]} {SHORT} pipeline.workers={WORKERS} hydra.run.dir={folder}/{number}_"
-        _started(f"{start}data pipeline.cost=flops")  # which prepares them
-        first, second = _started(f"{start}first"), _started(f"{start}second")
-        row = {"job": job, "first, s": first, "second, s": second, "importing": shared}
+        start = f"-m gpipe_cli.commands.train {job} {JOBS[job]} {SHORT} hydra.run.dir={folder}/{number}_"
+        processor_seconds(f"{start}data pipeline.cost=flops")  # prepares them
+        first, second = processor_seconds(f"{start}first"), processor_seconds(f"{start}second")
+        row = {"job": job, "first, s": first, "second, s": second, "importing": importing}
         yield {**row, "profiling": first - second, "second, a worker": second / WORKERS}
-
-
-def _started(words: str) -> float:
-    return processor_seconds(partial(run_command, "gpipe-train", words.split()))
 
 
 def main() -> None:
     arguments = parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(OMP_NUM_THREADS="1", GPIPE_CACHE=folder)
-        report(COLUMNS, measured([*JOBS][: 1 if arguments.quick else None], Path(folder)), arguments.output)
+        report(COLUMNS, measured([*JOBS][: 1 if arguments.quick else None], folder), arguments.output)
 
 
 if __name__ == "__main__":
