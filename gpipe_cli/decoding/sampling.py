@@ -63,6 +63,7 @@ class ContinuationForm:
 
     @property
     def uses_caches(self) -> bool:
+        """Returns whether the layers keep caches, so that a later call needs the new tokens alone."""
         return self.window is None
 
     def first(self, sources: Sequence[Prompt]) -> MicroBatch:

@@ -19,8 +19,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def nccl_kind() -> str:
     """Returns the class of torch that backend="nccl" makes: before 2.15 TORCH_DIST_USE_NCCL2=1 chooses the newer one.
 
-    A group of `NCCL2` has a GPU from the start and guesses which unless it is told. A group of the older class that is
-    told puts all its messages into one queue.
+    A group of `NCCL2` has a GPU from the start, and guesses which one if the caller does not pass it. In a group of the
+    older class that gets a GPU so, all messages go into one queue.
     """
     if register := getattr(dist.Backend, "_ensure_backend_registered", None):  # torch 2.14
         register("nccl")
@@ -61,7 +61,7 @@ def choose_device(context: Context, device: str) -> torch.device:
 
 
 def compute_on(device: torch.device) -> None:
-    """Runs a kernel: a RuntimeError here would later be taken for a layer's."""
+    """Runs a kernel, so that a device that cannot compute raises RuntimeError here and not in the first layer."""
     torch.ones(1, device=device).add_(1).item()
 
 

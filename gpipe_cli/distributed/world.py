@@ -2,7 +2,8 @@
 
 Over the tree of ranks log2(W) messages go up to rank 0, and as many down again (docs/cluster.md has its seconds by
 workers). The children of rank r are r + 1, r + 2, r + 4, … below r's lowest set bit: a subtree is a range of ranks, and
-the ranks of one machine meet before they meet others. Plain messages: gloo's own sum goes round a ring of W ranks.
+the ranks of one machine add up before they send to others. The messages are plain ones, because gloo's own sum goes
+round a ring of W ranks.
 """
 
 import json
@@ -179,7 +180,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Returns rank 0's ``value`` on all workers; arguments and errors as of `all_gather_json`."""
+    """Returns rank 0's ``value`` on all workers; arguments and errors as in `all_gather_json`."""
     return json.loads(Tree(group, VALUES).spread(json.dumps(value).encode()))
 
 
@@ -327,7 +328,7 @@ def join_torchrun(replicas: int, device: str, backend: str, group: dist.ProcessG
     is_part = size < dist.get_world_size()
 
     def new_group(ranks: range, backend: str) -> dist.ProcessGroup:
-        """Makes a group of its own: messages of other pipelines, and the program's, are not taken for this one's."""
+        """Makes a group for this pipeline alone, so that messages of others, or the program's, are not mistaken."""
         of_all = [members[rank] for rank in ranks]
         return _new_group(of_all, backend, alone=is_part)
 

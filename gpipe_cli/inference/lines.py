@@ -25,7 +25,7 @@ TICK_SECONDS = 0.2  # between two checks whether to stop
 LINGER_SECONDS = 0.05  # waits for more lines after the first: a larger batch is faster
 MOST_TOKENS = 1024  # of a line: attention over more would fill the memory
 MOST_WAITING = 10_000  # lines that are read ahead
-IDLE_SECONDS = 60.0  # without a line; then all workers meet, so that none times out waiting for rank 0
+IDLE_SECONDS = 60.0  # without a line; then all workers run an empty call, so that none times out waiting for rank 0
 
 
 def translate(context: Context, config: dict[str, Any]) -> dict[str, int]:

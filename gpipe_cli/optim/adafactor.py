@@ -60,6 +60,7 @@ class Adafactor(SteppedByGroup):
         super().__init__(params, {**keys, **more})
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Updates the parameters one after another, by the formulas of the class, in their order."""
         for parameter in parameters:
             state, gradient = self.state[parameter], cast(Tensor, parameter.grad)
             state["step"] = state.get("step", 0) + 1

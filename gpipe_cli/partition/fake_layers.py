@@ -53,18 +53,21 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorShape:
+        """Describes a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def empty(self) -> Tensor:
+        """Returns a new tensor of this shape; its values are undefined."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, requires_grad=self.requires_grad)
 
     @property
     def numel(self) -> int:
+        """Returns the number of elements."""
         return prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Returns the size of a tensor of this shape without gaps."""
+        """Returns the bytes of the elements."""
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:

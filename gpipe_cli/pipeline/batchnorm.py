@@ -52,10 +52,14 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; a compiled layer calls it as it is
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
-        """Normalises as SyncBatchNorm does, with one differentiable sum; gathers only the local statistics.
+        """Normalises by the statistics of all replicas, as SyncBatchNorm does, and gathers only the local ones.
 
-        All replicas exchange their means and sums of squares about the mean, and combine them (Chan et al., 1979):
-        with squares about zero, digits cancel where a mean is large beside its deviation.
+        All replicas exchange their counts, means and sums of squares about the mean in one differentiable sum, and
+        combine them (Chan et al., 1979). With squares about zero, digits would cancel if a mean is large beside its
+        deviation.
+
+        Args:
+            count: numbers of ``x`` in each channel.
         """
         dims, shape = [0, *range(2, x.dim())], [1, -1, *([1] * (x.dim() - 2))]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -97,6 +101,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns the sum of all replicas' ``x``."""
         ctx.group = group  # type: ignore[attr-defined]  # torch types the context as a plain object
         total = x.clone(memory_format=torch.contiguous_format)
         sum_over_replicas(total.view(-1), group)
@@ -104,6 +109,7 @@ class _SumOverReplicas(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the sum of all replicas' gradients: the loss of each depends on every ``x``."""
         total = gradient.clone(memory_format=torch.contiguous_format)
         sum_over_replicas(total.view(-1), ctx.group)  # type: ignore[attr-defined]
         return total, None
@@ -147,7 +153,8 @@ def finish_batchnorm(layers: Iterable[DeferredBatchNorm], replicas: dist.Process
     for layer in layers:
         if gathered := layer.take_gathered():
             alike[len(gathered), cast(Tensor, layer.running_mean).dtype].append((layer, gathered))
-    for group in alike.values():  # nearly always one: each layer has run once for each micro-batch
+    # Layers that have run equally often are updated together: nearly always all, once for each micro-batch.
+    for group in alike.values():
         norms, by_norm = zip(*group, strict=True)
         flat = torch.cat([statistics for micro_batch in zip(*by_norm, strict=True) for statistics in micro_batch], 1)
         counts, means, variances = flat.double().view(3, len(by_norm[0]), -1)

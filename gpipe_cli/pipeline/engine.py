@@ -280,6 +280,7 @@ class _Step:
         engine.drain()
 
     def _to_device(self, tensors: Iterable[Tensor]) -> Tensors:
+        """Returns the tensors on this worker's device; the host does not wait for the copy."""
         return tuple(tensor.to(self.engine.device, non_blocking=True) for tensor in tensors)
 
     def _is_local(self, cell: int) -> bool:
@@ -429,8 +430,8 @@ class _TrainingStep(_Step):
         keeps_graph = (i.cell, i.micro_batch) not in self._recomputed
         is_last, key = i.cell == self.engine.last, (i.cell, self.signatures[i.micro_batch])
         spec = self.engine.boundaries.get(key)
-        # Only a graph shows which outputs require a gradient: the first run with new shapes builds one, and every run
-        # where it varies.
+        # Only a graph shows which outputs require a gradient. So the first run with new shapes builds one, and so does
+        # every run if the answer may vary.
         if keeps_graph or not (is_last or (spec is not None and not spec.varies)):
             outputs = self._run_with_graph(i, first_time=True, for_backward=keeps_graph)  # [2]
             if not is_last:

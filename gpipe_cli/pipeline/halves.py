@@ -192,7 +192,8 @@ def _sort_weights(
         inputs: leaves whose gradient is computed in the first half.
     """
     leads_to_input = _leading_to(order, {id(tensor) for tensor in inputs})
-    shared = _Joint(order[0])  # stands for "no single joint"
+    shared = _Joint(order[0])  # stands for "no single joint": its weights cannot wait
+    # The joint through which all gradients reach a node that does not lead to an input.
     owner: dict[Node, _Joint] = {start: shared for start in starts if start not in leads_to_input}
     for node in order:
         if isinstance(node, BackwardCFunction):

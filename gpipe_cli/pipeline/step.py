@@ -1,4 +1,4 @@
-"""Defines what is said of a training step: plan, record and times of one worker, and the result that all know."""
+"""Defines the data about a training step: its plan, the record and times of one worker, the result that all know."""
 
 import math
 import resource
@@ -20,18 +20,19 @@ from ..schedule.simulate import Span
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Says what is to be done with one mini-batch.
+    """Describes one mini-batch to a worker.
 
     Attributes:
-        signatures: shapes and types of each micro-batch of this replica; no micro-batches: nothing to do here.
+        signatures: shapes and types of each micro-batch of this replica; empty if it has none.
         total_weight: weight of the whole mini-batch, over all replicas.
-        total_micro_batches: micro-batches of all replicas; 0: the data of all has ended.
-        examples: examples of the whole mini-batch.
+        total_micro_batches: number of micro-batches of all replicas; 0: the data of all has ended.
+        examples: number of examples of the whole mini-batch.
         empty: numbers of this replica's micro-batches of weight 0, whose loss does not count, whatever it is.
-        stop: why training ends before this mini-batch; "" where it goes on. It ends with the data of the first
-            replica, because a mini-batch needs all.
-        step, steps: number of the training step, from 0, on which the noise depends; and of all steps, 0: not known.
-        loss_scale: factor of all gradients.
+        stop: why training ends before this mini-batch; "" if it goes on. It ends when the data of any replica has
+            ended, because a mini-batch needs all replicas.
+        step: number of the training step, from 0, which seeds the noise.
+        steps: number of all steps of the run; 0: not known.
+        loss_scale: factor by which the loss, and so all gradients, are multiplied.
         micro_batches: inputs and targets, on the worker of cell 0; None elsewhere.
     """
 
@@ -68,10 +69,10 @@ class StepRecord:
 
 @dataclass
 class StepResult:
-    """Holds what all workers know of a training step when they have met.
+    """Holds what all workers know of a training step after their exchange.
 
     Attributes:
-        plan: what was to be done.
+        plan: the plan by which the step was run.
         loss: loss of the mini-batch, per unit of weight.
         losses: unscaled sums by replica, then micro-batch.
         gradient_norm: norm of the whole gradient, before clipping.
@@ -83,7 +84,7 @@ class StepResult:
             step until the rank begins the step. "span": seconds from there to the end of its last instruction. "busy":
             the seconds of these in which it computes. "waited_for_data": seconds for which the first worker waited for
             this mini-batch. "memory_bytes": peak memory. And seconds of each of `PHASES` between the step before and
-            this one, because those of this step end after the workers have met.
+            this one, because those of this step end after the exchange.
         lr: learning rate of the update.
         seconds: seconds of the whole step on this worker, its update included; known when it has ended.
         not_finite: the first place with a value that is not finite, in words; None where all are finite.

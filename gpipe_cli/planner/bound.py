@@ -156,12 +156,17 @@ def _least(cells: Sequence[LayerTimes], graphs: Sequence[float]) -> list[_Least]
 
 
 def _work_bound(group: Sequence[_Least], M: int, memory: float) -> float:
-    """Returns the seconds of a step in which a worker does the work of some of its cells: the first, and later ones.
+    """Returns the least seconds of a step in which a worker does the work of these cells.
 
-    Their work begins with a forward of the first cell, because a micro-batch passes it first: not before its arrival.
-    The last urgent backward is one of the first cell, because a micro-batch passes it last, and the drain follows: in
-    it second halves may run, but no graph lives. So the work without second halves, and the drain, come one after the
-    other; and so does all of the work. Graphs that are all of one size fill memory as whole ones.
+    The work begins with a forward of the first cell, which a micro-batch passes first, and so not before its arrival.
+    The last urgent backward is one of the first cell, too, which a micro-batch passes last. Then the drain follows, in
+    which second halves may run, but no graph lives. So there are two bounds: the work without second halves, and then
+    the drain; and all of the work. If all graphs are of one size, only whole ones fill the memory.
+
+    Args:
+        group: some cells of a worker, from one on.
+        M: micro-batches.
+        memory: bytes that the worker has for graphs.
     """
     first, sizes = group[0], {cell.graph for cell in group}
     if max(sizes) > memory:
@@ -177,10 +182,10 @@ def _work_bound(group: Sequence[_Least], M: int, memory: float) -> float:
 
 
 def _turn_bound(group: Sequence[_Least], M: int) -> float:
-    """Returns the seconds of a step in which a worker waits for the first micro-batch, or the last, to come back.
+    """Returns the least seconds of a step in which a worker waits for the first or the last micro-batch to come back.
 
-    No backward of the group begins before a micro-batch has turned: all of them follow. Its last forward is one of the
-    last cell: all of them come before, and that micro-batch has yet to turn. With M=1: the path of one micro-batch.
+    All backwards of the group come after the first micro-batch has been through the later cells and back. All its
+    forwards come before the last micro-batch goes there. With M=1 both are the path of one micro-batch.
     """
     first, last = group[0], group[-1]
     turned = last.arrival + last.forward + last.turn
@@ -190,12 +195,19 @@ def _turn_bound(group: Sequence[_Least], M: int) -> float:
 
 
 def _with_recompute(group: Sequence[_Least], M: int, memory: float, work: float, drain: float) -> float:
-    """Returns the least seconds that hold the work, and graphs made again so that all graphs fit.
+    """Returns the least seconds for some work and for the recomputes without which its graphs do not fit the memory.
 
-    The lives of all graphs, times their bytes, are at most memory times seconds, without a ``drain`` in which no graph
-    lives. Making a graph again shortens its life and adds seconds: those that save most for the least seconds come
-    first, and parts of a graph may be made again (a fractional knapsack). What is still missing then is idle time. Each
-    second more has its memory, too, so the answer needs no bisection.
+    The sum of bytes times seconds over all graphs is at most memory times the seconds in which graphs live. A recompute
+    shortens the life of a graph and adds seconds. Those that save most bytes times seconds for each second come first,
+    and a part of a graph may be recomputed (a fractional knapsack). What is still missing then is idle time. Each added
+    second has its memory, too, so the answer needs no bisection.
+
+    Args:
+        group: cells whose graphs share the memory.
+        M: micro-batches.
+        memory: bytes for graphs.
+        work: seconds of the work without recomputes.
+        drain: seconds, among those of ``work``, in which no graph lives.
     """
     if memory == inf:
         return work

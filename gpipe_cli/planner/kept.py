@@ -259,4 +259,5 @@ def refuse_too_large(builders: Sequence[LayerBuilder], settings: Settings, memor
 
 
 def _size(number: float) -> str:
+    """Returns a number of bytes as text in GB."""
     return f"{number / 1e9:,.1f} GB"

@@ -44,6 +44,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, clip: float | None, ignore: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes the loss; the arguments are those of `smoothed_cross_entropy`."""
         counts = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
         targets = targets.where(counts, 0)[:, None]
         scores, is_clipped = _clip(widened(logits), clip)
@@ -59,6 +60,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of the logits, softmax(c) − q times that of the loss; None for the other arguments."""
         logits, targets, normalizer, counts = ctx.saved_tensors
         scores, is_clipped = _clip(widened(logits), ctx.clip)
         slope = (scores - normalizer[:, None]).exp_().sub_(ctx.smoothing / logits.shape[1])

@@ -92,6 +92,7 @@ class _ToConsole(logging.Handler):
         self._emit = emit
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Emits a logged message as a warning."""
         self._emit({"kind": "warning", "text": record.getMessage()})
         record.shown = True  # the console may listen in this process, too (launch.inline)
 

@@ -72,7 +72,7 @@ class Saver:
             self.message.write_saved(self.writer.finished_step)
 
     def complete(self) -> None:
-        """Completes the pending checkpoint on rank 0, once all workers have told that their layers are written."""
+        """Completes the pending checkpoint on rank 0, once the layers of all workers are on disk."""
         if self.pending is None or not self.message.is_saved(self.pending[0]):
             return
         (step, state), world = self.pending, self.message.world

@@ -232,12 +232,20 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
+        """Describes a tensor.
+
+        Raises:
+            TypeError: it is sparse or quantized.
+        """
         if tensor.is_quantized or tensor.layout is not torch.strided:  # its bytes are not its values
             raise TypeError("a sparse or quantized tensor cannot pass to the next layer: return a dense one")
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_channels_last(tensor))
 
     def view_of(self, message: Tensor, start: int) -> Tensor:
-        """Returns the tensor that begins at byte ``start`` of a message, as a view; the message has its own storage."""
+        """Returns a view of the tensor that begins at byte ``start`` of a message.
+
+        The message must begin at the first byte of its storage.
+        """
         return message.view(self.dtype).as_strided(self.shape, self._strides, start // self.dtype.itemsize)
 
     @cached_property
@@ -269,6 +277,7 @@ class BoundarySpec:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> BoundarySpec:
+        """Describes these tensors and their grouping."""
         return cls(tuple(TensorSpec.of(tensor) for tensor in tensors), grouping_of(tensors))
 
     def with_takers(self, takers: Collection[int]) -> BoundarySpec:
