@@ -129,6 +129,7 @@ class Answerer:
         """
         codec = self.assembly.source
         encoded = [] if codec is None else codec.encode(lines)
+        # Number of a line -> its token ids; a blank line is not translated, but it may be continued.
         asked = {n: ids for n, ids in enumerate(encoded) if self.begin is not None or lines[n].strip()}
         places = [(n, sample) for n, ids in asked.items() if len(ids) <= MOST_TOKENS for sample in range(self.samples)]
         found = self.decoder.decode([self._source(asked[n], n, sample) for n, sample in places], self.beam)

@@ -212,6 +212,7 @@ def step_seconds(
         lists: each worker's instructions.
     """
     phase, faster = phases(lists), np.array([speeds[worker] if speeds else 1.0 for worker in placement])
+    # By pass: seconds [cell, cut]. The clocks are [worker, cut].
     cells = {name: (np.diff(running[cuts]) / faster).T for name, running in _running(times).items()}
     clock, arrival = np.zeros((len(lists), len(cuts))), dict[Message, Floats]()
     for worker, instruction in execution_order(lists):

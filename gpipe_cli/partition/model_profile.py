@@ -208,8 +208,8 @@ class LayerTrial:
     def _timed(self, phase: str) -> Iterator[None]:
         """Measures the seconds of a run, without those in which other processes of a busy machine had the core.
 
-        On a GPU, events record when work begins and ends and are read at the end: waiting for the GPU around each
-        layer would add the wait's own time to every small layer, and empty queues that a run does not have.
+        On a GPU, events record when work begins and ends, and are read at the end. To wait for the GPU around each
+        layer would add the wait's own time to every small layer, and would empty queues that are full in a run.
         """
         if self._device.type == GPU:
             begin = event_now(self._device)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _HALF = (torch.bfloat16, torch.float16)
+# Operations that neither compute nor move data:
 _NO_WORK = ("aten::empty", "aten::detach", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "prim::")
 
 
@@ -24,7 +25,7 @@ class Operation(NamedTuple):
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Lists the operations that run inside it and counts the bytes of the storages that they make.
+    """Lists the operations that run inside the context, and counts the bytes of the storages that they make.
 
     Storages that exist already, such as weights, are passed to `ignore` and do not count.
 

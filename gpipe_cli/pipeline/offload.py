@@ -46,7 +46,10 @@ class StateFile:
             raise DiskError(f"pipeline.offload_dir={folder}: {error.strerror}") from error
 
     def mapped(self, size: int) -> mmap.mmap:
-        """Returns so many new bytes of the file, as memory.
+        """Makes the file longer and returns the new part as memory.
+
+        Args:
+            size: least bytes of it; whole pages are returned.
 
         Raises:
             DiskError: the disk has no room for them.
@@ -68,8 +71,8 @@ class CellState:
     """Holds the state of one cell.
 
     Args:
-        file: the worker's.
-        parameters: the cell's own; tied ones of other cells stay in memory.
+        file: file of the worker.
+        parameters: the cell's own parameters; tied ones that other cells own stay in memory.
     """
 
     def __init__(self, file: StateFile, parameters: Sequence[nn.Parameter]) -> None:
@@ -81,7 +84,7 @@ class CellState:
             parameter.data = moved
 
     def moved(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Returns copies in the file, with the same strides."""
+        """Returns copies in the file, with the same strides. Copies of tensors that are not dense stay out of it."""
         tensors = [tensor.detach() for tensor in tensors]
         starts = [*accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors), initial=0)]
         memory, copies = self._file.mapped(starts[-1]), []
@@ -96,7 +99,11 @@ class CellState:
         return copies
 
     def keep(self, state: dict[Any, dict[str, Any]]) -> None:
-        """Moves what an optimizer keeps of the cell's parameters to the file, unless it is there."""
+        """Moves the optimizer's state of the cell's parameters to the file, unless it is there.
+
+        Args:
+            state: the state of all parameters, which is changed in place.
+        """
         places = [
             (state[parameter], key)
             for parameter in self._parameters
@@ -108,7 +115,7 @@ class CellState:
                 values[key] = moved
 
     def bring(self) -> None:
-        """Lets the system read the weights ahead; returns at once. What only the update needs comes when it is used."""
+        """Lets the system read the weights ahead, and returns at once. Optimizer state is read when it is used."""
         self._memory[0].madvise(mmap.MADV_WILLNEED)
 
     def take_away(self) -> None:

@@ -100,7 +100,7 @@ def most_alive(
         size, place, behind = sizes[i.cell], (i.cell, i.micro_batch), (i.cell + 1, i.micro_batch)
         next_is_here = i.cell + 1 < len(placement) and placement[i.cell] == placement[i.cell + 1]
         if i.op is Op.RECEIVE_ACTIVATION:
-            apart = size.targets if on_cpus else 0  # of the mini-batch; else also in the message
+            apart = size.targets if on_cpus else 0  # counted under "mini_batch"; on a GPU the message keeps them, too
             held.add("inputs", place, size.message - apart)
         elif i.op is Op.RECEIVE_GRADIENT:
             held.add("messages", behind, size.output_gradients)
@@ -109,7 +109,7 @@ def most_alive(
             held.run(size.forward if keeps else size.inference)
             if keeps:
                 held.add("graphs", place, size.graph + size.outputs)
-            elif next_is_here:  # with a graph it is the graph's
+            elif next_is_here:  # with a graph the outputs count under "graphs"
                 held.add("inputs", behind, size.outputs)
         elif i.op is Op.RECOMPUTE:
             held.run(size.forward)

@@ -128,7 +128,7 @@ def worker_plans(
     for worker, (by_kind, limit) in enumerate(zip(alive, limits, strict=True)):
         own = [cell for cell in cells if cell.worker == worker]
         held, activations = sum(cell.kept for cell in own), sum(by_kind.values())
-        if offload:
+        if offload:  # the most of two moments: one cell's update, or two neighbouring cells with weights and gradients
             running = [cell.weights + cell.gradients for cell in own]
             held = max(max(cell.kept for cell in own), *map(sum, zip(running, [0, *running], strict=False)))
         numbers = [cell.cell for cell in own]

@@ -45,7 +45,7 @@ LONGEST_PROFILE = 3.0  # seconds of one forward and backward of each kind of lay
 
 
 class Planner:
-    """Plans one model on one kind of device, with any pipeline; keeps its measurements.
+    """Plans one model on one kind of device, with any pipeline. What it has measured once it keeps.
 
     Args:
         settings: the configuration. `pipeline.workers=auto` is one worker for each cell, at most
@@ -67,7 +67,7 @@ class Planner:
             groups.told(self.builders)  # refuses entries that select nothing
         self._task = build_task(settings.task, settings.seed)
         most_cells = settings.pipeline if options.fit is None else replace(settings.pipeline, K=len(self.builders))
-        self._section = self.with_workers(most_cells)  # of which this machine is measured
+        self._section = self.with_workers(most_cells)  # this machine is measured as one of its workers has it
         build_autocast(settings.precision, present_device(self._section))  # for the kernels of a run
         self.device = options.device or measure_device(self._section)
         self._on_cpus = self.device.kernels == "cpu"

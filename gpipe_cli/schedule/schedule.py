@@ -226,7 +226,11 @@ def with_moves(lists: InstructionLists) -> list[list[Instruction]]:
 
 
 def _with_moves(worker: int, instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Returns one worker's list with moves of state; see `with_moves`."""
+    """Returns one worker's list with moves of state; see `with_moves`.
+
+    A turn is a run of computations of one cell. When it begins, the next turn's cell is brought; at the first turn its
+    own cell, too. A cell is taken away behind its turn and the sends of its results.
+    """
     computations = [(at, i) for at, i in enumerate(instructions) if i.op in COMPUTE]
     turns = [list(turn) for _, turn in groupby(computations, key=lambda pair: pair[1].cell)]
     cells = {i.cell for _, i in computations}
@@ -235,10 +239,10 @@ def _with_moves(worker: int, instructions: Sequence[Instruction]) -> list[Instru
             f"pipeline.offload=true: worker {worker} would turn {len(turns)} times a step from one of its {len(cells)} "
             "cells to another: use pipeline.schedule=breadth_first or gpipe, or one cell a worker"
         )
-    before: dict[int, list[Instruction]] = {}
+    before: dict[int, list[Instruction]] = {}  # moves by the position in the list before which they are inserted
     for number, turn in enumerate(turns):
         (first, begin), (last, end) = turn[0], turn[-1]
-        needed = [later[0][1] for later in turns[number + 1 : number + 2]]
+        needed = [later[0][1] for later in turns[number + 1 : number + 2]]  # the next turn's first computation
         if number == 0:
             needed.insert(0, begin)
         before.setdefault(first, []).extend(Instruction(Op.BRING, i.cell, i.micro_batch) for i in needed)

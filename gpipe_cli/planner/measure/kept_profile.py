@@ -75,6 +75,7 @@ def profiled(
     file = profile_file(builders, micro_batch, settings, device)
 
     def write(draft: Path) -> None:
+        """Measures the profile and writes it to a file that takes its place in the cache when it is whole."""
         began = time.perf_counter()
         autocast, task = build_autocast(settings.precision, device), build_task(settings.task, settings.seed)
         inputs, targets = micro_batch[0], tuple(tensor.to(device) for tensor in micro_batch[1])

@@ -70,9 +70,9 @@ def free_memory_of_gpu(device: torch.device) -> float:
 
 
 def measure_device(pipeline: PipelineConfig) -> Device:
-    """Returns rates, memory and the cost of operations and messages, as one worker has them.
+    """Returns the rates, memory and cost of messages that one worker has on this machine.
 
-    A worker has its threads, or its part of a GPU.
+    A worker has its own threads and its part of the memory, or its part of a GPU.
     """
     rates = measure_rates(pipeline)
     if rates.kernels == "cpu":
@@ -84,9 +84,9 @@ def measure_device(pipeline: PipelineConfig) -> Device:
 
 
 def measure_rates(pipeline: PipelineConfig) -> Device:
-    """Returns the rates and the whole memory of the machine, or what is free on a GPU; takes seconds.
+    """Measures the machine's rates, which takes seconds; returns them with its memory.
 
-    The cost of messages is assumed.
+    The memory is the whole memory of the machine, or what is free on a GPU. The cost of messages is assumed.
     """
     device = present_device(pipeline)
     is_gpu = device.type == GPU
