@@ -251,7 +251,10 @@ class World:
         return gather_json(value, self.all_ranks)
 
     def gather_from_workers(self, values: Iterable[Any]) -> list[Any]:
-        """Returns the values of all workers of replica 0, one worker's after another's, on every rank, as JSON."""
+        """Returns on every rank the values of all workers of replica 0 in one list, in the workers' order.
+
+        They are as JSON keeps them.
+        """
         own = list(values) if self.replica == 0 else []
         return [value for values in self.all_gather(own) for value in values]
 

@@ -177,7 +177,10 @@ class Cutter:
         return paces
 
     def _cells(self, ends: Places) -> Places:
-        """Returns the ends of cells, in layers: those of one worker are as equal as possible."""
+        """Returns 0 and the ends of the cells, in layers, for 0 and the ends of the parts.
+
+        The cells within a part are as equal as possible.
+        """
         if len(self._totals) == len(self.placement):
             return self._places[ends]
         inside = (self._inside(*each) for each in zip(range(len(ends)), ends.tolist(), ends[1:].tolist(), strict=False))

@@ -89,7 +89,7 @@ class Survey(Generic[F]):
 
     @property
     def owners(self) -> list[dict[str, Owner]]:
-        """Returns for each layer the owner of each parameter that an earlier layer has, by its own name."""
+        """Returns for each layer the owners of its parameters that an earlier layer has, by their names here."""
         return [{one.name: one.owner for one in layer if one.owner is not None} for layer in self.parameters]
 
     @property
@@ -99,7 +99,7 @@ class Survey(Generic[F]):
 
     @property
     def sizes(self) -> list[int]:
-        """Returns how many numbers the parameters of each layer have, tied ones where their owner is."""
+        """Returns how many numbers the parameters of each layer have; a tied one counts in its owner's layer alone."""
         return [sum(one.form.numel for one in layer) for layer in self.own]
 
 

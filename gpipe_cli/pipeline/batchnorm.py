@@ -77,7 +77,10 @@ class DeferredBatchNorm(_BatchNorm):
         return output.to(x.dtype)
 
     def _from_every_replica(self, local: Tensor) -> Tensor:
-        """Returns ``local`` (3, C) of all replicas: (replicas, 3, C). The sum is exact: each replica fills one row."""
+        """Returns the ``local`` (3, C) of all replicas, (replicas, 3, C).
+
+        They are added up exactly, because each replica fills one row and has zeros elsewhere.
+        """
         replicas, place = dist.get_world_size(self.group), dist.get_rank(self.group)
         slots = F.pad(local[None], (0, 0, 0, 0, place, replicas - 1 - place))
         everyone: Tensor = _SumOverReplicas.apply(slots, self.group)

@@ -56,7 +56,7 @@ class UnusedParameters:
         self._filled.update(map(id, fill_gradients(parameters)))
 
     def used(self) -> list[str]:
-        """Returns the names of the parameters that this worker has used."""
+        """Returns the names of the parameters that this worker has used; for tied ones, of their owners."""
         return [*(n for n, p in self._own.items() if p.grad is not None and id(p) not in self._filled), *self.owners]
 
     def clear(self, everywhere: Callable[[], Container[str]]) -> None:

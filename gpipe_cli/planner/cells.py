@@ -254,7 +254,10 @@ class TimeModel:
         return LayerTimes(**{name: self.seconds(operations) for name, operations in facts.operations.items()})
 
     def seconds(self, operations: Iterable[Operation]) -> float:
-        """Returns the seconds of some operations, one after the other."""
+        """Returns the seconds of some operations that run one after the other.
+
+        Each takes the longer of its FLOPs at the device's rate and its bytes at the memory's, and its start.
+        """
         device, total = self.device, 0.0
         for flops, moved, half in operations:
             rate = device.half_flops if half else device.flops

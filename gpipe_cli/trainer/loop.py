@@ -129,7 +129,7 @@ class Trainer:
             self.saver.tell_written_step()
 
     def _with_mini_batch(self, plan: StepPlan) -> StepPlan:
-        """Returns the plan with its micro-batches, where this worker reads them, and what only this step knows."""
+        """Returns the plan with the numbers of the step and, on a worker that reads data, its micro-batches."""
         step, steps, scale = self.progress.step, self.settings.trainer.steps or 0, self.progress.loss_scale or 1.0
         return replace(plan, micro_batches=self.batches.take(), step=step, steps=steps, loss_scale=scale)
 

@@ -198,6 +198,7 @@ def _measure(run: Run, inputs: list[Tensor], module: nn.Module, others: Tensors,
     operations, peaks = dict[str, Sequence[Operation]](), dict[str, int]()
 
     def note(name: str, before: int = 0) -> None:
+        """Notes the operations of the pass that has just run, and its peak above ``before`` bytes."""
         operations[name], peaks[name] = tracker.operations, max(0, tracker.peak - before)
         tracker.begin()
 
