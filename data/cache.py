@@ -24,7 +24,7 @@ def writing_cache(cache: Path) -> AbstractContextManager[None]:
 
 
 def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], report: Report = no_report) -> T:
-    """Returns what `read` finds in a file, which `make(draft)` makes first unless it is there whole."""
+    """Returns read(path). If the file is missing or damaged, one process makes it first by `make(draft)`."""
     with suppress(Exception):  # a damaged file raises errors of a dozen types
         return read(path)
     with sole_maker(path, report):
@@ -36,7 +36,7 @@ def made(path: Path, make: Callable[[Path], None], read: Callable[[Path], T], re
 
 
 def made_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], report: Report) -> Path:
-    """Returns a folder of the cache, which `make(draft)` fills first unless it is there.
+    """Returns a folder of the cache. If it is not there, one process makes it first by `make(draft)`.
 
     Raises:
         DiskError: the cache cannot be written.
@@ -48,7 +48,7 @@ def made_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], 
         with sole_maker(path, report):
             if not path.exists():  # another process may have made it meanwhile
                 draft = path.with_name(f"{DRAFT}{path.name}")
-                shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(draft, ignore_errors=True)  # a killed process may have left one
                 draft.mkdir()
                 try:
                     make(draft)
@@ -60,7 +60,10 @@ def made_folder(cache_dir: str | None, name: str, make: Callable[[Path], None], 
 
 @contextmanager
 def sole_maker(path: Path, report: Report) -> Iterator[None]:
-    """Holds the lock of a path at which something is to be made; the system releases it when this process ends."""
+    """Holds the lock of a path at which something is to be made, within the context.
+
+    Waits while another process has it. The system releases it when this process ends.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open_for_writing(path.with_name(f".{path.name}.lock"))
     try:

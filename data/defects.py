@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..errors import in_utf8
 
-KINDS = {  # what is said of the line
+KINDS = {  # what a message says of the line
     "undecodable": "is not UTF-8",
     "nul": "has a NUL byte",
     "malformed": "has not exactly one tab",
@@ -17,8 +17,8 @@ KINDS = {  # what is said of the line
     "copied": "has a source that equals its target",
     "no_dev": "has no dev set",
 }
-KEPT = "copied"  # the kind of pairs that are trained on
-DID = {KEPT: "kept", "no_dev": "found"}  # with a line; one of another kind is dropped
+KEPT = "copied"  # a defect of pairs that are trained on all the same
+DID = {KEPT: "kept", "no_dev": "found"}  # what was done with a line; one of another kind is dropped
 
 
 class BadLine(ValueError):
@@ -47,7 +47,12 @@ class Defects:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, kind: str, where: str, found: object = None) -> None:
-        """Counts a defect: the place, as "a.txt, line 3", and what was found there."""
+        """Counts a defect.
+
+        Args:
+            where: its place, as "a.txt, line 3".
+            found: what was found there, in words; None: as `KINDS` says.
+        """
         self.counts[kind] += 1
         self.first.setdefault(kind, in_utf8(f"{where}: {found or KINDS[kind]}"))
 
@@ -57,7 +62,7 @@ class Defects:
         self.first = {**others.first, **self.first}
 
     def in_words(self) -> str:
-        """Returns "dropped 3 empty, 1 too long; kept 2 copied; such as …", an example of each kind; "" without any."""
+        """Returns counts and an example of each kind, "dropped 3 empty; kept 2 copied; such as …"; "" without any."""
         parts = []
         for word in ("dropped", "kept", "found"):
             if kinds := sorted(kind for kind in self.counts if DID.get(kind, "dropped") == word):

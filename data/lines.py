@@ -102,7 +102,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _unpacked_blocks(path: Path) -> Iterator[bytes]:
-    """Yields what an archive of one or more streams holds. The libraries' readers overlook that a stream is torn.
+    """Yields the content of an archive of one or more streams, in blocks.
+
+    The libraries' own readers do not notice that a stream is cut off.
 
     Raises:
         EOFError: it is cut off.
@@ -110,7 +112,7 @@ def _unpacked_blocks(path: Path) -> Iterator[bytes]:
     unpacker: Any = None
     with path.open("rb") as file:
         while packed := file.read(PACKED_BLOCK):
-            while packed := packed if unpacker else packed.lstrip(b"\0"):  # zeros fill a stream up
+            while packed := packed if unpacker else packed.lstrip(b"\0"):  # zeros may stand between streams
                 unpacker = unpacker or UNPACKERS[path.suffix]()
                 yield unpacker.decompress(packed)
                 packed, unpacker = (unpacker.unused_data, None) if unpacker.eof else (b"", unpacker)
@@ -119,7 +121,7 @@ def _unpacked_blocks(path: Path) -> Iterator[bytes]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Returns each row's columns of text.
+    """Yields each row of a Parquet file: its columns of text by name.
 
     Raises:
         ConfigurationError: pyarrow is not installed.
@@ -135,21 +137,22 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _buffered(blocks: Iterator[bytes]) -> io.BufferedReader:
+    """Returns a buffered file of these blocks."""
     return io.BufferedReader(_Blocks(blocks), 1 << 20)
 
 
 def _as_lines(rows: Iterator[dict[str, Any]]) -> Iterator[bytes]:
-    """Yields each record as a line of JSON, so that a record's number is a line's."""
+    """Yields each record as a line of JSON, so that the number of a record is that of its line."""
     for row in rows:
         yield json.dumps(row, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
 
 
 class _Blocks(io.RawIOBase):
-    """Gives blocks of bytes, one after the other, as a file."""
+    """Reads as a file the blocks of bytes that an iterator yields."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks = blocks
-        self._rest = bytearray()
+        self._rest = bytearray()  # read from a block, not yet given
 
     def readable(self) -> bool:
         return True
@@ -180,10 +183,10 @@ def decoded(line: bytes, side: int = 0) -> str:
 
 
 def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
-    """Returns the texts of these names in a line of JSON, or below its "translation".
+    """Returns the texts under these names in a line of JSON, or under its "translation".
 
     Args:
-        key: that chooses the names; for messages.
+        key: the configuration key that holds the names; for messages.
 
     Raises:
         BadLine: it says what is wrong with the line.
@@ -211,7 +214,7 @@ def texts_in(line: str, names: Sequence[str], key: str) -> list[str]:
 
 
 def language_in(line: bytes, column: str) -> str | None:
-    """Returns the language that a record names in a column; None: it names none."""
+    """Returns the language that a record names in a column, None if it names none."""
     try:
         (found,) = texts_in(decoded(line), [column], "data.language_column")
     except BadLine:

@@ -30,7 +30,7 @@ RunAll = Callable[..., Iterator[Any]]
 
 
 def digest_of(*content: object) -> str:
-    """Returns a digest of all that decides the bytes of a store, JSON values; by it the store is found again."""
+    """Returns a digest of all that decides the bytes of a store (JSON values), by which the store is found again."""
     text = json.dumps([*content, sentencepiece.__version__])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -42,12 +42,13 @@ def stat_of(file: Path) -> list[object]:
 
 
 class PreparedSource(VocabularySource):
-    """Reads a prepared text; `prepare` calls `_use`."""
+    """Reads a prepared text. `prepare` of a subclass opens its store and calls `_use`."""
 
     _store: Any  # a `store.Store` or `text.source.TextStore`
     _folder: Path  # of the vocabularies
 
     def _use(self, store: Any) -> None:
+        """Takes the vocabularies and the counts of defects from an opened store."""
         self._store, self._folder, self.prepared_defects = store, store.folder, store.defects.counts
         self.source_vocabulary, self.target_vocabulary = store.source_vocabulary, store.target_vocabulary
 
@@ -55,8 +56,8 @@ class PreparedSource(VocabularySource):
         """Warns of lines left out when the store was made, and of vocabularies smaller than asked for.
 
         Args:
-            used: what was not left out, in words.
-            vocabularies: the pieces asked for, and the vocabulary, under each key of `data`.
+            used: the beginning of the message, which says how much was not left out.
+            vocabularies: key of `data` -> (pieces asked for, vocabulary).
         """
         log = logging.getLogger(type(self).__module__)  # the console shows those of the source's package
         if found := self._store.defects.in_words():
@@ -65,7 +66,10 @@ class PreparedSource(VocabularySource):
             warn_if_smaller(key, wanted, vocabulary, log)
 
     def keep_vocabularies(self, folder: Path) -> None:
-        """Copies the vocabularies to a folder, where `vocabulary` reads them without the text; its other files go."""
+        """Copies the vocabularies to a folder, so that they can be read without the text.
+
+        Vocabulary files of an earlier run are removed from it.
+        """
         folder.mkdir(exist_ok=True)
         for name in VOCABULARIES:
             if (self._folder / name).exists():
@@ -75,7 +79,7 @@ class PreparedSource(VocabularySource):
                 (folder / name).unlink(missing_ok=True)
 
     def fingerprint(self) -> str:
-        """Returns that of the text that is trained on, which the order of reading does not change."""
+        """Returns the fingerprint of the text that is trained on; the order of reading does not change it."""
         return str(self._store.fingerprint())
 
 
@@ -89,7 +93,7 @@ def worker_count(files: Iterable[Path], workers: int | None) -> int:
 
 @contextmanager
 def in_processes(count: int) -> Iterator[RunAll]:
-    """Yields a function that runs jobs in `count` processes, in this one if it is 1; results keep the jobs' order.
+    """Yields a function that runs jobs in `count` processes (1: in this one) and yields results in the jobs' order.
 
     They are new interpreters, not forks, because the caller may hold a GPU or threads. They end with this process.
     """
@@ -106,7 +110,7 @@ def in_processes(count: int) -> Iterator[RunAll]:
 def _run_all(
     pool: ProcessPoolExecutor, most: int, function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]
 ) -> Iterator[Any]:
-    """Yields the results; fewer than `most` jobs are running or not yet taken."""
+    """Yields the results of jobs in order. At most `most` jobs are submitted ahead of the result that is taken."""
     waiting: deque[Future[Any]] = deque()
     for job in jobs:
         waiting.append(pool.submit(function, *job))

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 Row = dict[str, Any]
 Rows = Callable[[BinaryIO], Iterator[Row]]
 
-UNREADABLE = "\0"  # the name in a record of what makes it unreadable
+UNREADABLE = "\0"  # the name under which a record says why it cannot be read
 _MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _DATES = re.compile(rb"PO(T-Creation|-Revision)-Date:")  # of a template, or in words: no dates for babel
 _TEMPLATE = {rb"charset=CHARSET": b"charset=UTF-8", rb"nplurals=INTEGER; plural=EXPRESSION": b"nplurals=2; plural=n!=1"}
@@ -33,14 +33,17 @@ _CODE = re.compile("[A-Za-z]{2,3}(?:[-_](?:[A-Za-z]{4}|[A-Za-z]{2}|[0-9]{3}))*")
 
 
 def _encoding(start: bytes) -> str:
+    """Returns the encoding that a byte order mark says, else UTF-8."""
     return next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
 
 
 def _dateless(content: bytes) -> io.BytesIO:
+    """Returns a catalogue whose dates babel does not read, because templates have words there."""
     return io.BytesIO(_DATES.sub(rb"X-\1-Date:", content))  # as long as before: a .mo file has places of texts
 
 
 def _po(file: BinaryIO) -> Iterator[Row]:
+    """Yields the messages of a .po file, and a record for each place that babel could not read."""
     from babel.messages.pofile import read_po
 
     content, said = file.read(), io.StringIO()
@@ -62,7 +65,10 @@ def _mo(file: BinaryIO) -> Iterator[Row]:
 
 
 def _messages(catalogue: Any) -> Iterator[Row]:
-    """Yields each form of each message; the form for the number 1 is the singular's, wherever it stands."""
+    """Yields msgid and msgstr of each plural form of each message.
+
+    The form for the number 1 has the singular as its msgid, wherever it stands.
+    """
     try:
         of_one = gettext.c2py(catalogue.plural_expr)(1)
     except ValueError:
@@ -82,6 +88,7 @@ def _tmx(file: BinaryIO) -> Iterator[Row]:
 
 
 def _xliff(file: BinaryIO) -> Iterator[Row]:
+    """Yields source and target of each unit, also by their languages; a target that is not translated is empty."""
     for unit, given in _elements(file, "trans-unit", "segment"):
         source, target = _child(unit, "source"), _child(unit, "target")
         is_open = given.get("translate") == "no" or {unit.get("state"), target.get("state")} & _UNTRANSLATED
@@ -102,16 +109,18 @@ def _by_language(texts: Iterable[tuple[str, str]]) -> Row:
 
 
 def _child(element: Any, name: str) -> Any:
+    """Returns the first child of this name, or an element without text."""
     return next(element.iterfind(f"{{*}}{name}"), _MISSING)
 
 
 def _text(element: Any) -> str:
+    """Returns the text in an element, without a document's own tags."""
     inside = ("" if _name(part) in _TAGS else _text(part) for part in element)
     return (element.text or "") + "".join(text + (part.tail or "") for text, part in zip(inside, element, strict=True))
 
 
 def _elements(file: BinaryIO, *names: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """Yields the elements of these names, and the attributes of each and of those around it."""
+    """Yields each element of these names, with its attributes and those of the elements around it."""
     given: list[dict[str, str]] = [{}]
     for event, element in ElementTree.iterparse(file, ("start", "end")):
         if event == "start":
@@ -122,10 +131,12 @@ def _elements(file: BinaryIO, *names: str) -> Iterator[tuple[Any, dict[str, str]
 
 
 def _name(element: Any) -> str:
+    """Returns an element's name without its namespace."""
     return str(element.tag).rpartition("}")[2]
 
 
 def _csv(file: Any) -> Iterator[Row]:
+    """Yields the rows of a table by the names in its first line. The delimiter is the one that divides it most."""
     lines = io.TextIOWrapper(file, _encoding(file.peek(4)), "surrogateescape", newline="")
     first = lines.readline()
     told = re.fullmatch(r'"?sep=(.)"?\s*', first)  # by Excel

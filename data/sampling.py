@@ -60,8 +60,8 @@ class TemperatureSampler:
     def items(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Returns chunk `number`, shuffled: (collection, index within the collection) of each of its items."""
         first, last = self.taken(number * self.chunk), self.taken((number + 1) * self.chunk)
-        indices = [order.items(first[of], last[of]) for of, order in enumerate(self._orders)]
-        collections = np.repeat(np.arange(len(indices)), [len(of) for of in indices])
+        indices = [order.items(first[place], last[place]) for place, order in enumerate(self._orders)]
+        collections = np.repeat(np.arange(len(indices)), [len(chosen) for chosen in indices])
         order = permutation(self.chunk, self._seed, "chunk", number)
         return collections[order], np.concatenate(indices)[order]
 
@@ -113,10 +113,12 @@ class EpochOrder:
 
 
 class EvenSample(Generic[Item]):
-    """Holds every stride-th item of a sequence of unknown length, from the first one on.
+    """Samples a sequence of unknown length evenly: keeps every stride-th item, from the first on.
+
+    The stride doubles when too many are kept.
 
     Args:
-        wanted: items; up to twice as many are kept.
+        wanted: number of items to keep; up to twice as many are kept.
 
     Attributes:
         kept: items, each with its number in the sequence, from 0.
@@ -132,15 +134,15 @@ class EvenSample(Generic[Item]):
         return [item for _, item in self.kept]
 
     def places(self, count: int) -> range:
-        """Returns which of the next `count` items are in the sample."""
+        """Returns which of the next `count` items belong to the sample, counted from 0."""
         return range(-self.total % self.stride, count, self.stride)
 
     def keep(self, place: int, item: Item) -> None:
-        """Takes the item at one of these places."""
+        """Keeps the item at one of the places that `places` returned."""
         self.kept.append((self.total + place, item))
 
     def go_on(self, count: int) -> None:
-        """Passes over the `count` items."""
+        """Moves on by `count` items; thins the sample if it has become too large."""
         self.total += count
         while len(self.kept) > self._most:
             self.stride *= 2
@@ -165,8 +167,8 @@ def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> li
     other part is dealt from its end, so that the mini-batches have similar mean lengths.
 
     Args:
-        source, target: lengths with the end token, of at least `count` pairs.
-        equal_pairs: mini-batches have equal numbers of pairs; else all groups have nearly equal padded tokens.
+        source, target: length of each side of each pair, with the end token; there are at least `count` pairs.
+        equal_pairs: True gives mini-batches equal numbers of pairs; False gives all groups nearly equal padded tokens.
     """
     width = width_of(target)
     # Source lengths rise in one width and fall in the next, so that a group that spans two has similar sources.
@@ -188,7 +190,7 @@ def dealt(source: Numbers, target: Numbers, count: int, equal_pairs: bool) -> li
 
 
 def least_pairs(mean: int) -> int:
-    """Returns the fewest pairs of a mini-batch that `dealt` makes if they have `mean` pairs on average."""
+    """Returns the fewest pairs that a mini-batch of `dealt` can have if the mean is `mean` pairs."""
     parts = min(GROUPS, mean)
     return parts * max(1, mean // (LEAST * parts))
 
@@ -204,13 +206,15 @@ def micro_batches(groups: Sequence[int], count: int) -> list[slice]:
 
 
 def _bounds_of_equal_pairs(tokens: Numbers, parts: int, count: int) -> Numbers:
-    """Returns where each group ends, from 0 on; mini-batches have equal pairs, and each equal tokens in its groups.
+    """Returns where the groups begin and end, if mini-batches have equal numbers of pairs.
 
-    The pairs of a group are inverse to their mean tokens. These depend on where the group lies, and so on the pairs of
-    the groups before it; some rounds make both agree.
+    The groups of a mini-batch have nearly equal tokens: their numbers of pairs are inverse to a pair's mean tokens.
+    These means depend on where a group lies, and so on the sizes of the groups before it; some rounds make both agree.
 
     Args:
-        tokens: of the first pair, the first two pairs, and so on.
+        tokens: running total of the pairs' padded tokens.
+        parts: number of groups of a mini-batch.
+        count: number of mini-batches.
     """
     pairs = len(tokens) // count
     step = _step(pairs)
@@ -221,32 +225,32 @@ def _bounds_of_equal_pairs(tokens: Numbers, parts: int, count: int) -> Numbers:
         rates = (sizes << 32) // np.diff(to_here[bounds]).reshape(sizes.shape)  # pairs a token
         ends = np.cumsum(_turned(rates), axis=0)
         ends = (pairs * ends // ends[-1] + step // 2) // step * step
-        sizes = _turned(np.stack([np.diff(_apart(np.array([0, *of]), pairs, 1)) for of in ends.T], axis=1))
+        sizes = _turned(np.stack([np.diff(_apart(np.array([0, *column]), pairs, 1)) for column in ends.T], axis=1))
     return np.cumsum([0, *sizes.flat])
 
 
 def _turned(parts: Numbers) -> Numbers:
-    """Returns parts [parts, groups] with every other one from its end."""
+    """Returns parts [parts, groups] with every other part reversed."""
     return np.stack([row[:: -1 if part % 2 else 1] for part, row in enumerate(parts)])
 
 
 def _places_of_shares(tokens: Numbers, count: int) -> Numbers:
-    """Returns after how many pairs each of `count` equal shares of the tokens ends, from 0 on.
+    """Returns the bounds, in pairs, of `count` equal shares of the tokens, 0 first.
 
     Args:
-        tokens: of the first pair, the first two pairs, and so on.
+        tokens: running total of the pairs' padded tokens.
     """
     return np.asarray(np.searchsorted(tokens, tokens[-1] * np.arange(count + 1) // count, side="right"))
 
 
 def _shares(ends: Numbers, count: int) -> Numbers:
-    """Returns where each of `count` equal shares of the groups ends, from 0 on; so do `ends`, those of the groups."""
+    """Returns the bounds, in pairs, of `count` equal shares of the groups, 0 first; `ends` are the groups' bounds."""
     group, rest = np.divmod(np.arange(count + 1) * (len(ends) - 1), count)
     return np.asarray(ends[group] + np.diff(ends, append=ends[-1])[group] * rest // count)
 
 
 def _rounded(bounds: Numbers) -> Numbers:
-    """Returns bounds at similar places with few different distances."""
+    """Moves bounds a little, so that there are few different distances between them."""
     steps = np.array([1, *map(_step, np.diff(bounds).tolist())])
     return np.asarray((bounds + steps // 2) // steps * steps)
 
@@ -259,5 +263,5 @@ def _apart(bounds: Numbers, last: int, least: int) -> Numbers:
 
 
 def _step(pairs: int) -> int:
-    """Returns the power of two in (pairs/64, pairs/32], at least 1."""
+    """Returns the step to which a number of pairs is rounded: the power of two in (pairs/64, pairs/32], at least 1."""
     return int(1 << max(0, (pairs // 32).bit_length() - 1))

@@ -54,7 +54,7 @@ class Source(ABC):
         sizes: training pairs of each language, for averages of scores over languages.
         evaluation_split: which held-out sentences are translated, "dev" or "test".
         evaluation_per_language: how many of them of each language; None: all.
-        prepared_defects: counts of what `prepare` found broken or left out, equal on every replica; for summary.json.
+        prepared_defects: counts of what `prepare` found broken or left out, for summary.json; equal on every replica.
     """
 
     pad_id: int = 0
@@ -67,7 +67,7 @@ class Source(ABC):
 
     @abstractmethod
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields mini-batches from just after `position` (None: from the start), without end; an end would end the run.
+        """Yields mini-batches without end, from just after `position` (None: from the start).
 
         With D replicas a mini-batch has D·M micro-batches, and replica r reads those numbered r·M … (r+1)·M − 1. The
         same seed and position give the same batches.
@@ -85,11 +85,13 @@ class Source(ABC):
         """Builds or opens the files that the batches need; called once, before the first batch."""
 
     def typical_micro_batch(self, micro_batches: int, longest: bool) -> tuple[MicroBatch, int]:
-        """Returns a micro-batch and the number of examples of its mini-batch, for plans; reads a mini-batch for it.
+        """Returns a micro-batch and the number of examples of its mini-batch, by which plans are made.
+
+        This one prepares the data and reads a mini-batch. Sources that know their shapes override it.
 
         Args:
-            micro_batches: of the mini-batch, in all replicas.
-            longest: with sequences as long as the source's limits allow, where these are known.
+            micro_batches: number of micro-batches of the mini-batch, in all replicas.
+            longest: True for sequences as long as the source's limits allow, where these are known.
 
         Raises:
             ConfigurationError: there is no mini-batch.
@@ -109,7 +111,7 @@ class Source(ABC):
         """Returns the examples of an epoch's smallest micro-batch; None: as in the first mini-batch.
 
         Args:
-            micro_batches: of a mini-batch, in all replicas.
+            micro_batches: number of micro-batches of a mini-batch, in all replicas.
         """
         return None
 
@@ -120,7 +122,7 @@ class Source(ABC):
     def fingerprint(self) -> str | None:
         """Returns a digest of the prepared training data, equal for equal data on every machine and under every path.
 
-        A run is not resumed with data of another one; None: not checked.
+        A run is not resumed with data of another digest. None: data are not compared.
         """
         return None
 
@@ -134,7 +136,7 @@ class Source(ABC):
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
         """Returns the text of token ids, up to the first end token at place `after` or later.
 
-        A place above 0 is given for a prompt with end tokens alone.
+        `after` is the length of a prompt, if that has end tokens, and else 0.
         """
         raise self._lacks("decode(ids), which gives their text")
 
@@ -143,6 +145,7 @@ class Source(ABC):
         raise self._lacks("held_out(split, per_language), which gives sentences to translate")
 
     def _lacks(self, method: str) -> ConfigurationError:
+        """Returns the error that a source has no such method, which something needs."""
         return ConfigurationError(f"data._target_={name_of(self)} has no method {method}")
 
 
@@ -172,7 +175,7 @@ def split_evenly(count: int, slices: int) -> list[slice]:
 
 
 def evaluation_parts(count: int, batch_size: int, M: int) -> Iterator[list[range]]:
-    """Yields, for each mini-batch of an evaluation of `count` examples, the places of its at most M micro-batches."""
+    """Yields for each mini-batch of an evaluation the examples (of `count`) in each of its at most M micro-batches."""
     for first in range(0, count, batch_size):
         batch = range(count)[first : first + batch_size]
         yield [batch[part] for part in split_evenly(len(batch), min(M, len(batch)))]
@@ -207,7 +210,7 @@ def permutation(count: int, *key: object) -> npt.NDArray[np.int64]:
 
 
 def read_ahead(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """Yields the same items in the same order; a background thread makes up to `depth` of them early."""
+    """Yields the same items in the same order. A background thread makes up to `depth` of them early."""
     end, thread = object(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
     waiting: deque[Future[Any]] = deque(thread.submit(next, items, end) for _ in range(depth))
     try:

@@ -63,8 +63,8 @@ class LanguageSummary:
     """Describes a language's training pairs in store.json.
 
     Attributes:
-        shards: pairs of each part that was shuffled.
-        widths: number of pairs, and of their target tokens with end tokens, for each padded target length.
+        shards: number of pairs in each part that was shuffled.
+        widths: padded target length -> [pairs of this length, their target tokens with end tokens].
     """
 
     shards: list[int]
@@ -108,13 +108,12 @@ class Store:
     @property
     def sizes(self) -> dict[str, int]:
         """Returns the number of training pairs of each language."""
-        return {code: of.pairs for code, of in self.languages.items()}
+        return {code: summary.pairs for code, summary in self.languages.items()}
 
     def fingerprint(self) -> str:
-        """Returns a digest of the vocabularies and of each language's numbers of pairs and tokens of each length.
+        """Returns a digest of the vocabularies, and of how many pairs and tokens of each length a language has.
 
-        The ids themselves are not read, because they may be of any number; a change that keeps all these numbers is
-        not noticed.
+        The ids are not read, because there may be very many. A change that keeps all these numbers is not noticed.
         """
         files = (self.folder / name for name in sorted(FILES))
         vocabularies = [path.read_bytes() for path in files if path.is_file()]
@@ -129,7 +128,7 @@ class Store:
         ]
 
     def locate(self, languages: Numbers, indices: Numbers) -> Numbers:
-        """Returns the number in the store of pair `indices[i]` of language number `languages[i]`, for every i."""
+        """Returns, for every i, the store's number of pair `indices[i]` of language number `languages[i]`."""
         return np.asarray(self._first[languages] + indices)
 
     def lengths(self, pairs: Numbers) -> Numbers:
@@ -148,14 +147,14 @@ class Store:
 
 
 def interleave(pairs: Sequence[Sequence[Sequence[int]]], kind: TokenKind) -> Pairs:
-    """Returns the ids of pairs (source, target) as a store holds them, and their lengths."""
+    """Returns the ids of all pairs (source, target) in one array, source before target, and the lengths [pairs, 2]."""
     lengths = np.array([[len(ids) for ids in pair] for pair in pairs], np.uint16).reshape(-1, 2)
     ids = chain.from_iterable(chain.from_iterable(pairs))
     return np.fromiter(ids, kind, int(lengths.sum(dtype=np.int64))), lengths
 
 
 def shuffled(tokens: Tokens, lengths: Lengths, order: Numbers) -> Pairs:
-    """Returns pairs in another order."""
+    """Returns the pairs in the given order; for tokens and lengths see `interleave`."""
     ends = np.cumsum(lengths.sum(1, dtype=np.int64)).tolist()
     of_pairs = [tokens[first:last] for first, last in pairwise([0, *ends])]
     return np.concatenate([tokens[:0], *(of_pairs[pair] for pair in order.tolist())]), lengths[order]
@@ -165,7 +164,7 @@ class StoreWriter:
     """Writes the pairs of a store, language after language, and then store.json.
 
     Args:
-        folder: that becomes the store.
+        folder: becomes the store.
 
     Attributes:
         languages: the summary of each language so far.
@@ -177,7 +176,7 @@ class StoreWriter:
         self.languages: dict[str, LanguageSummary] = {}
 
     def add(self, language: str, tokens: Tokens, lengths: Lengths) -> None:
-        """Writes further pairs of the last language or a new one, in the order given, see `interleave`."""
+        """Writes further pairs of the last language, or of a new one, in the given order (form: `interleave`)."""
         summary = self.languages.setdefault(language, LanguageSummary([], {}))
         summary.shards.append(len(lengths))
         targets = lengths[:, 1].astype(np.int64) + 1

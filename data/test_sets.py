@@ -32,8 +32,8 @@ class PairsToTest(ParallelTextSource):
     Args:
         test: a file, or a folder; in a folder those that are named test, if there are any.
         vocabularies: the folder of the run's vocabularies.
-        keys: `target`, `languages`, `columns` and `max_length` of the run; an only language is that of a file whose
-            name says none; longer pairs are left out, and counted.
+        keys: `target`, `languages`, `columns` and `max_length` of the run. If there is one language, files whose names
+            say none are of it. Longer pairs are left out, and counted.
     """
 
     def __init__(self, test: str, vocabularies: str, **keys: Any) -> None:
@@ -65,7 +65,7 @@ class PairsToTest(ParallelTextSource):
         return iter(self._found_pairs)
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the one mini-batch."""
+        """Yields one mini-batch, which shows the shapes."""
         tokens = torch.full(EXAMPLE, PAD)
         yield Batch([((tokens, tokens), (tokens,))] * M, None)
 
@@ -105,6 +105,6 @@ class TextToTest(TextFilesSource):
         report(f"tokens of test={self._test} ({in_short([path.name for path in files])})", len(ids), len(ids))
 
     def train(self, position: Any, M: int, replica: int, replicas: int) -> Iterator[Batch]:
-        """Yields the one mini-batch."""
+        """Yields one mini-batch, which shows the shapes."""
         tokens = torch.full((1, self._length), self.eos_id)
         yield Batch([((tokens,), (tokens,))] * M, None)

@@ -99,7 +99,7 @@ class DatasetSource(Source):
         return self._count // self._batch_size + bool(not self._drop_last and self._count % self._batch_size)
 
     def _keys(self, epoch: int, batch: int, M: int, replica: int, replicas: int) -> Iterator[list[Key]]:
-        """Yields the keys of each micro-batch of this replica, epoch after epoch."""
+        """Yields the keys of each micro-batch of this replica without end, from mini-batch `batch` of `epoch` on."""
         for current in count(epoch):
             order = permutation(self._count, self._seed, current).tolist()
             stop = self._count - self._batch_size + 1 if self._drop_last else self._count
@@ -115,16 +115,20 @@ class DatasetSource(Source):
         return self._collate([seeded[key] for key in keys])
 
     def _load(self, examples: Dataset[Any], keys: Iterator[list[Key]]) -> Iterator[MicroBatch]:
+        """Yields a micro-batch for each list of keys, read in loader processes, or in this one without any."""
         if not self._workers:
-            return (self.read(examples, of_one) for of_one in keys)
+            return (self.read(examples, its_keys) for its_keys in keys)
         # Loader processes alone read examples: a file opened before a fork is not safe to read after it.
         how: dict[str, Any] = {"batch_sampler": keys, "collate_fn": self._collate, "num_workers": self._workers}
         seeded = _Seeded(examples, self._seed)
-        return iter(DataLoader(seeded, **how, generator=torch.Generator()))  # else it draws from that of dropout
+        return iter(DataLoader(seeded, **how, generator=torch.Generator()))  # its default is the one of dropout
 
 
 class _Seeded(Dataset[Any]):
-    """Reads examples by (epoch, index): persistent loader processes would not see an epoch set from outside."""
+    """Reads an example by (epoch, index), by which it seeds the generators.
+
+    The key holds the epoch, because loader processes that go on would not see one that is set from outside.
+    """
 
     def __init__(self, examples: Dataset[Any], seed: int) -> None:
         self._examples, self._seed = examples, seed

@@ -11,11 +11,11 @@ from ..errors import ConfigurationError
 def files_below(
     folder: str | Path, is_data: Callable[[str], object], above: Collection[str] = ()
 ) -> Iterator[os.DirEntry[str]]:
-    """Yields the files in and below a folder, sorted, without hidden ones. A link to a folder above it is passed over.
+    """Yields the files in and below a folder, sorted, without hidden ones and links to folders above.
 
     Args:
         folder: if it is not there, it has no files.
-        is_data: whether a file of this name is read.
+        is_data: returns whether a file of this name is read; links of other names may lead nowhere.
         above: the real paths of the folders that lead to this one.
 
     Raises:
@@ -50,7 +50,7 @@ def refuse_dead_links(paths: Iterable[str | Path]) -> None:
 
 
 def files_matching(path: Path) -> list[Path]:
-    """Returns the files that a pattern finds, each once; a folder that is there is no pattern, whatever its name."""
+    """Returns the files that a glob pattern finds, each once. Folders that exist are taken by name, not as patterns."""
     base = next(folder for folder in path.parents if folder.exists())
     found = [base / name for name in glob(str(path.relative_to(base)), root_dir=base, recursive=True)]  # noqa: PTH207
     refuse_dead_links(found)

@@ -50,7 +50,7 @@ def train_vocabulary(
         sentences: texts; tabs and line breaks inside them become blanks.
         character_coverage: share of the text's characters that get pieces; the rest, the rarest, become unknown.
         key: the key under `data` that holds the size; for messages.
-        smaller: train fewer pieces where the sentences support fewer.
+        smaller: True trains fewer pieces where the sentences support fewer.
 
     Raises:
         ConfigurationError: the sentences support fewer pieces than `size` and not `smaller`, or need more for their
@@ -81,7 +81,7 @@ def train_vocabulary(
 
 
 def _refusal(error: str, key: str, size: int, coverage: float) -> str:
-    """Returns SentencePiece's error in words of the keys under `data`."""
+    """Returns the message that refuses a vocabulary size: SentencePiece's error, in terms of the keys under `data`."""
     if found := re.search(r"set it to a value <= (\d+)", error):
         use = f"use data.{key}={found[1]}, or data.smaller_vocabulary=true to train as many as there are"
         return f"data.{key}={size}, but this corpus supports {found[1]} pieces: {use}"
@@ -109,7 +109,7 @@ class Vocabulary:
     Args:
         model: its bytes.
         name: the file's name, for messages.
-        of_pairs: the ids of `SPECIAL` come before those of a model made elsewhere, which needs no end piece.
+        of_pairs: True for translation: ids of a model made elsewhere come after `SPECIAL`, and it needs no end piece.
 
     Attributes:
         first: id of its first piece.
@@ -134,15 +134,15 @@ class Vocabulary:
         return self.first + int(self._pieces.get_piece_size())
 
     def encode(self, texts: Sequence[str], threads: int = 2) -> list[list[int]]:
-        """Returns the ids of each text, without beginning and end tokens; tabs and line breaks are blanks."""
+        """Returns the ids of each text, without beginning and end tokens. Tabs and line breaks count as blanks."""
         plain = [text.translate(BLANKS) for text in texts]
         return _moved(self._pieces.encode(plain, out_type=int, num_threads=threads), self.first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
-        """Returns the text up to the first end token; control characters, which a terminal would obey, as U+FFFD.
+        """Returns the text up to the first end token. Control characters, which a terminal would obey, become U+FFFD.
 
         Args:
-            after: ids before this place are of a prompt, in which an end token ends nothing.
+            after: number of ids of a prompt before them, in which an end token ends nothing.
         """
         # A model may know more ids than there are pieces: data.smaller_vocabulary.
         known = (i - self.first for i in _before_end(ids, self.eos_id, after) if self.first <= i < len(self))
@@ -156,7 +156,7 @@ class TokenizerFile:
     Args:
         path: path of the file.
         end_token: the text of the token that ends a document; None: that of `end_beside`, or one of `ENDS`.
-        of_pairs: the ids of `SPECIAL` come before those of the file, which needs no end token.
+        of_pairs: True for translation: the file's ids come after `SPECIAL`, and it needs no end token.
 
     Attributes:
         first: id of its first token.
@@ -207,13 +207,13 @@ class TokenizerFile:
         return _moved([one.ids for one in encoded], self.first)
 
     def decode(self, ids: Sequence[int], after: int = 0) -> str:
-        """Returns the text as `Vocabulary.decode` does; special tokens before the end are text."""
+        """Returns the text as `Vocabulary.decode` does. Special tokens before the end stay in it as text."""
         kept = [token - self.first for token in _before_end(ids, self.eos_id, after) if token >= self.first]
         return CONTROL.sub("\ufffd", self._tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def end_beside(path: Path) -> str | None:
-    """Returns the end token that the tokenizer_config.json beside a vocabulary names; None: there is none."""
+    """Returns the end token that a tokenizer_config.json beside a vocabulary names, None without one."""
     try:
         token = json.loads((path.parent / CONFIG).read_bytes())["eos_token"]
         return str(token["content"] if isinstance(token, dict) else token)
@@ -221,13 +221,20 @@ def end_beside(path: Path) -> str | None:
         return None
 
 
-def _moved(ids: list[list[int]], by: int) -> list[list[int]]:
-    return [[number + by for number in of_one] for of_one in ids] if by else ids
+def _moved(texts: list[list[int]], by: int) -> list[list[int]]:
+    """Returns the ids of each text, with a number added to each id."""
+    return [[number + by for number in ids] for ids in texts] if by else texts
 
 
-def _before_end(ids: Sequence[int], end: int, after: int) -> list[int]:
+def _before_end(ids: Sequence[int], end: int, prompt_length: int) -> list[int]:
+    """Returns the ids up to the first end token behind the prompt, all if there is none.
+
+    Args:
+        end: id of the end token.
+        prompt_length: the first ids, in which an end token ends nothing.
+    """
     kept = [int(number) for number in ids]
-    return kept[: kept.index(end, after)] if end in kept[after:] else kept
+    return kept[: kept.index(end, prompt_length)] if end in kept[prompt_length:] else kept
 
 
 # -- in files ----------------------------------------------------------------------------------------------------------
@@ -305,7 +312,7 @@ class VocabularySource(Source):
 
 
 class VocabulariesOnly(VocabularySource):
-    """Encodes and decodes text; yields one mini-batch, which shows the shapes: there is no corpus.
+    """Encodes and decodes text without a corpus. It yields one mini-batch, which shows the shapes.
 
     Args:
         vocabularies: the folder of a run, see `PreparedSource.keep_vocabularies`.

@@ -57,7 +57,7 @@ class WindowSource(Source):
         return read_ahead(self._train((position or {"batch": 0})["batch"], slices))
 
     def evaluation(self, M: int) -> Iterator[Batch]:
-        """Yields windows of the held-out tokens, one after the other; the last one is filled up with padding."""
+        """Yields `evaluation_windows` windows, evenly spread over the held-out tokens. The last may end in padding."""
         tokens = self._held_out
         windows = -(-(len(tokens) - 1) // self._length)
         wanted = windows if self._evaluation_windows is None else min(windows, self._evaluation_windows)
@@ -70,7 +70,11 @@ class WindowSource(Source):
         return float((position or {"batch": 0})["batch"] * self._batch_size / self._count())
 
     def _require_a_window(self) -> None:
-        """Raises ConfigurationError for a text that is shorter than a window."""
+        """Refuses a text that is shorter than a window.
+
+        Raises:
+            ConfigurationError: it is.
+        """
         if self._count() < 1:
             raise ConfigurationError(
                 f"there are {len(self._training):,} tokens to train on, less than a window: lower "
@@ -82,6 +86,7 @@ class WindowSource(Source):
         return (len(self._training) - 1) // self._length
 
     def _train(self, start: int, slices: list[slice]) -> Iterator[Batch]:
+        """Yields these slices of each mini-batch without end, from mini-batch number `start` on."""
         tokens, windows = self._training, self._count()
         blocks = [min(TOGETHER, windows - first) for first in range(0, windows, TOGETHER)]
         order = EpochOrder(blocks, (self._seed, "blocks"))
@@ -90,7 +95,7 @@ class WindowSource(Source):
             yield Batch([self._micro_batch(tokens, chosen[cut]) for cut in slices], {"batch": number + 1})
 
     def _micro_batch(self, tokens: Ids, chosen: Numbers) -> MicroBatch:
-        """Returns the ids of windows and the ids that follow each; padding where the tokens have ended."""
+        """Returns windows by number: ids, and for each id the one that follows it; padding after the tokens' end."""
         places = chosen[:, None] * self._length + np.arange(self._length + 1)
         last = len(tokens) - 1
         ids = tokens[np.minimum(places, last)].astype(np.int64)

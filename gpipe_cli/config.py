@@ -342,7 +342,7 @@ class Settings:
         """Checks a resolved configuration and converts its values.
 
         Args:
-            found: problems found before; they are told together.
+            found: problems found before, which go into the same error.
 
         Raises:
             ConfigurationError: it has one line for each wrong key or value.
@@ -364,7 +364,7 @@ class Settings:
 
 
 def _before_choice(name: str, section: Any) -> Any:
-    """Returns the section; of pipeline with `BEFORE_CHOICE` where a key is auto, and these keys in `auto`."""
+    """Returns a section. In pipeline, keys that are auto get the values of `BEFORE_CHOICE`, and `auto` lists them."""
     if name != "pipeline" or not isinstance(section, Mapping):
         return section
     auto = [key for key in BEFORE_CHOICE if section.get(key) == "auto"]
@@ -372,6 +372,10 @@ def _before_choice(name: str, section: Any) -> Any:
 
 
 def _read_target(section: str, values: Any, problems: Problems) -> dict[str, Any]:
+    """Returns a section with a `_target_`; adds lines to ``problems`` for a missing target and wrong values.
+
+    Only values of optimizers are checked here. Others are checked by the signature of what is called.
+    """
     target = values.get("_target_") if isinstance(values, Mapping) else values
     if not isinstance(target, str) or not target.strip(".") or target is values:
         given = f"{section}._target_={shown(target)}"
@@ -436,6 +440,7 @@ KINDS = {
 
 
 def _of_pipeline(settings: Settings) -> Iterator[str]:
+    """Yields a line for each contradiction between keys of pipeline, or with the mini-batch's size."""
     yield from _of_kinds({name: getattr(settings, name) for name in ("model", "data", "task")})
     pipeline, size = settings.pipeline, settings.data.get("batch_size")
     K, M, replicas, workers, sizes = pipeline.K, pipeline.M, pipeline.replicas, pipeline.workers, pipeline.partition
@@ -463,6 +468,7 @@ def _of_pipeline(settings: Settings) -> Iterator[str]:
 
 
 def _of_run(settings: Settings) -> Iterator[str]:
+    """Yields a line for each contradiction between keys of trainer, and for a loss scale that would round."""
     trainer, scale = settings.trainer, settings.precision.loss_scale
     if not (trainer.steps or trainer.epochs or trainer.seconds):
         yield "trainer.steps, trainer.epochs and trainer.seconds are all null: set one, as trainer.steps=1000"

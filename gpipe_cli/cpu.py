@@ -34,12 +34,15 @@ def processor_name() -> str:
 
 
 def compile_helpers(workers: int) -> dict[str, str]:
-    """Returns the setting of how many processes help each of a machine's workers to compile; torch starts up to 32."""
+    """Returns the environment that limits the processes with which each of a machine's workers compiles.
+
+    By default each would start up to 32.
+    """
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(32, usable_cores() // workers)))}
 
 
 def _shares() -> Iterator[int]:
-    """Yields the whole cores' worth of processor time that each limit grants."""
+    """Yields the processor time, in whole cores, that each control group with a limit grants."""
     for group in _control_groups("cpu"):
         words = _read(group / "cpu.max").split()  # version 2: "quota period", or "max period"
         words = words or [_read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")]  # version 1: or -1
@@ -50,7 +53,7 @@ def _shares() -> Iterator[int]:
 def _control_groups(controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control group and of those around it, up to the root (cgroups(7)).
 
-    A container may see its own group's path from outside, under which it has no folder: then its root is that group.
+    A container may see its group's path as from outside, where it has no folder. Its root is then that group.
     """
     for line in _read(OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -61,6 +64,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _read(file: Path) -> str:
+    """Returns a file's text, empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -86,6 +90,7 @@ def free_memory() -> int:
 
 
 def _within_limits(memory: int) -> int:
+    """Returns the bytes, at most the limit of each control group."""
     # Version 2; version 1, where a huge number is no limit.
     limits = [_read(group / name) for group in _control_groups("memory") for name in MEMORY_LIMITS]
     return min([memory, *(int(limit) for limit in limits if limit.isdigit())])
@@ -93,9 +98,9 @@ def _within_limits(memory: int) -> int:
 
 @contextmanager
 def as_worker(threads: int | None) -> Iterator[None]:
-    """Computes as a worker of a pipeline does: with this many threads, and keeping freed memory from now on.
+    """Sets torch's number of threads within the context, as in a worker, and keeps freed memory from now on.
 
-    None leaves torch's own choice of threads, and so does a process without torch.
+    None leaves the number of threads as it is.
     """
     keep_freed_memory()
     if threads is None or "torch" not in sys.modules:

@@ -17,6 +17,7 @@ from pathlib import Path
 from gpipe_cli.errors import OF_PATHS, ConfigurationError, PlainError
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)  # whatever the file was, its disk is the cause
+# A place that was typed wrong gives one of these.
 NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.EROFS, errno.EINVAL, *OF_PATHS)
 SCARCE = {errno.EMFILE: "open files", errno.ENFILE: "open files", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first line of a file that was not fetched
@@ -41,11 +42,11 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 @contextmanager
 def writing(path: Path, advice: str = "", chosen: bool = False) -> Iterator[None]:
-    """Turns an OSError about ``path``, a file or a folder, while the context lasts into a `DiskError`.
+    """Turns an OSError about ``path``, a file or a folder, into a `DiskError`, within the context.
 
     Args:
         advice: what to do about it, for the end of the message.
-        chosen: the user has chosen the place: if no file can ever be made there, it is a ConfigurationError.
+        chosen: True if the user chose the place: it is a ConfigurationError if no file can ever be made there.
     """
     try:
         yield
@@ -60,7 +61,11 @@ def writing(path: Path, advice: str = "", chosen: bool = False) -> Iterator[None
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Returns a descriptor of a regular file, without waiting; raises NotRegular for a pipe, which may never end."""
+    """Opens a regular file without waiting; returns its descriptor.
+
+    Raises:
+        NotRegular: it is a folder, a device, or a pipe, which may never end.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -85,14 +90,14 @@ def refuse_pointer(path: Path) -> None:
 
 
 def open_for_writing(path: Path) -> int:
-    """Returns a descriptor of the file itself, made if it is not there; a link in its place is an OSError."""
+    """Opens a file to append to, and makes it if it is not there; returns its descriptor. A link is an OSError."""
     return open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def locked(descriptor: int, wait: bool = False) -> bool:
-    """Locks an open file until its descriptor is closed; returns False if another process keeps it locked.
+    """Locks an open file until its descriptor is closed; returns False if another process has locked it.
 
-    On a file system without locks every process has it.
+    On a file system without locks it returns True for every process.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -105,9 +110,10 @@ def locked(descriptor: int, wait: bool = False) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a new empty file, which takes the place of `path` when the block has ended: no reader sees half a file.
+    """Yields a new empty file, which replaces `path` when the block has ended, so that no reader sees half a file.
 
-    A device, a pipe or a folder keeps its place: that is an OSError.
+    Raises:
+        NotRegular: a device, a pipe or a folder is at `path`.
     """
     if path.exists() and not path.is_file():
         raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
@@ -134,7 +140,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """Appends records to a file; they are lost where it cannot be opened, or is a link."""
+    """Appends records to a file. They are lost if it cannot be opened or is a link."""
 
     def _open(self) -> TextIOWrapper:
         try:
@@ -145,7 +151,7 @@ class LogFile(logging.FileHandler):
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """Returns one line for the console: the file, the reason, and where it is room that lacks, how much is left."""
+    """Returns one line for the console: the file, the reason and, on a full disk, how much room is left."""
     reason = error.strerror or str(error)
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return f"{path} cannot be written: {reason}"
@@ -155,7 +161,7 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns one line for an error of the disk, or a limit of the system, that no code has explained; else None."""
+    """Returns one line that explains an error of the disk or a limit of the system; None for other errors."""
     unmapped = isinstance(error, (ImportError, OSError)) and "failed to map segment" in str(error)
     no_memory = unmapped or isinstance(error, MemoryError)
     scarce = SCARCE.get(errno.ENOMEM if no_memory else getattr(error, "errno", None) or 0)
@@ -168,6 +174,6 @@ def explain(error: BaseException) -> str | None:
 
 
 def _file_of(error: OSError) -> Path | None:
-    """Returns the file that an error is about: of a copy or a rename its second one."""
+    """Returns the file that an error is about, the second of a copy or a rename; None if it names none."""
     file = error.filename if error.filename2 is None else error.filename2
     return None if file is None else Path(os.fsdecode(file))

@@ -23,13 +23,13 @@ class ConfigurationError(PlainError, ValueError):
 
 
 def refuses(error: BaseException | None) -> bool:
-    """Returns whether an error is of what was typed: a ConfigurationError, or that of a path that nothing can read."""
+    """Returns whether the cause of an error is what was typed: a ConfigurationError, or a path that cannot be used."""
     named = isinstance(error, OSError) and error.filename is not None and error.errno in OF_PATHS
     return named or isinstance(error, ConfigurationError)
 
 
 class Problems(list[str]):
-    """Collects everything that is wrong with a request, so that it is told at once.
+    """Collects everything that is wrong with a request, so that one message lists it.
 
     Example:
         problems = Problems()
@@ -49,7 +49,7 @@ class Problems(list[str]):
             self.append(str(error))
 
     def refuse(self) -> None:
-        """Raises a ConfigurationError with a line for each message, each once, if there are any."""
+        """Raises a ConfigurationError with a line for each different message, if there are any."""
         if self:
             raise ConfigurationError("\n".join(dict.fromkeys(self)))
 
@@ -68,7 +68,7 @@ def place_in_users_code(error: BaseException | None) -> str | None:
     """Returns file and line of the innermost call in the user's own code; None if there is none.
 
     Args:
-        error: None: of what runs now.
+        error: where to look; None: in the calls that run now.
     """
     now = traceback.walk_stack(sys._getframe(1))
     for frame, line in now if error is None else reversed([*traceback.walk_tb(error.__traceback__)]):

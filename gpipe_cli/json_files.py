@@ -66,10 +66,10 @@ def json_lines(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] |
 
 
 def read_rows(path: Path, most: int = 1 << 40) -> tuple[list[dict[str, Any]], list[int]]:
-    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; none without the file.
+    """Returns the objects of a file of JSON lines, and the numbers of its damaged lines; nothing without the file.
 
     Args:
-        most: of a longer file, its last lines that are read, and about as many before, spread evenly.
+        most: lines to read at the end of a longer file; about as many before them are read, too, spread evenly.
     """
     if not path.is_file():
         return [], []
@@ -82,7 +82,7 @@ def read_rows(path: Path, most: int = 1 << 40) -> tuple[list[dict[str, Any]], li
 
 
 def json_rows(path: Path, kind: type[T]) -> Iterator[T]:
-    """Yields the lines of a file.
+    """Yields the content of each line of a file of JSON lines.
 
     Raises:
         DamagedJson: one holds something else.

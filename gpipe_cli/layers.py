@@ -35,7 +35,10 @@ class Owner(NamedTuple):
 
 
 def announce(builders: Iterable[LayerBuilder]) -> None:
-    """Tells builders that this process will build their layers, so that they need not make the weights of others."""
+    """Announces to builders that this process will build their layers.
+
+    A traced module then makes the weights of these layers at once, and no others.
+    """
     for builder in builders:
         getattr(builder.build, "announce", lambda: None)()
 
@@ -86,7 +89,7 @@ def checked_layers(value: object, said: str) -> Sequence[LayerBuilder]:
     """Returns a value that is a list of layers with distinct names.
 
     Args:
-        said: beginning of the message of an error, which names the value.
+        said: beginning of an error's message, which names the value: "model._target_=… must return".
 
     Raises:
         ConfigurationError: the value is no list of layers, or two layers have one name.

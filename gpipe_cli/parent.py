@@ -11,8 +11,8 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 def die_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when process `parent`, which started it, ends.
 
-    By SIGKILL, because a worker blocked inside gloo or NCCL never gets to run a Python signal handler. The comparison
-    catches a parent that died before the request was made.
+    It is SIGKILL, because a worker blocked inside gloo or NCCL never runs a Python signal handler. The comparison
+    below notices a parent that ended before the request.
     """
     _request_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
@@ -20,7 +20,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Withdraws the request of `die_with_parent`; the parent's end continues this process if it is stopped then."""
+    """Stops this process from being killed when its parent ends.
+
+    The parent's end now sends SIGCONT, in case this process is stopped.
+    """
     _request_death_signal(signal.SIGCONT)
 
 
@@ -29,7 +32,7 @@ def _request_death_signal(number: int) -> None:
 
 
 def child_command(code: str) -> list[str]:
-    """Returns the command line of a Python process that runs ``code``, and ends with this one from its start on.
+    """Returns the command line of a Python process that runs ``code`` and is killed when this process ends.
 
     It has this process's import path, whatever way this one was started (console script, -m, a clone on PYTHONPATH).
     Python's own would begin with the working directory, where others may write.

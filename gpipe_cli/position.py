@@ -20,7 +20,7 @@ def _padded(value: int | str | None, size: int) -> bytes:
 
 
 class _Field:
-    """Keeps a value in the memory of a `Position`, as a text of at most so many bytes; an empty one stands for None."""
+    """Writes a value to the memory of a `Position`, as a text of at most `size` bytes; None as an empty one."""
 
     def __init__(self, offset: int, size: int) -> None:
         self.place, self._size = slice(offset, offset + size), size
@@ -30,10 +30,10 @@ class _Field:
 
 
 class Position:
-    """Tells the cell, micro-batch and operation of a worker, kept up to date by engine and trainer, to error reports.
+    """Holds the step, cell, micro-batch and operation of a worker, for error reports. Engine and trainer set them.
 
-    What is written is there at once for every process that shares the memory, so the place of a worker that dies
-    without a word is known. Longer texts are cut.
+    Every process that shares the memory sees them at once, so the place of a worker that dies without a report is
+    known. Longer texts are cut.
 
     Args:
         memory: `SIZE` bytes, zero at the beginning; None: memory of its own.
@@ -64,7 +64,7 @@ class Position:
 
     @contextmanager
     def doing(self, work: str) -> Iterator[None]:
-        """Names the work of the body, outside of instructions; after an exception the name stays, for the report."""
+        """Names the work of the body, outside of instructions. After an exception the name stays, for the report."""
         before, self._work = self._work, work
         self.instruction = work
         yield

@@ -55,7 +55,7 @@ class Drawing:
         self.parts += [f'<path class="f-{colour}" d="{path}"/>'] * bool(path)
 
     def line(self, points: Sequence[tuple[float, float]], colour: str, width: float = 1.0, dash: str = "") -> None:
-        """Adds a line through points; one that is not finite interrupts it."""
+        """Adds a line through points; a point whose y is not finite interrupts it."""
         path, pen = "", "M"
         for x, y in points:
             path, pen = (f"{path}{pen}{x:.1f} {y:.1f}", "L") if isfinite(y) else (path, "M")
@@ -82,7 +82,7 @@ class Drawing:
         self.parts.append(f'<text class="f-{colour}" {place}{weight}>{escape(text, quote=False)}</text>')
 
     def legend(self, entries: Sequence[tuple[str, str]], y: float, lines: bool = False) -> float:
-        """Adds names with their colours in rows from y on; returns where they end."""
+        """Adds names with their colours, in rows from y on; returns the y where the rows end."""
         x = 8.0
         for name, colour in entries:
             wide = 34 + 7 * len(name)
@@ -95,7 +95,7 @@ class Drawing:
         return y + 14
 
     def __str__(self) -> str:
-        """Returns the picture as a page holds it."""
+        """Returns the picture as an SVG element, as HTML pages hold it."""
         size = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}" width="{self.width:.0f}" height="{self.height:.0f}"'
         head = f'<svg {size} role="img" aria-label="{escape(self.alt)}">'
         style = f"<title>{escape(self.alt)}</title><style>{STYLE}</style>"
@@ -166,6 +166,7 @@ def plot(curves: Sequence[Curve], axes: tuple[str, str], title: str, from_zero: 
 def _panel(
     drawing: Drawing, place: Bar, name: str, curves: Sequence[Curve], looks: dict[str, Look], from_zero: bool
 ) -> None:
+    """Draws one panel of `plot` into a rectangle: title, axes and curves."""
     left, top, wide, tall = place
     points = [(x, y) for curve in curves for x, y in curve.points if isfinite(y)] or [(0.0, 0.0), (1.0, 1.0)]
     xs, ys = sorted({x for x, _ in points}), sorted(y for _, y in points)
@@ -215,13 +216,13 @@ def draw_shares(columns: Mapping[str, Mapping[str, float]], title: str) -> Drawi
 
 
 def running_means(values: Sequence[float], share: float) -> list[float]:
-    """Returns the mean of each value and those before it, over a share of all values."""
+    """Returns for each value the mean of it and those just before it; the window is a share of all values."""
     width = max(1, round(share * len(values)))
     return [fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Returns about five round numbers of the range."""
+    """Returns about five round numbers within a range, for an axis."""
     rough = (high - low) / 5 or 1.0
     power = 10.0 ** floor(log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)

@@ -16,7 +16,7 @@ from gpipe_cli.errors import ConfigurationError, Problems
 
 T = TypeVar("T")
 LONGEST_SHOWN = 60  # characters of a wrong value in a message
-# Hydra reads it as a text.
+# A text that Hydra reads as a text without quotes.
 PLAIN = re.compile(r"(?!(?:null|true|false|inf|nan)$)[A-Za-z_][\w./-]*", re.IGNORECASE)
 RULES = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
@@ -92,7 +92,7 @@ def read_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix: str
 
 
 def _in_words(error: ValidationError, hint: Any) -> str:
-    """Returns the values that a key takes, in words: "should be 'auto' or a valid integer"."""
+    """Returns what a key takes, in words: "should be 'auto' or a valid integer"."""
     told = [each["msg"] for each in error.errors(include_url=False)]
     told = ["use a list" if "Sequence" in message else message for message in told]  # a class of Python's
     told = ["use a number of bytes, as 16GB" if "byte " in message else message for message in told]

@@ -34,7 +34,7 @@ FIRST_DAY, LAST_DAY = 693596, 766644  # 1900-01-01 … 2099-12-31, as date.toord
 _Choice = TypeVar("_Choice")
 
 Inventory = dict[str, list[Any]]
-"""What items can be made of: sorted CLDR keys by kind, of `NAME_KINDS`, "unit" or "relative" (field, direction)."""
+"""What items can be made of: kind -> sorted CLDR keys; those of "relative" are (field, direction)."""
 
 
 @cache
@@ -59,6 +59,7 @@ def unambiguous_inventory(code: str) -> Inventory:
 
 
 def _one(meanings: dict[str, set[str]], texts: Iterable[str]) -> bool:
+    """Returns whether each text has exactly one meaning."""
     return all(len(meanings[text]) == 1 for text in texts)
 
 
@@ -67,7 +68,7 @@ def core_inventory() -> Inventory:
     """Returns the items that at least nine in ten of all 102 languages can express, to be held out."""
     counts = Counter(key for code in LANGUAGES for key in inventory_keys(unambiguous_inventory(code)))
     core = sorted(key for key, count in counts.items() if count >= CORE_SHARE * len(LANGUAGES))
-    return {kind: [key for of, key in core if of == kind] for kind in (*NAME_KINDS, "unit", "relative")}
+    return {kind: [key for its_kind, key in core if its_kind == kind] for kind in (*NAME_KINDS, "unit", "relative")}
 
 
 def inventory_keys(inventory: Inventory) -> set[tuple[str, Any]]:
@@ -109,7 +110,10 @@ def _texts(strings: LocaleStrings, english: LocaleStrings) -> Iterator[tuple[str
 
 
 class ItemDraw:
-    """Draws items by a mix of kinds. It uses `Random.random()` alone, whose sequence Python never changes."""
+    """Draws items from an inventory, kinds by the weights of `mix`.
+
+    It uses `Random.random()` alone, whose sequence Python never changes.
+    """
 
     def __init__(self, inventory: Inventory, mix: dict[str, int], key: str) -> None:
         self._inventory, self._mix = inventory, mix
@@ -173,9 +177,11 @@ class ItemDraw:
         return keys[self._below(len(keys))]
 
     def _below(self, count: int) -> int:
+        """Draws one of 0 … count − 1."""
         return int(self._random() * count)
 
     def _weighted(self, weights: dict[_Choice, int]) -> _Choice:
+        """Draws a key with probability in proportion to its weight."""
         totals = list(accumulate(weights.values()))
         return list(weights)[bisect.bisect(totals, self._random() * totals[-1])]
 
@@ -235,7 +241,7 @@ def held_out_items(split: str, seed: int) -> tuple[Item, ...]:
 
 
 def held_out(item: Item) -> str:
-    """Returns the split of which the item, or an item in its list, is part: "dev", "test" or "train"."""
+    """Returns "dev" or "test" if the item, or one in its list, belongs to that split, else "train"."""
     splits = [split_of(content_key(inner)) for inner in (item[2] if item[0] == "list" else ())]
     return next((split for split in [split_of(content_key(item)), *splits] if split != "train"), "train")
 
@@ -249,7 +255,7 @@ def split_of(key: str) -> str:
 
 
 def content_key(item: Item) -> str:
-    """Returns the content of the English side, without style and order.
+    """Returns a key of an item's content: its English text, without style and order.
 
     "A, B or C" and "C, A and B" have one key, and so have the long and the full form of a day, with or without a time.
     """

@@ -82,6 +82,7 @@ def open_store(parameters: CorpusParameters, cache_dir: str | None, report: Repo
 
 
 def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
+    """Composes the pairs, trains the vocabulary, and writes the store into a folder."""
     sizes, seed, corpus = parameters.sizes, parameters.seed, dict[str, list[Pair]]()
     small = sum(sizes.values()) < SMALL
     with in_processes(1 if small else usable_cores()) as run_all:  # their number changes no byte
@@ -112,7 +113,10 @@ def _build(parameters: CorpusParameters, folder: Path, report: Report) -> None:
 
 
 def _vocabulary_sentences(corpus: dict[str, list[Pair]]) -> Iterator[str]:
-    """Yields both sides of pairs drawn with temperature, so that small languages get pieces of their own."""
+    """Yields both sides of pairs to train the vocabulary on.
+
+    Languages are drawn with temperature, so that small ones get pieces of their own.
+    """
     wanted = min(VOCABULARY_PAIRS, sum(map(len, corpus.values())))
     shares = temperature_shares([len(pairs) for pairs in corpus.values()], VOCABULARY_TEMPERATURE)
     for pairs, share in zip(corpus.values(), shares, strict=True):

@@ -134,7 +134,7 @@ def _names(data: dict[str, Any]) -> dict[Name, str]:
 
 
 def _forms(table: dict[str, dict[str, str]], root: dict[str, Any]) -> dict[str, Forms]:
-    """Returns the plural patterns that are complete (have "other") and are not root's; "per" is no plural form."""
+    """Returns the plural patterns that have the form "other" and are not root's. "per" is no plural form."""
     found = {}
     for key, patterns in sorted(table.items()):
         forms = {form: clean(pattern) for form, pattern in patterns.items() if form != "per" and pattern}
@@ -209,7 +209,7 @@ Numbers are decimal strings, days are `date.toordinal()`, times are seconds afte
 
 
 def render(item: Item, strings: LocaleStrings) -> str | None:
-    """Returns the text of `item`, or None if the language lacks a string of its own for it."""
+    """Returns an item's text, or None if the language has no string of its own for it."""
     try:
         return _RENDER[item[0]](strings, *item[1:])
     except KeyError:
@@ -236,6 +236,7 @@ def _money(strings: LocaleStrings, number: str, currency: str) -> str:
 
 
 def _counted(strings: LocaleStrings, forms: Forms, number: str) -> str:
+    """Returns a number in the pattern for its plural form; KeyError if that pattern does not show the number."""
     pattern = forms.get(strings.plural(Decimal(number)), forms["other"])
     # "A meter" is right for 1, but some languages use this form for 0 and 1.5 too.
     if "{0}" not in pattern and number not in ("1", "2"):

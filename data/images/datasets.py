@@ -26,7 +26,7 @@ Splits = tuple[Mapping[str, Any], Mapping[str, Any]]  # arguments for training a
 CIFAR: Splits = {"train": True}, {"train": False}
 TRAIN: Splits = {"split": "train"}, {"split": "test"}
 TRAINVAL: Splits = {"split": "trainval"}, {"split": "test"}
-TORCHVISION = {  # the class in torchvision.datasets that lists the files of a data set
+TORCHVISION = {  # data set -> class in torchvision.datasets that lists its files, arguments of its splits
     "cifar10": ("CIFAR10", CIFAR),
     "cifar100": ("CIFAR100", CIFAR),
     "stanford_cars": ("StanfordCars", TRAIN),
@@ -76,7 +76,7 @@ def _read_split(root: Path, folder: str, report: Report, known: Sequence[str] | 
 
 
 def _held_out(root: Path, folders: Sequence[str], share: float, report: Report) -> tuple[ImageFiles, ImageFiles]:
-    """Returns class folders in two parts; an image's part follows from its content, whatever its name or neighbours.
+    """Divides the images of class folders into training and evaluation, by a hash of each image's content.
 
     Raises:
         ConfigurationError: there is an evaluation folder too, or one part would be empty.
@@ -98,6 +98,7 @@ def _held_out(root: Path, folders: Sequence[str], share: float, report: Report) 
 
 
 def _from_torchvision(kind: str, splits: Splits, root: Path) -> tuple[ImageFiles, ImageFiles]:
+    """Returns the training and the evaluation images of a torchvision data set, in the class named `kind`."""
     from torchvision import datasets  # type: ignore[import-untyped] # two seconds to import
 
     opened = []
@@ -112,7 +113,7 @@ def _from_torchvision(kind: str, splits: Splits, root: Path) -> tuple[ImageFiles
 
 
 def _images(dataset: Any, root: Path, classes: Sequence[str]) -> ImageFiles:
-    """Returns torchvision's list of images; all files are decoded by `files.decode`, which names a broken image."""
+    """Returns the images of a torchvision data set, read by `ImageFiles`, which names a broken image."""
     if hasattr(dataset, "data"):
         return ImageArray(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets, classes)
     if hasattr(dataset, "_samples"):

@@ -76,11 +76,12 @@ class DigitsSource(SquareImages):
         return read_ahead(self._train(start["epoch"], start["batch"], slices))
 
     def read(self, examples: Any, keys: Sequence[Key]) -> MicroBatch:
-        """Returns test images, unchanged."""
+        """Returns the test images with these indices, unchanged."""
         numbers = [TRAINING_IMAGES + index for _, index in keys]
         return _micro_batch(self._images[numbers], self._labels[numbers])
 
     def _train(self, epoch: int, batch: int, slices: list[slice]) -> Iterator[Batch]:
+        """Yields these slices of each mini-batch without end, from mini-batch `batch` of `epoch` on."""
         for current in count(epoch):
             order = permutation(TRAINING_IMAGES, self._seed, current)
             matrices = self._matrices(current)

@@ -87,7 +87,7 @@ class ImageFiles:
             ) from error
 
     def _file(self, index: int, name: str) -> tuple[Path, Path | BinaryIO]:
-        """Returns the path of an image, for messages, and what holds it."""
+        """Returns the path of an image, for messages, and the file or path to decode."""
         return self._root / name, self._root / name
 
 
@@ -127,9 +127,10 @@ def decode(file: Path | BinaryIO) -> Tensor:
 
 
 def _bytes_of(image: PillowImage) -> PillowImage:
-    """Returns the image in 8-bit RGB, on white; one channel of 16 bits or of floats from 0 to 1 is scaled to bytes.
+    """Returns the image in 8-bit RGB, on white.
 
-    Pillow's `convert` would clip them instead: 16 bits would become white, and floats black.
+    One channel of 16 bits, or of floats from 0 to 1, is scaled to bytes. Pillow's `convert` would clip it instead: 16
+    bits would become white, and floats black.
     """
     from PIL import Image
 

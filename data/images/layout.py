@@ -37,9 +37,9 @@ def class_folder(root: Path, split: str) -> Path:
 
 
 def unsplit(root: Path, splits: Sequence[str]) -> str | None:
-    """Returns a line that says what `root` holds in place of the splits, if these are class folders; else None."""
+    """Returns a line that says what to type if `root` holds class folders in place of splits; else None."""
     place = split_root(root, splits[0])
-    classes = [folder for folder in folders_in(place) if any(has_suffix(of.name) for of in visible_entries(folder))]
+    classes = [folder for folder in folders_in(place) if any(has_suffix(e.name) for e in visible_entries(folder))]
     if (place / splits[0]).is_dir() or not classes:
         return None
     names = in_short([folder.name for folder in classes])

@@ -60,7 +60,7 @@ class SquareImages(DatasetSource):
         return self.read(self._train_set, next(self._keys(0, 0, 1, 0, 1))[:count])[0][0]
 
     def evaluation_image(self, index: int) -> Tensor:
-        """Returns an image as an evaluation sees it, uint8 [3, S, S]."""
+        """Returns image number `index` as an evaluation sees it, uint8 [3, S, S]."""
         return self.read(self._evaluation_set, [(0, index)])[0][0][0]
 
 
@@ -162,6 +162,7 @@ class ImageSource(SquareImages):
         return read_ahead(batches) if self._workers else batches
 
     def _check_counts(self, train: ImageFiles, evaluation: ImageFiles) -> None:
+        """Refuses another number of classes, or of images, than the configuration says."""
         found, counts = len(train.class_names), [len(train), len(evaluation)]
         if found != self._classes:
             raise ConfigurationError(
@@ -177,7 +178,7 @@ class ImageSource(SquareImages):
 
 
 class ImagesOfRun(ImageSource):
-    """Yields images for a trained model, in order, as an evaluation sees them; for training one mini-batch, all black.
+    """Yields images for a trained model, in order, as an evaluation sees them. `train` yields one black mini-batch.
 
     Args:
         vocabularies: the run's folder, with the names of its classes; runs of earlier releases have none.
@@ -243,7 +244,7 @@ class TransformedImages(Dataset[tuple[Tensor, int]]):
 
 
 class MixedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Mixes each image with another, which is drawn; where neither alpha is given, it only makes shares of labels.
+    """Mixes each image with another that is drawn. Without mixup and cutmix it only turns labels into shares.
 
     An example is uint8 [3, S, S] and the shares of the classes, float32 [classes].
     """

@@ -28,7 +28,7 @@ CLASS = ".cls"  # ending of the file that holds an image's label, a number from 
 BLOCK = 512  # bytes of a tar's header; one of zeros ends the tar
 
 Index = npt.NDArray[Any]
-"""Of each image: bytes "name" and "label", and where it lies: number of the "tar", "first" byte in it, "size"."""
+"""A row for each image: "name" in bytes, "label", number of its "tar", "first" byte there, "size" in bytes."""
 
 
 class ImagesInTars(ImageFiles):
@@ -63,10 +63,10 @@ def tars_of(root: Path, split: str) -> list[Path]:
 
 
 def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None = None) -> ImagesInTars:
-    """Returns the images of a split in tar files; their index is made again when a file's size or time has changed.
+    """Returns the images of a split in tar files. Their index is made anew if a file's size or time has changed.
 
     Args:
-        tars: its files.
+        tars: the split's files.
         known: names of the classes, in the order of their numbers; None: the numbers up to the largest.
 
     Raises:
@@ -82,6 +82,7 @@ def read_tars(tars: Sequence[Path], report: Report, known: Sequence[str] | None 
 
 
 def _index(tars: Sequence[Path], report: Report) -> Index:
+    """Lists the images in tar files, with their labels and places."""
     rows, longest = list[tuple[bytes, int, int, int, int]](), 1
     for number, tar in enumerate(tars):
         report(f"listing the images of {tar}", number, len(tars))

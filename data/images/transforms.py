@@ -82,6 +82,7 @@ def mixture(mixup: float, cutmix: float, classes: int) -> Mixture | None:
 
 
 def _mix(kinds: Sequence[Mixture], images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mixes two images by one of these kinds, drawn with equal probability."""
     mixed, shares = kinds[int(torch.randint(len(kinds), ()))](images.float(), labels)  # MixUp refuses bytes
     return mixed[0].round().to(torch.uint8), shares[0]
 
@@ -125,5 +126,6 @@ def cut_out(image: Tensor, share: float) -> Tensor:
 
 
 def _span(side: int, length: int) -> slice:
+    """Draws a centre on a side; returns the pixels within half a `length` of it."""
     first = int(torch.randint(side, ())) - length // 2
     return slice(max(0, first), min(side, first + length))

@@ -182,7 +182,7 @@ def pairs_to_test(path: Path, target: str, only: str | None, columns: Sequence[s
 def _with_columns(
     pair: PairFiles, target: str, columns: Sequence[str] | None, language_column: str | None = None
 ) -> PairFiles:
-    """Returns a table of records with the names of its columns; another corpus as it is."""
+    """Returns the corpus, with the names of its columns if it is a table of records."""
     if pair.target is not None or not has_records(pair.source):
         return pair
     names = columns or columns_of(pair.source, pair.language, target)
@@ -190,7 +190,10 @@ def _with_columns(
 
 
 def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFiles]:
-    """Yields a single file's corpora: one side of two, or a table, whose languages its first record may name."""
+    """Yields the corpora of a single file of any name: one side of two files, or a table.
+
+    Without `only` the first record of a table names the languages.
+    """
     ending = ending_of(path).removeprefix(".")
     if path.is_file() and ending not in _TABLES and re.fullmatch(LANGUAGE, ending):
         yield PairFiles(ending, "test", path, _other(path, ending, target, "test"))
@@ -207,7 +210,7 @@ def _of_any_name(path: Path, target: str, only: str | None) -> Iterator[PairFile
 
 
 def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[PairFiles]:
-    """Yields the corpora of one split that are named; a table holds both sides."""
+    """Yields the corpora of one split whose files are named by `data.<split>`."""
     for language, names in files.items():
         key = f"data.{split}.{language}"
         if language == target:
@@ -225,7 +228,7 @@ def _named(folder: Path, split: str, files: Files, target: str) -> Iterator[Pair
 
 
 def _matching(folder: Path, name: str, key: str) -> list[Path]:
-    """Returns the file of this name, or those that a glob finds, in the order of their names."""
+    """Returns the file of this name, or those that it finds as a glob, in the order of their names."""
     path = folder / Path(name).expanduser()
     refuse_dead_links([path])
     found = [path] if path.is_file() else files_matching(path)
@@ -235,7 +238,7 @@ def _matching(folder: Path, name: str, key: str) -> list[Path]:
 
 
 def _other(source: Path, language: str, target: str, key: str) -> Path:
-    """Returns the file beside a source's: of the same name, with the target where the language comes last."""
+    """Returns the target's file beside a source's: the last place of the language in its name becomes the target."""
     places = list(re.finditer(rf"(?<![A-Za-z0-9]){re.escape(language)}(?![A-Za-z0-9])", str(source)))
     if not places:
         raise ConfigurationError(
@@ -257,10 +260,10 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
     """Yields the pairs and tables among files.
 
     Args:
-        only: the language of tables without one in their name.
-        column: that names it in each record.
+        only: the language of tables whose names say none; None: these are left out.
+        column: the column that names the language in each record; None: names of files do.
     """
-    stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name): ending to file
+    stems: dict[tuple[Path, str, str], dict[str, Path]] = {}  # (path up to the ending, split, name) -> ending -> file
     for path in paths:
         if match := _NAME.match(path.name):
             corpus, ending = match["corpus"], match["ending"]
@@ -288,10 +291,10 @@ def _pairs(root: Path, paths: Iterable[Path], target: str, only: str | None, col
 
 
 def _of_translators(root: Path, paths: Iterable[Path], target: str, there: Collection[str]) -> Iterator[PairFiles]:
-    """Yields catalogues of English messages and translation memories of any name, of splits that are not there.
+    """Yields catalogues of English messages, and translation memories of any name.
 
-    Those whose names say no split are to train on. A catalogue's language is in its path, as
-    locale/de/LC_MESSAGES/x.po or x.de.po; those of a memory are in the file.
+    Files of the splits in `there` are left out. Those whose names say no split are to train on. A catalogue's language
+    is in its path, as locale/de/LC_MESSAGES/x.po or x.de.po; the languages of a memory are in the file.
     """
     for path in paths:
         if (split := split_of(path.relative_to(root)) or "train") in there:
@@ -312,7 +315,7 @@ def _of_translators(root: Path, paths: Iterable[Path], target: str, there: Colle
 
 
 def columns_of(path: Path, language: str, target: str) -> tuple[str, str]:
-    """Returns the names of source and target in records, where data.columns does not: a catalogue's msgid are English.
+    """Returns the names of source and target in records if data.columns gives none. A catalogue's msgid are English.
 
     Raises:
         ConfigurationError: neither side of a catalogue is English.

@@ -30,7 +30,8 @@ class ParallelTextSource(PairSource):
     Args:
         root: the folder.
         held_out: share of the pairs of a language without dev files that is held out, half for dev and half for test.
-        train, dev, test: by language, files in place of those that are found: of the source side, globs, or pairs.
+        train, dev, test: language -> files to use in place of those that are found: files of the source side, globs of
+            them, or pairs of files.
         columns: names of source and target in JSON lines and Parquet; None: the codes of the languages.
         language_column: name of the language in records of several; None: file or folder names it.
         languages: source languages; None: all that are found.
@@ -132,11 +133,12 @@ class ParallelTextSource(PairSource):
         return f"parallel-{digest_of(FORMAT, asdict(text), of_pairs, own)}", make
 
     def _open(self, report: Report) -> None:
+        """Makes the store unless it is in the cache, and opens it."""
         name, make = self._found(report)
         self._use(Store(made_folder(self._cache_dir, name, make, report)))
 
     def prepare(self, report: Report) -> None:
-        """Prepares the text unless it is in the cache, opens it, and tells the defects.
+        """Prepares the text unless it is in the cache, opens it, and warns of its defects.
 
         Raises:
             ConfigurationError: a text cannot be used, or a vocabulary size does not fit it.

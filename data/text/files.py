@@ -44,7 +44,7 @@ class TextPiece(NamedTuple):
 def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[str, list[Path]]:
     """Returns the files of each split under a folder, in the order of their names, or the one file that is named.
 
-    Warns of files that are passed over. Where a pattern finds no text to train on, all that it finds is.
+    Warns of files that are passed over. If a pattern finds no file to train on, all that it finds are.
 
     Args:
         key: the key that holds `root`; for messages.
@@ -84,7 +84,7 @@ def find_texts(root: str | None, key: str, pattern: str | None = None) -> dict[s
 def _divided(found: Sequence[Path], place: Path) -> dict[str, list[Path]]:
     """Returns the files of each split. A file whose name says none is to train on.
 
-    A file with another ending than a text's belongs to a split only if one is named train: of code, test.py is code.
+    A file without a text's ending, as test.py, belongs to a split only if some file is named train: it may be code.
     """
     named = {path: split_of(PurePath(os.path.relpath(path, place)), anywhere=True) for path in found}
     if "train" not in named.values():  # words inside names are those of texts
@@ -103,7 +103,7 @@ def read_text(path: Path, size: int, separators: Sequence[bytes]) -> Iterator[Te
     """Yields a file in pieces of about `size` bytes that end at the end of a line.
 
     Args:
-        separators: a piece ends after the last of the first of these that it has.
+        separators: a piece ends behind the last place of a separator; of several, the first that it contains counts.
     """
     first, rest = 1, b""
     with reading(path) as file:
@@ -152,13 +152,22 @@ def documents(piece: TextPiece, ends: str, key: str, defects: Defects) -> Iterat
 
 
 def _text_of(line: bytes) -> str:
-    """Returns a line without blanks at its end."""
+    """Returns a line's text, without blanks at its end.
+
+    Raises:
+        BadLine: it is too long, or no text.
+    """
     if len(line) > MOST_LINE:
         raise BadLine("too_long", f"has more than {MOST_LINE:,} bytes")
     return decoded(line).rstrip()
 
 
 def _record(line: str, key: str) -> str:
+    """Returns the text of a record.
+
+    Raises:
+        BadLine: it has none.
+    """
     (text,) = texts_in(line, [key], "data.json_key")
     if not text.strip():
         raise BadLine("empty", "has an empty text")

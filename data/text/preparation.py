@@ -62,7 +62,7 @@ class TextForm:
         vocabulary: pieces of the SentencePiece model.
         character_coverage, smaller, normalization: see `train_vocabulary`.
         piece: bytes of text that one process takes at a time.
-        ends: the share is the end of each piece instead, for a few long documents.
+        ends: True holds out the end of each piece in place of whole documents; for a few long documents.
     """
 
     document: str
@@ -97,10 +97,11 @@ class TextDescription(TypedDict):
 
 
 class EncodedText(NamedTuple):
-    """Holds a piece of text as ids: those that are trained on, and those that are held out.
+    """Holds a piece of text as ids.
 
     Attributes:
-        documents: their number.
+        documents: number of documents.
+        ids: those that are trained on, and those that are held out.
         digest: digest of the ids that are trained on; None without any.
     """
 
@@ -113,10 +114,10 @@ class EncodedText(NamedTuple):
 def prepare_text(
     form: TextForm, files: Sequence[Path], held_out: Sequence[Path], folder: Path, workers: int, report: Report
 ) -> None:
-    """Makes a store in a folder, with some processes.
+    """Makes a store in a folder, with so many processes.
 
     Args:
-        files: to train on; a share of their documents is held out.
+        files: files to train on; a share of their documents is held out.
         held_out: files that are held out as a whole.
 
     Raises:
@@ -153,7 +154,7 @@ def prepare_text(
 
 
 def _trained(form: TextForm, files: Sequence[Path], run_all: RunAll, report: Report) -> bytes:
-    """Returns a vocabulary that is trained on an even sample of the text."""
+    """Trains a vocabulary on an even sample of the text; returns the model's bytes."""
     texts, unusable = list[str](), Defects()
     sizes = [file.stat().st_size for file in files]
     samples = (min(int(2 * size / max(1, sum(sizes)) * SAMPLES) + 1, SAMPLES) for size in sizes)  # twice its share
@@ -194,7 +195,7 @@ def sample_texts(file: Path, wanted: int, form: TextForm) -> tuple[list[str], De
 
 
 def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:
-    """Returns the ids of a piece's documents, by the vocabulary of a store."""
+    """Encodes a piece's documents by the vocabulary in a store's folder."""
     defects, texts = Defects(), dict[bool, list[str]]({False: [], True: []})
     for text in documents(piece, form.document, form.json_key, defects):
         texts[not form.ends and form.holds_out(text)].append(text)
@@ -206,14 +207,14 @@ def encode_piece(piece: TextPiece, form: TextForm, folder: Path) -> EncodedText:
 
 
 def _tokens(texts: Sequence[str], form: TextForm, folder: Path) -> Tokens:
-    """Returns the ids of each document and an end token."""
+    """Returns the ids of all documents in one array, with an end token after each."""
     vocabulary = _opened(folder, form.end_token)
     kind = token_kind(vocabulary)
     parts = [np.empty(0, kind)]
     for first in range(0, len(texts), AT_ONCE):  # Python's lists of numbers take twenty times the memory
         ids = vocabulary.encode(texts[first : first + AT_ONCE], threads=1)
         count = sum(map(len, ids)) + len(ids)
-        parts.append(np.fromiter(chain.from_iterable((*of, vocabulary.eos_id) for of in ids), kind, count))
+        parts.append(np.fromiter(chain.from_iterable((*text, vocabulary.eos_id) for text in ids), kind, count))
     return np.concatenate(parts)
 
 

@@ -140,7 +140,7 @@ class TextFilesSource(WindowSource, PreparedSource):
             log.warning(told, self.form.held_out, self.form.piece >> 20)
 
     def _found(self) -> tuple[list[Path], list[Path]]:
-        """Returns the files to train on, and those that are held out as a whole; tells which are neither."""
+        """Returns the files to train on, and those that are held out as a whole; logs which are neither."""
         splits = find_texts(self._root, "data.root", self._pattern)
         files, held_out, others = (splits.get(split, []) for split in ("train", "dev", "test"))
         if not files:
@@ -151,14 +151,14 @@ class TextFilesSource(WindowSource, PreparedSource):
         if self._evaluation_root is not None:
             others = held_out + others
             named = find_texts(self._evaluation_root, "data.evaluation_root", self._pattern)
-            held_out = [file for split, of in named.items() if split != "train" or len(named) == 1 for file in of]
+            held_out = [file for split, its in named.items() if split != "train" or len(named) == 1 for file in its]
         if len(splits) > 1:
             names = [in_short([file.name for file in of]) for of in (files, held_out, others)]
             log.warning("data.root=%s: trained on: %s; evaluated on: %s; not read: %s", self._root, *names)
         return files, held_out
 
     def _opened(self, form: TextForm, files: list[Path], held_out: list[Path], report: Report) -> TextStore:
-        """Returns the store of these files, and makes it first unless it is in the cache."""
+        """Makes the store of these files unless it is in the cache, and opens it."""
 
         def make(draft: Path) -> None:
             workers = worker_count([*files, *held_out], self._workers)

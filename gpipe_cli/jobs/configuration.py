@@ -65,7 +65,7 @@ class Prepared:
 
     Attributes:
         config: plain values, with the number of workers in place of "auto".
-        line: about the workers, printed before the run begins.
+        line: a line about the number of workers, printed before the run begins.
     """
 
     config: dict[str, Any]
@@ -80,11 +80,11 @@ def for_hydra(words: Sequence[str]) -> list[str]:
     `_target_` no key needs a plus.
 
     Raises:
-        ConfigurationError: an option is null or a number (Hydra does not name its group).
+        ConfigurationError: a word is of an earlier release, or a group's option is null or a number.
     """
     if old := next((word for word in words if word in RENAMED), None):
         raise ConfigurationError(f"{old} has another name by now: type {RENAMED[old]}")
-    words = [word for word in words if word not in ("experiment=null", "debug=null")]  # there is none, then
+    words = [word for word in words if word not in ("experiment=null", "debug=null")]  # null is their default
     for group, _, option in (word.partition("=") for word in words):
         if re.fullmatch(r"null|true|false|[-+.\d]*", option, re.IGNORECASE) and (CONF / group).is_dir():
             raise ConfigurationError(f"{group}={option}: {group} needs one of {', '.join(_options(group))}")
@@ -136,10 +136,12 @@ def composed_with_hydra(config_name: str, words: Sequence[str], folder: str | No
 
 
 def prepare(config: DictConfig, trains: bool = False, trusted: Sequence[str] | None = None) -> Prepared:
-    """Resolves and checks a composed configuration; modules of this directory that it names become importable.
+    """Resolves and checks a composed configuration, and chooses the number of workers.
+
+    Modules in the current directory that it names become importable.
 
     Args:
-        trains: looks for the folders of the data, too.
+        trains: True also looks for the files of the data.
         trusted: the `_target_`s that may lie in the current directory; None: all.
 
     Raises:
@@ -217,7 +219,7 @@ def in_one_line(error: BaseException, words: Sequence[str] = ()) -> str:
 
 
 def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError, words: Sequence[str]) -> str:
-    """Returns the refusal of a key, with the nearest of those where it should stand."""
+    """Returns the message that refuses an unknown key and names the nearest keys of its section."""
     missing, parent = str(cause.full_key), cause.parent_node  # of modle.L: modle, and all sections
     section = missing.rpartition(".")[0]
     names = [*parent] if isinstance(parent, Mapping) else []
@@ -230,7 +232,7 @@ def _no_such_key(key: str, cause: ConfigAttributeError | ConfigKeyError, words: 
 
 
 def _no_such_option(error: MissingConfigException) -> str:
-    """Returns the refusal of an option that a group does not have."""
+    """Returns the message that refuses an option which its group does not have."""
     path = (error.missing_cfg_file or "").removesuffix(".yaml")
     group, slash, option = path.rpartition("/") if path.startswith("hydra/") else path.partition("/")
     if not slash:
@@ -242,7 +244,7 @@ def _no_such_option(error: MissingConfigException) -> str:
 
 
 def _options(group: str, more: Iterable[str] = ()) -> list[str]:
-    """Returns the options of a group, those in its folders too; a folder `recipe` holds parts of options.
+    """Returns the options of a group, also those in folders below it. Files named recipe are only parts of options.
 
     Args:
         more: folders of YAML files beside those of the package.

@@ -98,7 +98,8 @@ def run_job(
     Args:
         composed: without Hydra's own node.
         started_at: time of the start by `time.monotonic`; each job of a sweep has its own.
-        prepared: the same, checked; None: a job of a sweep, which is checked here, so that the table has its refusal.
+        prepared: the same configuration, checked. None for a job of a sweep: it is checked here, so that the sweep's
+            table records a refusal.
 
     Returns:
         The exit code, and the final loss for Hydra's sweepers (NaN when the job failed).
@@ -130,12 +131,12 @@ def run_job(
                 if not is_sweep:
                     console.say(where_it_is(run_dir))
         except Exception as error:
-            if (told := code_and_reason(command_name(), error)) is None:
+            if (refusal := code_and_reason(command_name(), error)) is None:
                 raise
-            console.error(told[1], logged=record.is_open or isinstance(error, WorkerFailed))
+            console.error(refusal[1], logged=record.is_open or isinstance(error, WorkerFailed))
             if record.is_open and isinstance(error, WorkerFailed) and torchrun.is_first():
                 write_page(run_dir, console.warn)
-            return told[0], math.nan
+            return refusal[0], math.nan
         loss = result.get("loss") if isinstance(result, dict) else None
         return 0, math.nan if loss is None else float(loss)
 
@@ -168,9 +169,9 @@ def _run_workers(
 
 @dataclass(frozen=True)
 class _Events:
-    """Handles the workers' events: those that change files of the run here, all others on the console.
+    """Handles the workers' events. Some change files of the run; all others go to the console.
 
-    Until "begun" a worker may still refuse the run, and nothing of an earlier run in the same directory is replaced.
+    Before the event "begun" a worker may still refuse the run, so nothing of an earlier run in its directory changes.
     """
 
     record: RunRecord
@@ -194,7 +195,7 @@ class _Events:
 
 
 def _how_to_go_on(run_dir: Path, program: EntryPoint) -> str:
-    """Returns which step of a stopped run is saved, and how the run continues from there."""
+    """Returns a sentence: which step of a stopped run is saved, and what to type to continue from it."""
     saved = step_directories(run_dir)
     if program.conclude is not None or not saved:
         return "stopped before its end; no step is saved"
@@ -234,6 +235,9 @@ def launch_program(program: EntryPoint, config: dict[str, Any], run_dir: Path, o
 
 
 def _console_settings(composed: DictConfig) -> tuple[int, Any]:
-    """Reads `logging` from a configuration that is not checked yet: its errors must be printed too."""
+    """Returns `logging.every` and `logging.console` of a configuration that is not checked yet.
+
+    Wrong values give the defaults, because the console must print their refusal.
+    """
     every, mode = OmegaConf.select(composed, "logging.every"), OmegaConf.select(composed, "logging.console")
     return (every if isinstance(every, int) and every > 0 else 1), ("plain" if mode == "plain" else "auto")

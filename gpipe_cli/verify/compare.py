@@ -14,7 +14,7 @@ OUTPUTS, AGAIN = "outputs of layers", "outputs recomputed"
 GRADIENTS, NORM = "gradients", "gradient norm"
 BUFFERS, STATE, UPDATED = "BatchNorm and other buffers", "optimizer state", "weights after"
 
-ORDER = (OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS, STATE, UPDATED)  # each makes differences in the next
+ORDER = (OUTPUTS, AGAIN, LOSSES, LOSS, GRADIENTS, NORM, BUFFERS, STATE, UPDATED)  # a difference spreads to the right
 OF_LOSSES = (
     "the outputs of all layers agree: the loss, of the task or of a layer, depends on more than outputs and targets, "
     "or was given other targets"
@@ -31,7 +31,7 @@ def agrees(found: Found) -> bool:
 
 
 def judged(name: str, gaps: Gaps, tolerance: float) -> Quantity:
-    """Judges what was measured of one kind, in layer order; outputs beside those of their layer."""
+    """Judges the gaps of one quantity, in layer order. Outputs are judged together with those of their layer."""
     found = sorted(gaps.items(), key=lambda gap: gap[0])
     if name in (OUTPUTS, AGAIN):
         return judge_tensors(name, found, tolerance, kind=lambda key: key[0])
@@ -42,12 +42,12 @@ def judged(name: str, gaps: Gaps, tolerance: float) -> Quantity:
 
 
 def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Collection[int]) -> list[str]:
-    """Returns as sentences the first difference and what a user can do about it; empty when no step differs.
+    """Returns sentences on the first difference and what a user can do about it; none if no step differs.
 
     Args:
-        steps: what was compared, by number.
+        steps: number of a step -> what was compared.
         places: place of each layer, as ``layer conv (cell 0)``.
-        batchnorms: layers that have one.
+        batchnorms: indices of layers that have a BatchNorm.
     """
     number = next((number for number, found in steps.items() if not agrees(found)), None)
     if number is None:
@@ -75,7 +75,7 @@ def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Coll
 
 
 def _of_layer(layer: int, place: str, again: bool, batchnorm: bool) -> str:
-    """Returns the possible faults of a layer that has the right weights.
+    """Returns a sentence on the possible faults of the first layer whose outputs differ.
 
     Args:
         again: True if its recompute differs from its first forward.

@@ -40,7 +40,7 @@ from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, held_by, named, named_buffers
 
-Load = Callable[[int], Mapping[str, Tensor]]  # returns a layer's weights and buffers by full name
+Load = Callable[[int], Mapping[str, Tensor]]  # index of a layer -> its weights and buffers by name in the model
 
 
 @dataclass
@@ -50,7 +50,7 @@ class PlainStep:
     Attributes:
         weight: weight of the mini-batch, by which its losses are divided.
         losses: unscaled sums by (replica, micro-batch).
-        gradients: gradient of each parameter; a tied one has that of its owner. Where nothing flowed back is none.
+        gradients: gradient of each parameter that got one. Those of tied parameters are added to their owner's.
         outputs: fingerprints of what the layers returned.
     """
 
@@ -76,11 +76,11 @@ class PlainModel:
         settings: configuration of the run.
         task: gives the loss.
         device: device on which it runs.
-        owners: owner of each tied parameter of later layers.
+        owners: tied parameter -> its owner in an earlier layer.
 
     Attributes:
-        weights: parameters by layer and full name.
-        held: parameters and buffers, likewise.
+        weights: parameters by (index of the layer, name in the model).
+        held: parameters and buffers by the same.
         batchnorms: layers that have a BatchNorm.
     """
 
@@ -106,6 +106,7 @@ class PlainModel:
         self._lr_schedule = build_lr_schedule(settings.lr_schedule, self._optimizer, settings.seed)
 
     def _built(self) -> list[Layer]:
+        """Builds all layers, each with parameters of its own."""
         seed = self.settings.seed
         builders = Groups(self.settings.optimizer).frozen_in(build_model(self.settings.model, seed))
         announce(builders)
@@ -121,12 +122,13 @@ class PlainModel:
 
     @torch.no_grad()
     def _give_ties(self) -> None:
+        """Copies the value of each owner to the parameters that are tied to it."""
         for key, owner in self.owners.items():
             self.held[key].copy_(self.held[owner])
 
     @torch.no_grad()
     def load(self, load: Load, step: int) -> None:
-        """Takes weights and buffers, and tells the layers of the step (`begin_step`)."""
+        """Takes the weights and buffers before a step, and calls `begin_step` of the layers that have it."""
         for index, _, _ in self._layers:
             for name, tensor in load(index).items():
                 self.held[index, name].copy_(tensor)
@@ -170,7 +172,7 @@ class PlainModel:
 
     @torch.no_grad()
     def update(self, gradients: Mapping[Key, Tensor], factor: float | None) -> None:
-        """Updates the weights by gradients times a factor; None: a step that is skipped."""
+        """Updates the weights by gradients times a factor (None: the update is skipped), and the learning rate."""
         if factor is not None:
             for key, gradient in gradients.items():
                 self.weights[key].grad = gradient.to(self.device) * factor
@@ -180,13 +182,16 @@ class PlainModel:
         self._modules.zero_grad()
 
     def holds(self, layer: int) -> dict[str, Tensor]:
-        """Returns weights, buffers and optimizer state of a layer, by ``kind/full name``."""
+        """Returns weights, buffers and optimizer state of a layer, by ``kind/name in the model``."""
         states: Mapping[Tensor, Any] = self._optimizer.state
         parameters = self._layers[layer][2].named_parameters()
         return held_by(self._layers[layer], {name: states[p] for name, p in parameters if p in states})
 
     def _forward(self, number: int, place: Place, pair: MicroBatch, step: PlainStep) -> list[Tensor]:
-        """Returns the unscaled losses of one micro-batch; ``step`` gets what is seen of it."""
+        """Returns the unscaled losses of one micro-batch: the layers' own, then the task's.
+
+        ``step`` gets the fingerprints of the outputs.
+        """
         values, targets = (tuple(tensor.to(self.device) for tensor in side) for side in pair)
         losses: list[Tensor] = []
         replica, micro_batch = place
@@ -211,7 +216,7 @@ class PlainModel:
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
-    """Returns a tensor in the layout that all boundaries have; its gradient gets the same."""
+    """Returns a tensor in the memory layout of boundaries; its gradient gets that layout, too."""
     made = canonical(tensor)
     if made.requires_grad:
         lay_out = partial(canonical_gradient, of_channels_last=is_channels_last(made))

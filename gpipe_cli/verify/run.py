@@ -33,7 +33,7 @@ from .settings import in_chosen_type, refuse_what_cannot_be_verified, tolerance_
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
-    """Runs one worker.
+    """Runs one worker of gpipe-verify; rank 0 writes verify.json.
 
     Returns:
         On rank 0 the report as plain values (`VerifyReport.as_json`); None elsewhere.
@@ -46,7 +46,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     refuse_what_cannot_be_verified(settings)
     world = start_worker(context, settings)
     if settings.pipeline.compile:
-        torch._inductor.config.fallback_random = True  # the random numbers of layers that are not compiled
+        torch._inductor.config.fallback_random = True  # compiled layers then draw what they would draw uncompiled
     with in_chosen_type(settings) as chosen:
         report = Verification(context, config, chosen, world).run()
     if report is None:
@@ -95,6 +95,7 @@ class Verification:
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, loss, memory)
 
     def _run_steps(self) -> None:
+        """Runs and checks steps until one differs or the data end."""
         batches = _mini_batches(self._assembly) if self._world.rank == 0 else iter(())
         taken = self._trainer.steps()
         self._watch.hold(0)
@@ -106,7 +107,7 @@ class Verification:
                 return
 
     def _check(self, number: int, batch: list[list[MicroBatch]] | None) -> bool:
-        """Checks a step on rank 0 while the others wait; returns on every worker whether it agrees."""
+        """Checks a step on rank 0 while the other workers wait; returns on every worker whether both sides agree."""
         record, checker = self._watch.record, self._checker
         wait_for_all(self._world)
         for rows in self._world.gather(record.rows())[1:]:
@@ -150,7 +151,7 @@ def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
 
 
 def _backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
-    """Returns the order in which the schedule adds up the gradients of micro-batches, as in the last cell."""
+    """Returns the micro-batches in the order in which the last cell adds up their gradients."""
     last = len(assembly.pipeline.cut.placement) - 1
     instructions = assembly.pipeline.schedule.lists(micro_batches)[assembly.pipeline.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
