@@ -93,7 +93,7 @@ def _cells(L: int, D: int, genotype: Genotype) -> Iterator[tuple[str, CellGenoty
 
 
 def _pooled(image_size: int) -> int:
-    """Returns the side of the auxiliary head's map after its pooling."""
+    """Returns the side of the auxiliary head's map after its pooling, in pixels."""
     side = (image_size - 1) // 2  # after the stem
     for _ in range(3):  # reductions
         side = -(-side // 2)

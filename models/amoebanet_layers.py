@@ -130,7 +130,7 @@ class Pooling(nn.Module):
         self.project = None if inputs == width else ConvolutionNorm(inputs, width, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The padding after is that before or one more, which is what ceil_mode adds.
+        # At the end SAME padding has the same zeros as in front or one more; ceil_mode adds that one.
         front = tuple(same_padding(size, self.k, self.stride)[0] for size in x.shape[2:])
         if self.pool == "max":
             x = F.max_pool2d(x, self.k, self.stride, front, ceil_mode=True)
@@ -283,7 +283,12 @@ class AmoebaCell(nn.Module):
         return output if self.is_last else (output, x)
 
     def _states(self, x: Tensor, previous: Tensor, first: bool) -> list[Tensor]:
-        """Returns h0, h1, h2, …"""
+        """Computes the states of the cell: h0 and h1 from its inputs, then one for each node.
+
+        Args:
+            x, previous: outputs of the layer before, and of the one before that.
+            first: True for the first cell, where both are the stem's output.
+        """
         activated_x = F.relu(x)
         states = [self.enter(activated_x), previous if self.match is None else self.match(previous)]
         activated = {1: activated_x} if first else {}
@@ -301,7 +306,7 @@ class AmoebaCell(nn.Module):
         return states
 
     def _kept_paths(self, x: Tensor) -> Tensor | None:
-        """Returns [operations, b, 1, 1, 1]: 1/keep if an example keeps an operation, else 0. None: all kept."""
+        """Draws [operations, b, 1, 1, 1]: 1/keep if an example keeps an operation, else 0. None: all are kept."""
         if not self.training or self.keep >= 1:
             return None
         chances = torch.rand(len(self.operations), x.shape[0], 1, 1, 1, device=x.device)
@@ -309,7 +314,10 @@ class AmoebaCell(nn.Module):
 
 
 def _operations(genotype: CellGenotype, shape: CellShape, norm: Norm) -> nn.ModuleDict:
-    """Returns the operations by the states they make: `h2_left`, `h2_right`, … Only those on h0 and h1 stride."""
+    """Returns the operations, two for each state that they make: `h2_left`, `h2_right`, …
+
+    Only operations on h0 and h1 have the cell's stride.
+    """
     operations = nn.ModuleDict()
     for number, node in enumerate(genotype.nodes):
         for side, (name, state) in zip(("left", "right"), node, strict=True):

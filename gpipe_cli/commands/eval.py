@@ -97,10 +97,11 @@ def evaluate(words: Sequence[str]) -> int:
 def with_test_set(
     settings: Mapping[str, Any], test: str, vocabularies: Path, typed: Sequence[str]
 ) -> dict[str, Mapping[str, Any]]:
-    """Returns the sections data and task of a run that is evaluated on a test set of the user's, on all of it.
+    """Returns the sections data and task for an evaluation on a whole test set of the user's.
 
     Args:
-        vocabularies: the run's folder of them.
+        test: its file or folder.
+        vocabularies: the folder of the run's vocabularies.
         typed: keys that were typed.
 
     Raises:
@@ -132,7 +133,7 @@ def with_test_set(
 
 
 def as_text(report: Mapping[str, Any]) -> list[str]:
-    """Returns the report as tables: all figures, and BLEU of every language, the one with most pairs first."""
+    """Returns the report as lines: tables of all figures, and of the BLEU of every language, most pairs first."""
     from gpipe_cli.metrics.translation_scores import languages_of
     from gpipe_cli.terminal.evaluated import by_language
 
@@ -149,7 +150,7 @@ def as_text(report: Mapping[str, Any]) -> list[str]:
 
 
 def figures_table(reports: Sequence[Mapping[str, Any]]) -> Grid:
-    """Returns a table of parameters and all figures but single languages, a column for each report."""
+    """Returns a table of parameters and figures, a column for each report, without those of single languages."""
     figures = [{"parameters": report["parameters"], **report["numbers"]} for report in reports]
     names = dict.fromkeys(name for found in figures for name in found if not name.startswith("bleu/"))
     columns = ["figure", *(str(report["name"]) for report in reports)]
@@ -199,7 +200,7 @@ def compare(words: Sequence[str]) -> int:
 def _draw_languages(
     scores: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int], baselines: Mapping[str, float] | None = None
 ) -> Drawing:
-    """Draws BLEU over languages, a curve for each model: means of a language and those with a little more data.
+    """Draws BLEU over languages, most training data first; a curve of running means for each model.
 
     Args:
         baselines: BLEU of bilingual models; if given, the picture shows the differences to them.

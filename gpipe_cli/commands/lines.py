@@ -30,9 +30,10 @@ def answer_lines(
     """Runs workers that answer the lines of the input, or one prompt; returns the exit code.
 
     Args:
-        line: with values of `OWN`.
+        line: the words of the command line; its own keys are those of `OWN`.
         entry: entry point of the workers.
-        configure: makes their configuration, without the input.
+        configure: makes the workers' configuration, without the input.
+        prompt: a text to answer in place of the input's lines.
 
     Raises:
         ConfigurationError: there is no such run or key.
@@ -77,7 +78,7 @@ def line_config(run: Reopened, command: str, **keys: Any) -> dict[str, Any]:
     A run that saved none, such as one with a user's own data source, opens its data.
 
     Args:
-        keys: arguments of the source that reads them, beside the folder.
+        keys: further arguments of the source that reads the vocabularies.
 
     Raises:
         ConfigurationError: there is more than one replica, or a vocabulary of the run has been replaced.
@@ -113,7 +114,7 @@ def _pass_on(lines: BinaryIO, path: Path) -> None:
 
 
 def tell(event: dict[str, Any]) -> None:
-    """Prints what an event of the workers says in words, if it does, on standard error."""
+    """Prints the text of a message or a warning among the workers' events, on standard error."""
     if (event.get("kind") or event.get("event")) in ("message", "warning", "killed"):
         say(str(event.get("text") or event.get("message")))
 
@@ -122,8 +123,8 @@ def write_answers(event: dict[str, Any], scores: bool = False, one_line: bool = 
     """Prints the workers' events: answers on standard output, everything else on standard error.
 
     Args:
-        scores: before each answer its log-probability and a tab.
-        one_line: of each answer, as of what it answers.
+        scores: True prints each answer's log-probability and a tab before it.
+        one_line: True joins the lines of an answer, because each answers one line.
     """
     if event.get("kind") != "answers":
         tell(event)

@@ -96,7 +96,7 @@ def _run(words: Sequence[str]) -> int:
 
 @contextmanager
 def stopping_on_signals() -> Iterator[Callable[[], bool]]:
-    """Lets Ctrl-C and SIGTERM end a search with the best so far; yields what tells that one came.
+    """Lets Ctrl-C and SIGTERM end a search with the best so far; yields a function that returns whether one came.
 
     A second one ends the command.
     """
@@ -146,10 +146,11 @@ def make_request(overrides: Sequence[str], folder: str | None = None) -> Request
 def advise(folder: str, trusted: Sequence[str] | None = None) -> None:
     """Plans a run that has ended, as it was, on the present machine, and searches for its fastest pipeline.
 
-    The search keeps M and measures the run's layers. What it has found by then stands in the run's file `PLAN`.
+    The search keeps M and measures the run's layers. Both plans are written to the run's file `PLAN`, the first before
+    the search.
 
     Args:
-        trusted: the `_target_`s of others that the run's words may call; None: all.
+        trusted: the user's own `_target_`s that the run's words may call; None: all.
 
     Raises:
         ConfigurationError: a word is wrong by now, or calls something else.
@@ -185,6 +186,7 @@ def report(plan: Plan) -> str:
 
 
 def _head(plan: Plan) -> list[str]:
+    """Returns two lines: the pipeline, and its micro-batch."""
     replicas = f" × {plan.replicas} replicas" if plan.replicas > 1 else ""
     kept = f", remat {plan.remat}" if plan.keep is None else f", keep {shown(plan.keep)}"
     kept = "" if is_file(plan.schedule) else kept
@@ -208,6 +210,7 @@ def _cells(plan: Plan) -> Grid:
 
 
 def _facts(plan: Plan) -> list[tuple[str, object]]:
+    """Returns the figures of a plan: memory, balance, messages, bubble, time and its bound."""
     fullest = max(plan.workers_plan, key=lambda worker: worker.total / worker.limit)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     largest = sorted(fullest.by_kind.items(), key=lambda pair: -pair[1])[:3]
@@ -232,9 +235,10 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
 
 
 def _on_disk(plan: Plan) -> str:
-    """Returns what cells keep there, and what a step reads and writes where no page stays in memory."""
+    """Returns in words the bytes on disk, and those that a step reads and writes if memory keeps no page."""
     weights, gradients, rest = (
-        sum(of) for of in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
+        sum(sizes)
+        for sizes in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
     )
     read, written = size_text(3 * weights + gradients + rest), size_text(weights + gradients + rest)
     said = f"a step reads up to {read} and writes {written}, whose time is not planned"
@@ -242,6 +246,7 @@ def _on_disk(plan: Plan) -> str:
 
 
 def _bound(plan: Plan) -> str:
+    """Returns the shortest time of a step that any schedule could reach, with this cut and with any cut."""
     if plan.bound_of_any_cut_seconds is None:
         return "no schedule fits, whatever the cut"
     any_cut = f"of any cut {seconds_text(plan.bound_of_any_cut_seconds)}"

@@ -60,7 +60,7 @@ def images_at(place: Path) -> Iterator[Path]:
     Raises:
         ConfigurationError: there is none.
     """
-    found = [Path(of.path) for of in files_below(place, has_suffix) if has_suffix(of.name)]
+    found = [Path(entry.path) for entry in files_below(place, has_suffix) if has_suffix(entry.name)]
     if place.is_dir() and not found:
         raise ConfigurationError(f"{place}: no image in it ({', '.join(SUFFIXES)})")
     if not place.is_dir() and not place.is_file():
@@ -69,7 +69,7 @@ def images_at(place: Path) -> Iterator[Path]:
 
 
 def source_of(data: dict[str, Any], files: Sequence[str], vocabularies: Path) -> dict[str, Any]:
-    """Returns the configuration of a source of these images, seen as the run's evaluations see theirs.
+    """Returns the section data for these images, transformed as in the run's evaluations.
 
     Args:
         data: the section of the run's configuration.

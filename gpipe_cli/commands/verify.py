@@ -45,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def conclude(report: Any, run_dir: Path, console: Console) -> int:
-    """Prints the report and writes the files of a sweep's table; returns the exit code. Only rank 0 has a report."""
+    """Prints the report, writes summary.json and error.txt for a sweep's table, and returns the exit code.
+
+    Args:
+        report: rank 0's, see `VerifyReport.as_json`; None on other ranks.
+    """
     if report is None:
         return 0
     if report["format"] == "json":
@@ -61,7 +65,7 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
 
 
 def largest(report: dict[str, Any], name: str) -> float | None:
-    """Returns the largest relative difference of a quantity over the steps; None if absent or not finite."""
+    """Returns the largest relative difference of a quantity over all steps; None if it is missing or not finite."""
     found = [q["relative"] for step in report["steps"] for q in step["quantities"] if q["name"] == name]
     return None if None in found else max(found, default=None)
 

@@ -44,12 +44,12 @@ class Totals:
         self._peak_memory = max(self._peak_memory, int(max(step.numbers["memory_bytes"])))
 
     def figures(self, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns means for the summary: the bubble as measured and as the schedule predicts it, the shares of a step.
+        """Returns means over recent steps: examples/s, the bubble as measured and as predicted, the shares of a step.
 
         The prediction simulates the schedule with the mean measured times of its instructions.
 
         Args:
-            table: the table of the cells, to which their seconds are added.
+            table: a row for each cell; the returned "cells" are these rows with the seconds of each kind of work.
         """
         found: dict[str, Any] = dict.fromkeys(("examples_per_second", "bubble", "bubble_predicted", "breakdown"))
         steps, cells = self._recent, list[dict[str, float]]()
@@ -112,12 +112,12 @@ def mean_breakdown(
 
 
 def simulate_with(lists: InstructionLists, placement: Sequence[int], durations: Durations) -> Timeline:
-    """Returns the timeline of the lists with these durations and messages that take no time."""
+    """Simulates the lists with these durations; messages take no time."""
     return simulate(lists, placement, lambda instruction: durations[instruction.op, instruction.cell])
 
 
 def _idle_seconds(timeline: Timeline) -> float:
-    """Returns the seconds without computation between a step's begin and its end, of all workers together."""
+    """Returns the idle seconds of all workers together, between a step's begin and its end."""
     return len(timeline.spans) * timeline.span - sum(timeline.busy)
 
 
@@ -129,7 +129,7 @@ def count_computations(lists: InstructionLists) -> Counter[tuple[Op, int]]:
 def even_durations(
     lists: InstructionLists, placement: Sequence[int], durations: Durations
 ) -> dict[tuple[Op, int], float]:
-    """Returns the same work spread evenly: all workers take equally long for a micro-batch, in each kind of work.
+    """Returns durations with the same work spread evenly: in each kind all workers take equally long.
 
     A kind that some workers do not have at all (recompute, in the last worker of 1f1b) is spread over the others.
     """

@@ -46,7 +46,7 @@ def class_report(predictions: Sequence[tuple[float, float, float]], source: Sour
 
 
 def png(image: Tensor, longest: int | None = None) -> bytes:
-    """Returns an image, uint8 [3, H, W], as a PNG file, whose longer side has at most so many pixels."""
+    """Returns an image, uint8 [3, H, W], as a PNG file; ``longest`` limits the pixels of its longer side."""
     from PIL import Image
 
     file, picture = io.BytesIO(), Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())

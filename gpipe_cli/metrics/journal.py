@@ -32,7 +32,7 @@ class Notices:
 
     Args:
         emit: passes an event to the console (`terminal/console.py` lists them).
-        active: False: on other ranks than 0, nothing is reported.
+        active: False reports nothing, as on ranks other than 0.
     """
 
     def __init__(self, emit: Callable[[dict[str, Any]], None], active: bool) -> None:
@@ -84,11 +84,11 @@ class Journal(Notices):
         self._warned: set[Path] = set()  # of files that cannot be written
 
     def open(self, progress: Progress, schedule: StepSchedule, table: Sequence[Mapping[str, Any]]) -> None:
-        """Opens the files; called when nothing can refuse the run any more.
+        """Opens the files. It is called when nothing can refuse the run any more.
 
         Args:
-            progress: lines of later steps, from a run that was killed after its last checkpoint, are removed, and
-                those of an evaluation that is made again.
+            progress: where the run begins. Lines of later steps, from a run that was killed after its last checkpoint,
+                are removed, and those of an evaluation that is made again.
             table: the table of the cells.
 
         Raises:
@@ -104,12 +104,13 @@ class Journal(Notices):
         self._track("start", json_safe(asdict(self._settings)), self._run_dir)
 
     def _track(self, method: str, *arguments: object) -> None:
+        """Queues a call of a method of all trackers."""
         for tracking in self._tracking:
             tracking.call(method, *arguments)
 
     @contextmanager
     def _tried(self, path: Path) -> Iterator[None]:
-        """Warns, once for each file, where it cannot be written while the context lasts; the run goes on without."""
+        """Turns an error inside the context into a warning, once for each file; the run goes on without the file."""
         try:
             yield
         except Exception as error:
@@ -120,7 +121,7 @@ class Journal(Notices):
                 self.warn(f"{reason}; the run goes on without")
 
     def step(self, progress: Progress, result: StepResult, done: float | None) -> None:
-        """Records one training step in metrics.jsonl and on the console; at the logging interval also its times.
+        """Records one training step in metrics.jsonl and on the console. At the logging interval it adds its times.
 
         Args:
             done: share of the run that is done; None if its end is unknown.
@@ -146,7 +147,7 @@ class Journal(Notices):
             "seconds": seconds,
             "waited_for_data": waited,
             "waiting_for_data_share": min(1.0, waited / seconds),
-            "exchange_seconds": min(result.numbers["exchange"]),  # of the last to arrive, which did not wait
+            "exchange_seconds": min(result.numbers["exchange"]),  # the last worker to arrive did not wait
             "update_seconds": max(result.numbers["update"]),
             "skipped_updates": progress.skipped,
             **{name: part / whole if whole else 0.0 for name, part, whole in pairs},
@@ -172,7 +173,7 @@ class Journal(Notices):
         samples = [vars(sample) for sample in result.samples]
         # The effort differs between the two evaluations of an early stop's last step.
         row = {"step": progress.step, **result.numbers, **result.effort}
-        sentences = Counter(of.language for of in result.translations)
+        sentences = Counter(sample.language for sample in result.translations)
         rare = {"signature": result.signature, "samples": samples, "sentences": sentences, "copying": result.copying}
         with self._tried(self._evaluations_file.path):
             self._evaluations_file.write({**row, **{name: value for name, value in rare.items() if value}})
@@ -198,7 +199,7 @@ class Journal(Notices):
             self._track("picture", path.stem, path)
 
     def trace(self, step: int, recordings: Sequence[Recording]) -> None:
-        """Writes one step of all ranks to trace/, and draws it."""
+        """Writes one step of all ranks to trace/ for trace viewers, and draws it."""
         layers = [f"{row['first']} … {row['last']}" if row["layers"] > 1 else str(row["first"]) for row in self._table]
         path = self._run_dir / "trace" / f"step_{step:06d}.trace.json"
         with self._tried(path):

@@ -13,13 +13,13 @@ class Progress:
     Attributes:
         step: number of updates, including skipped ones.
         skipped, skipped_in_a_row: updates left out because a loss or gradient was not finite.
-        best, best_step: the lowest evaluation loss so far, and its step, whose checkpoint is kept; None: none is.
+        best, best_step: the lowest evaluation loss so far, and its step if that step's checkpoint is kept, else None.
         evaluations_since_best: evaluations without a new best, for early stopping.
-        evaluation_due: the evaluation after this step has not been completed; a resumed run begins with it.
+        evaluation_due: True if the evaluation after this step is not complete; a resumed run begins with it.
         loss: loss of the last finite step.
         stopped_by: why the loop ended.
-        loss_scale: factor of the loss in backward; None: 1, as always without `precision.loss_scale`.
-        steps_since_overflow: finite steps with this factor.
+        loss_scale: factor of the loss in backward; None without `precision.loss_scale`: the factor is 1.
+        steps_since_overflow: number of finite steps since the factor last changed.
     """
 
     step: int = 0

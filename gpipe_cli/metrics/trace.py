@@ -23,7 +23,7 @@ _ARROW_MICROSECONDS = 1.0  # an arrow ends so long before its receive, because i
 
 
 def on_one_clock(ranks: Sequence[tuple[str, float, Recording]]) -> list[Recording]:
-    """Returns the recordings on rank 0's clock.
+    """Shifts the recordings to rank 0's clock.
 
     Processes of one machine share the monotonic clock. Times of another machine are shifted so that the last exchange,
     which ends at about the same moment on all workers, ended at the same time as on rank 0.
@@ -98,7 +98,7 @@ def trace(
 def _slice(
     instruction: Instruction, place: dict[str, Any], replica: int, layers: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields an instruction, and of a message one end of its arrow, from its send to the end of its receive."""
+    """Yields the event of an instruction; if it sends or receives a message, also its end of the message's arrow."""
     tid = COMPUTATION if instruction.op in COMPUTE else MESSAGES
     about = {"cell": instruction.cell, "micro_batch": instruction.micro_batch, "layers": layers[instruction.cell]}
     yield {"ph": "X", "cat": instruction.op.name.lower(), "tid": tid, **place, "args": about}

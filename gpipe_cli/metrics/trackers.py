@@ -18,7 +18,7 @@ FINISH_SECONDS = 30.0  # that the end of a run waits for it
 
 
 class Tracking:
-    """Calls one tracker in the background; ``warn`` is told its first error."""
+    """Calls one tracker in a thread. After its first error, which ``warn`` gets, it is called no more."""
 
     def __init__(self, tracker: Any, warn: Callable[[str], None]) -> None:
         self._tracker, self._warn, self._calls = tracker, warn, SimpleQueue[tuple[str, Any]]()
@@ -32,7 +32,7 @@ class Tracking:
             self._calls.put((method, arguments))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Queues the last call, and waits for it, but not long."""
+        """Queues the last call, and waits for it `FINISH_SECONDS` at most."""
         self.call("finish", summary)
         self._thread.join(0.0 if self._given_up else FINISH_SECONDS)
         if self._thread.is_alive():
@@ -57,7 +57,7 @@ class TensorBoard:
     """Tracks by TensorBoard's files; shows samples as well.
 
     Args:
-        resumed_step: what an earlier process wrote for later steps is hidden.
+        resumed_step: the step that the run resumes from; what an earlier process wrote for later steps is hidden.
     """
 
     def __init__(self, resumed_step: int) -> None:

@@ -40,15 +40,15 @@ def run_command(
     needs_words: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> int:
-    """Runs a command and returns its exit code, or the code of the error that ended it.
+    """Runs a command: answers --help and --version, or does its work. Returns the exit code.
 
     Args:
         name: the command, printed before the reason of a refusal.
         arguments: the words of the command line; None: those of this process.
         page: text of --help; None: python -OO has left it out.
-        work: gets the words.
-        needs_words: shows the page, as for a wrong call, when there are no words.
-        say: prints the reason of a refusal or a failure; None: on standard error. Given by commands that train.
+        work: does the command's work with the words; returns the exit code.
+        needs_words: True if a call without words is wrong; it then shows the page.
+        say: prints the reason of a refusal or a failure; only commands that train give it. None: to standard error.
     """
     try:
         Path.cwd()
@@ -92,7 +92,7 @@ def own_options(words: Sequence[str]) -> str:
 
 
 def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) -> int:
-    """Runs a command's work and returns its exit code, or the code of the error that ended it."""
+    """Does a command's work; returns its exit code, or that of the error that ended it, whose reason ``say`` prints."""
     try:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # see `ctrl_c`
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,16 +102,16 @@ def exit_code(name: str, work: Callable[[], int], say: Callable[[str], None]) ->
             raise  # it was another pipe
         return 0  # a reader that stops early, as `head` does
     except Exception as error:
-        if (told := code_and_reason(name, error)) is None:
+        if (found := code_and_reason(name, error)) is None:
             raise
-        say(told[1])
-        return told[0]
+        say(found[1])
+        return found[0]
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def code_and_reason(name: str, error: Exception) -> tuple[int, str] | None:
-    """Returns the exit code of an error and the lines that tell it; None: a fault of the program, for a traceback."""
+    """Returns an error's exit code and its reason; None for a fault of the program, which needs a traceback."""
     if isinstance(error, (PlainError, WorkerFailed)) and not isinstance(error, ConfigurationError):
         return FAILED, relative_paths(str(error))
     if refuses(error):
@@ -132,7 +132,7 @@ def to_stderr(text: str) -> None:
 
 
 def discard(stream: IO[str]) -> None:
-    """Sends the text that waits in the stream, and all that follows, to /dev/null."""
+    """Sends a stream's buffered text, and all that is written to it later, to /dev/null."""
     with suppress(OSError, ValueError), Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), stream.fileno())
 
@@ -157,8 +157,10 @@ class Words:
     """Holds the words of a command line by kind.
 
     Attributes:
+        overrides: keys of gpipe-train, as typed.
         own: the command's own keys that were typed, with their values.
-        options: as typed, those with a value in two words or in one.
+        runs: paths of runs.
+        options: options and their values, as typed.
     """
 
     overrides: list[str] = field(default_factory=list)
@@ -172,7 +174,7 @@ class Words:
         return self.value(*OF_PLANS)
 
     def value(self, *names: str) -> str | None:
-        """Returns the value of an option, by one of its names."""
+        """Returns the value of an option that has these names, None if it was not typed."""
         words = [part for word in self.options for part in word.split("=", 1)]
         return next((words[place + 1] for place, word in enumerate(words[:-1]) if word in names), None)
 
@@ -241,14 +243,14 @@ def read_words(
 
 
 def is_path(word: str) -> bool:
-    """Returns whether a word is a path: it has no =, or no key before it, as the sweep's folder ``0_pipeline.K=1``."""
+    """Returns whether a word is a path: it has no =, or what stands before = is no key, as in ``0_pipeline.K=1``."""
     key, equals, _ = word.partition("=")
     key = key.lstrip("+").removeprefix("hydra/").partition("@")[0].replace(".", "_")
     return not word.startswith(("-", "~")) and not (equals and key.isidentifier())
 
 
 def read_value(text: str, hint: Any) -> Any:
-    """Reads a value as YAML, unless its type is a text; if it is a list, ``2,4`` and a single ``2`` are lists."""
+    """Reads a typed value as YAML, unless its type is str. For a type with list, ``2,4`` and ``2`` are lists."""
     import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
 
     if hint is str:

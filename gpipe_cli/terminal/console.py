@@ -43,7 +43,7 @@ Event = Mapping[str, Any]
 
 
 class Console(logging.Handler):
-    """Prints events, and warnings that are logged; a context manager, so that the progress bar is always removed.
+    """Prints events and logged warnings. It is a context manager, which removes the progress bar at the end.
 
     Args:
         every: steps between progress lines.
@@ -96,7 +96,7 @@ class Console(logging.Handler):
         self._print(text)
 
     def detail(self, text: str) -> None:
-        """Prints lines that a brief console leaves to train.log."""
+        """Prints lines, or only logs them if the console is brief."""
         if self._brief:
             log.info("%s", text)
         else:
@@ -117,6 +117,7 @@ class Console(logging.Handler):
             self._print(f"warning: {text}", style="yellow")
 
     def _print(self, text: str, style: str | None = None) -> None:
+        """Prints on standard output; once that fails, prints nothing more."""
         if self._silent or self._lost:
             return
         try:
@@ -159,6 +160,7 @@ class Console(logging.Handler):
         self.detail(text_table(columns, rows))
 
     def _show_progress(self, event: Event) -> None:
+        """Moves the progress bar; prints a line if it is due, which with a bar only goes to train.log."""
         step, steps, done, now = event["step"], event["steps"], event["done"], time.monotonic()
         first = self._began is None
         share, began = self._began = self._began or (done, now)

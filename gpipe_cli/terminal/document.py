@@ -26,7 +26,7 @@ class Cell(NamedTuple):
     """Holds a cell of a table that a page shows as a link, as a bar or on a blue ground.
 
     Attributes:
-        address: of another file.
+        address: link to another file.
         bar, shade: width of the bar, strength of the blue, as "30%".
     """
 
@@ -56,7 +56,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds figures by name, a line each; None and empty texts are left out."""
+    """Holds (name, figure) for each line; lines with None or an empty text are left out."""
 
     rows: Sequence[tuple[str, object]]
 
@@ -74,8 +74,8 @@ class Grid:
     """Holds a table.
 
     Attributes:
-        title: of a table on a page that needs one.
-        beside: parts of a long table that stand beside each other.
+        title: the table's title on a page; empty: none.
+        beside: number of parts in which a long table is divided, which stand side by side.
     """
 
     columns: Sequence[str]
@@ -85,7 +85,7 @@ class Grid:
 
     @property
     def classes(self) -> list[Markup]:
-        """Returns the attribute of each column on a page: numbers are aligned to the right."""
+        """Returns the HTML attribute of each column's cells: numbers are aligned to the right."""
         right = [all(is_number(row[place]) for row in self.rows) for place in range(len(self.columns))]
         return [Markup(' class="n"' if flush else "") for flush in right]
 
@@ -101,7 +101,7 @@ class Grid:
 
 
 class Image(NamedTuple):
-    """Holds a file in which nothing runs on a page: SVG or PNG; ``alt`` says what it shows."""
+    """Holds an SVG or PNG file; ``alt`` says what it shows. No code in it runs on a page."""
 
     content: bytes
     alt: str
@@ -114,7 +114,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True)
 class Images:
-    """Holds images, for a page alone: large ones, or, below a title, small ones that say what they show."""
+    """Holds images, which only pages show: large ones, or, with a title, small ones with a text below each."""
 
     images: Sequence[Image]
     title: str = ""
@@ -140,7 +140,7 @@ class Document:
         return _template().render(title=self.title, blocks=blocks, colours=COLOURS)
 
     def save(self, path: Path) -> None:
-        """Writes the page, as a whole."""
+        """Writes the document as an HTML page, whole or not at all."""
         write_whole(path, self.html())
 
 

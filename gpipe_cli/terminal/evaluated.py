@@ -21,7 +21,7 @@ def by_language(bleu: Mapping[str, float], evaluation: Mapping[str, Any], few: C
     Args:
         bleu: score of each language, in the order of the rows.
         evaluation: what is known by language: training pairs ("sizes"), "sentences", BLEU of "copying" the source.
-        few: languages that are marked.
+        few: languages that are marked because they have few sentences.
     """
     sizes, sentences, copying = (evaluation.get(name) or {} for name in ("sizes", "sentences", "copying"))
     longest = max([1.0, *bleu.values()])
@@ -41,7 +41,7 @@ def by_class(report: Mapping[str, Any]) -> Iterator[Block]:
         report: result of `metrics.class_report.class_report`.
     """
     names = report["names"]
-    found: dict[int, dict[int, int]] = {}  # of a label: examples by prediction
+    found: dict[int, dict[int, int]] = {}  # label -> prediction -> number of examples
     for label, predicted, count in report["confusion"]:
         found.setdefault(label, {})[predicted] = count
     rows = [_accuracy(names, label, counts) for label, counts in found.items()]
@@ -53,18 +53,18 @@ def by_class(report: Mapping[str, Any]) -> Iterator[Block]:
         yield Lines([f"The table has the {MOST_ROWS} worst of {len(names):,} classes."])
     mistakes = [
         Image(
-            b64decode(of["image"]),
-            f"{names[of['label']]}, taken for {names[of['predicted']]} ({percent(of['probability'])})",
+            b64decode(one["image"]),
+            f"{names[one['label']]}, taken for {names[one['predicted']]} ({percent(one['probability'])})",
         )
-        for of in report["worst"]
-        if of["image"]
+        for one in report["worst"]
+        if one["image"]
     ]
     if mistakes:
         yield Images(mistakes, "The most certain mistakes")
 
 
 def _accuracy(names: list[str], label: int, counts: Mapping[int, int]) -> tuple[float, list[object]]:
-    """Returns the accuracy of a class, and its row."""
+    """Returns the accuracy of a class, and its row in the table; counts: prediction -> number of examples."""
     examples, right = sum(counts.values()), counts.get(label, 0)
     wrong = {predicted: count for predicted, count in counts.items() if predicted != label}
     often = max(wrong, key=wrong.__getitem__, default=None)
@@ -73,7 +73,7 @@ def _accuracy(names: list[str], label: int, counts: Mapping[int, int]) -> tuple[
 
 
 def _confusion(names: list[str], found: Mapping[int, Mapping[int, int]]) -> Grid:
-    """Returns the matrix of labels (rows) and predictions (columns), the darker the larger the share of the row."""
+    """Returns the matrix of labels (rows) and predictions (columns). A larger share of a row is darker."""
     rows: list[list[object]] = []
     for label, counts in found.items():
         row = [counts.get(predicted, 0) for predicted in range(len(names))]

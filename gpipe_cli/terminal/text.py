@@ -1,4 +1,4 @@
-"""Formats numbers, tables and paths as text, the same on the console, and in train.log."""
+"""Formats numbers, tables and paths as text, the same on the console and in train.log."""
 
 import math
 import re
@@ -68,7 +68,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Returns whether a value is a number; True also for none, and for one written as "21.3 %"."""
+    """Returns whether a value is a number, also one written as "21.3 %", or stands for a missing one."""
     return value in (None, "", "-") or isinstance(value, (int, float)) or bool(NUMBER.match(str(value)))
 
 
