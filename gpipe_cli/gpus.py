@@ -26,13 +26,17 @@ def count_gpus() -> int:
 
 
 def let_memory_grow(environment: MutableMapping[str, str]) -> None:
-    """Lets torch extend a GPU's blocks of memory, or pieces of varying size leave gaps; it reads this when imported."""
+    """Lets torch extend a GPU's blocks of memory, because pieces of varying size leave gaps in fixed ones.
+
+    It must be called before torch is imported.
+    """
     if "PYTORCH_ALLOC_CONF" not in environment:
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 @cache
 def _installed_gpus() -> int:
+    """Counts the GPUs that the driver has, by nvidia-smi or /proc."""
     if program := shutil.which("nvidia-smi"):
         try:
             listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)

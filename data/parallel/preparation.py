@@ -55,8 +55,8 @@ class ParallelText:
         max_length: tokens of a side with its end token; longer pairs are dropped.
         seed: decides the shuffling.
         language_column: name of the language in records of several.
-        held_out: share of a language's pairs that are held out where files of its own are lacking; half for each split.
-        lacking: the splits of each language that have no files.
+        held_out: share of a language's training pairs that are held out if it has no dev files; half for each split.
+        lacking: language -> the splits for which it has no files.
         piece: lines that one process takes at a time.
         block: see `store.BLOCK`.
         shard: pairs that are shuffled together, a multiple of `block`; about 50 tokens per pair make 100 MB.
@@ -81,7 +81,7 @@ class ParallelText:
     shard: int = 16 * BLOCK
 
     def split_of(self, language: str, target: str) -> str:
-        """Returns the split of a pair of the training files: a function of its target, the same in all languages."""
+        """Returns the split to which a training pair goes, by a hash of its target; the same in all languages."""
         if language not in self.lacking:
             return "train"
         digest = hashlib.blake2b(target.encode(), digest_size=8, key=self.seed.to_bytes(8, "little")).digest()
@@ -250,7 +250,7 @@ def _no_text(text: ParallelText, first: PairFiles) -> str:
 
 
 def vocabulary_pairs(lines: Lines, samples: Samples) -> Iterator[tuple[str, str]]:
-    """Yields pairs drawn with temperature from the samples; pairs of small languages may repeat."""
+    """Yields the pairs to train vocabularies on, drawn with temperature; those of small languages may repeat."""
     total = min(VOCABULARY_PAIRS, sum(lines.values()))
     for pair, share in shares_of(lines).items():
         sample = samples[pair]
@@ -267,7 +267,7 @@ class Piece(NamedTuple):
 
     Attributes:
         places: the number of each line in its file, from 1.
-        rows: the columns of each line; two, unless a line of a TSV file is malformed; a record is one column.
+        rows: the columns of each line: source and target, another number in a malformed line of TSV, one for a record.
     """
 
     files: PairFiles

@@ -43,7 +43,7 @@ WRAPPERS = re.compile(r"^(?:(?:model\.)?(?:module|_orig_mod)\.)+|(?<=\.)(?:_orig
 def weight_files(path: Path) -> list[Path]:
     """Returns the files of weights made elsewhere at a path: one file, or those of a folder with one of `NAMES`.
 
-    None at that of a run, also if `gpipe-export` has written such a file into it.
+    A run has none, even if `gpipe-export` has written such a file into it.
 
     Raises:
         CheckpointError: a file is missing, or of another kind.
@@ -80,10 +80,10 @@ class SavedTensor:
 
 
 def open_foreign(path: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]:
-    """Returns all tensors at a path by their names; their values are read later.
+    """Returns all tensors at a path by name; their values are read later (`SavedTensor.read`).
 
     Args:
-        warn: receives a line about further weights that a file holds and that are not used, as averaged ones.
+        warn: receives a line about further weights in a file, such as averaged ones, which are not used.
 
     Raises:
         CheckpointError: a file is missing or damaged, or would run code.
@@ -98,7 +98,11 @@ def open_foreign(path: Path, warn: Callable[[str], None]) -> dict[str, SavedTens
 
 
 def open_safetensors(file: Path) -> dict[str, SavedTensor]:
-    """Returns the tensors of one file by their names, unread; raises CheckpointError for another or a damaged one."""
+    """Returns the tensors of one safetensors file by name, unread.
+
+    Raises:
+        CheckpointError: the file is of another kind, or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -110,6 +114,7 @@ def open_safetensors(file: Path) -> dict[str, SavedTensor]:
 
 
 def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]:
+    """Returns the tensors of a file that torch.save wrote: a state_dict, perhaps below one of the keys `WRAPPED`."""
     import torch
 
     try:
@@ -124,7 +129,10 @@ def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]
         return isinstance(value, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
 
     def weights_in(name: str, value: Any) -> list[str]:
-        """Returns where state_dicts lie in a value; an optimizer's, deeper in it, have no names with a dot."""
+        """Returns the dotted keys of the state_dicts in a value.
+
+        Tensors deeper in it count only if a name has a dot: those of an optimizer have none.
+        """
         if not isinstance(value, Mapping) or not value:
             return []
         if are_tensors(value):
@@ -155,14 +163,14 @@ def match_names(
     left_out: Sequence[str],
     path: Path,
 ) -> dict[str, str]:
-    """Returns the name of the saved tensor that each tensor of the model begins with; those left out begin anew.
+    """Returns for each tensor of the model the name of the saved one that it begins with, without those left out.
 
-    All names may lack one first part that the model's have, or have one that these lack (``model.``, ``module.``).
+    All saved names may lack a first part that the model's have (``model.``), or have one more (``module.``).
 
     Args:
         model: the shape of each parameter and persistent buffer.
-        aliases: names of the model that mean one tensor, of which one is enough.
-        left_out: `checkpoint.init_except`: patterns of names, of the model or of the file.
+        aliases: groups of the model's names that mean one tensor; one name of a group is enough in the file.
+        left_out: `checkpoint.init_except`: patterns of names in the model or in the file.
 
     Raises:
         CheckpointError: a name is missing, unknown, or of another shape; the message lists them all.
@@ -187,9 +195,9 @@ def match_names(
         "have other shapes": shapes,
     }
     if any(faults.values()):
-        said = [f"{len(of):,} {what}: {shorten([*of.values()])}" for what, of in faults.items() if of]
+        said = [f"{len(names):,} {what}: {shorten([*names.values()])}" for what, names in faults.items() if names]
         # One pattern for names that differ in numbers only.
-        differing = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for of in faults.values() for name in of)
+        differing = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for names in faults.values() for name in names)
         patterns = [*left_out, *differing]
         words = ",".join(patterns[:LISTED]) + (",…" if len(patterns) > LISTED else "")
         raise CheckpointError(
@@ -202,7 +210,11 @@ def match_names(
 
 
 def _refuse_untied(names: Sequence[str], saved: Mapping[str, SavedTensor], path: Path) -> None:
-    """Raises CheckpointError where names of one tensor of the model have different values in the file."""
+    """Refuses saved values that differ for several names of one tensor of the model.
+
+    Raises:
+        CheckpointError: it names two of them.
+    """
     import torch
 
     for first, name in pairwise(names):
@@ -214,9 +226,9 @@ def _refuse_untied(names: Sequence[str], saved: Mapping[str, SavedTensor], path:
 
 
 def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict[str, str]:
-    """Returns a name for each in the file: as it is, or with one first part more or less where that fits more.
+    """Returns saved name -> name in the model: the same, or with one first part more or less if more names then fit.
 
-    What torch's wrappers put into names, such as ``module._orig_mod.``, does not matter.
+    Parts that torch's wrappers put into names, such as ``module._orig_mod.``, are dropped.
 
     Raises:
         CheckpointError: the file holds the whole model twice, under other first parts.
@@ -235,4 +247,4 @@ def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict
             f"{path} holds this model more than once, as {whole[0][name]} and {other[name]}: save the one alone that "
             "the run is to begin with"
         )
-    return max(renamed, key=lambda names: len(known.intersection(names.values())))  # of equal ones the first
+    return max(renamed, key=lambda names: len(known.intersection(names.values())))  # the first of equal ones

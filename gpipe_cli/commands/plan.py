@@ -237,8 +237,7 @@ def _facts(plan: Plan) -> list[tuple[str, object]]:
 def _on_disk(plan: Plan) -> str:
     """Returns in words the bytes on disk, and those that a step reads and writes if memory keeps no page."""
     weights, gradients, rest = (
-        sum(sizes)
-        for sizes in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
+        sum(n) for n in zip(*((c.weights, c.gradients, c.optimizer + c.average) for c in plan.cells), strict=True)
     )
     read, written = size_text(3 * weights + gradients + rest), size_text(weights + gradients + rest)
     said = f"a step reads up to {read} and writes {written}, whose time is not planned"

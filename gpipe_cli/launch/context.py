@@ -119,10 +119,10 @@ def _leave_together(context: Context) -> None:
 
 
 def call_entry(entry: str, context: Context, config: dict[str, Any], threads: int | None) -> Any:
-    """Imports `package.module:function`, calls it, and leaves the process group after success.
+    """Imports `package.module:function`, calls it, and leaves the process group if it succeeds.
 
-    After an exception, leaving the group could hang, and would show the peers a lost connection before the cause is on
-    record.
+    After an exception the group is not left: that could hang, and the peers would report a lost connection before the
+    cause is on record.
     """
     if not faulthandler.is_enabled():  # a crash in compiled code prints the Python calls that led to it
         faulthandler.enable(sys.__stderr__ or 2)
