@@ -161,6 +161,6 @@ def _seconds(run: Callable[[], object], enough: float = _SECONDS) -> float:
 
 def _now() -> float:
     """Returns the time in seconds when the GPU, if this process uses one, has done its work."""
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
         torch.cuda.synchronize()
     return time.perf_counter()
