@@ -67,17 +67,33 @@ class Pipeline(WorkerPipeline):
     """
 
     _is_lost = _is_closed = False
-    _steps = 0  # that the program will take, for `begin_step`
-    _module: nn.Module | None = None  # whose weights the layers share
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(
+        self,
+        *arguments: Any,
+        inputs: Inputs,
+        answer: Callable[[Tensors], Any],
+        module: nn.Module | None,
+        steps: int,
+    ) -> None:
+        """Builds this process's cells.
+
+        Args:
+            arguments: those of `WorkerPipeline`.
+            inputs: description of how a program gives inputs.
+            answer: function that makes what the model returns of its output tensors.
+            module: the module whose weights the layers share; None: the layers have their own.
+            steps: number of steps that the program will take, for `begin_step`.
+        """
+        super().__init__(*arguments)
+        self._inputs, self._answer, self._module, self._steps = inputs, answer, module, steps
         self._signals = Signals()
         self._built = self._held()
         self._trained = self._trained_names()
-        self._inputs = Inputs()
-        self._answer: Callable[[Tensors], Any] = alone
         self._nothing = nn.Parameter(torch.empty(0, device=self.world.device))
+        self.engine.frees_peers = True
+        for cell in self.cells:
+            cell.guard_buffers()
         if self.world.workers > 1:
             own = {id(parameter) for parameter in self.parameters()}
             weakref.finalize(self, register_optimizer_step_pre_hook(partial(_refuse_joint, own)).remove)
@@ -109,7 +125,7 @@ class Pipeline(WorkerPipeline):
         group: dist.ProcessGroup | None = None,
         trust: bool = False,
     ) -> Pipeline:
-        """Joins the processes that torchrun has started, cuts the layers and builds this process's cells.
+        """Joins the processes that torchrun or srun has started, cuts the layers and builds this process's cells.
 
         Args:
             layers: list of layer builders, or a module, which is traced and shares its weights.
@@ -132,13 +148,9 @@ class Pipeline(WorkerPipeline):
         values |= {"cost": cost, "device": device, "backend": backend, "replicas": replicas}
         keys = checked(values | {"seed": seed, "steps": steps}, autocast)
         seed, steps = keys.pop("seed"), keys.pop("steps")
-        given, micro_batch = Inputs.of(example, shared, isinstance(layers, nn.Module))
-        builders: nn.Module | Sequence[LayerBuilder] = layers
-        answer: Callable[[Tensors], Any] = alone
-        if isinstance(layers, nn.Module):
-            builders = traced(layers, given, micro_batch[0], seed, autocast, trust)
-            answer = maker_of(builders[-1]).answer
-        builders = checked_layers(builders, "layers are a module, or")
+        module = layers if isinstance(layers, nn.Module) else None
+        given, micro_batch = Inputs.of(example, shared, module is not None)
+        builders, answer = layers_of(layers, given, micro_batch[0], seed, autocast, trust)
         task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
         refuse_unlike(world.all_gather({name: repr(value) for name, value in {**keys, "seed": seed}.items()}))
@@ -146,17 +158,12 @@ class Pipeline(WorkerPipeline):
         agreed = world.broadcast(partial(_agreed_or_refusal, builders, config, world.workers, micro_batch, task))
         if isinstance(agreed, str):
             raise ConfigurationError(agreed)
-        if isinstance(layers, nn.Module):
-            share(builders, layers)
+        if module is not None:
+            share(builders, module)
         shape, context = BatchShape.of(micro_batch), _context_of(autocast, world.device)
-        made = cls(builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context)
-        for cell in made.cells:
-            cell.guard_buffers()
+        arguments = builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context
+        made = cls(*arguments, inputs=given, answer=answer, module=module, steps=steps)
         refuse_fewer(made.layers, *agreed[1])
-        if isinstance(layers, nn.Module):
-            made._module = layers
-            made._built = made._held()
-        made._steps, made._inputs, made._answer, made.engine.frees_peers = steps, given, answer, True
         return made
 
     def close(self) -> None:
@@ -535,14 +542,24 @@ class Pipeline(WorkerPipeline):
         return tuple(torch.zeros(examples, *[1] * (dimensions - 1)) for dimensions in self.shape.targets)
 
 
-def traced(
-    module: nn.Module, given: Inputs, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
-) -> list[LayerBuilder]:
-    """Returns the layers of a module, which have its weights and their names."""
-    dtype = None if autocast is None else str(autocast).removeprefix("torch.")
-    call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
-    of = TracedFrom(partial(copied, module), call, seed, dtype, trust)
-    return traced_layers(of, example_of(inputs))
+def layers_of(
+    layers: object, given: Inputs, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
+) -> tuple[Sequence[LayerBuilder], Callable[[Tensors], Any]]:
+    """Returns the layers of a list or of a module, and the function that makes the model's answer of its outputs.
+
+    A module is traced; its layers have its weights and their names.
+
+    Raises:
+        ConfigurationError: it is neither, or the module cannot be traced.
+    """
+    answer: Callable[[Tensors], Any] = alone
+    if isinstance(layers, nn.Module):
+        dtype = None if autocast is None else str(autocast).removeprefix("torch.")
+        call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
+        of = TracedFrom(partial(copied, layers), call, seed, dtype, trust)
+        layers = traced_layers(of, example_of(inputs))
+        answer = maker_of(layers[-1]).answer
+    return checked_layers(layers, "layers are a module, or"), answer
 
 
 def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
