@@ -17,7 +17,6 @@ SMALL = {
     "chosen": "gaps --quick",
     "emulated": "--K 2 --M 2 --seconds 0.02 --repetitions 1",
     "overhead": "--sizes tiny --repetitions 2",
-    "tradeoffs": "--quick",
     "concepts": "",
     "receives": "--quick",
     "quality": "--quick --jobs transformer_lm_small",
