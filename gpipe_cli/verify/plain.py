@@ -22,7 +22,7 @@ from ..comparison.difference import Key
 from ..comparison.module_itself import averaged_over_a_mini_batch
 from ..config import Settings
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
-from ..factory.groups import GroupKey, Groups
+from ..factory.groups import Groups
 from ..layers import announce, own_name
 from ..micro_batch import MicroBatch
 from ..pipeline.cell import build_layer
@@ -40,7 +40,7 @@ from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
 from .record import Fingerprint, Layer, Place, Point, fingerprint, held_by, named, named_buffers
 
-Load = Callable[[int], Mapping[str, Tensor]]  # index of a layer -> its weights and buffers by name in the model
+Load = Callable[[int], Mapping[str, Tensor]]  # index of a layer -> what it holds, see `held_by`
 
 
 @dataclass
@@ -96,12 +96,13 @@ class PlainModel:
         parts = ((index, part) for index, _, module in self._layers for part in module.modules())
         self.batchnorms = {index for index, part in parts if isinstance(part, _BatchNorm)}
         self._give_ties()
-        groups, names = Groups(settings.optimizer), {index: name for index, name, _ in self._layers}
-        members: dict[GroupKey, list[nn.Parameter]] = {}
-        for (index, name), parameter in self.weights.items():
-            if (index, name) not in owners and parameter.requires_grad:
-                full = own_name(names[index], name.removeprefix(f"{names[index]}."))
-                members.setdefault(groups.key(full, parameter.shape), []).append(parameter)
+        trained = [
+            (own_name(layer, name), parameter)
+            for index, layer, module in self._layers
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and (index, f"{layer}.{name}") not in owners
+        ]
+        members = Groups(settings.optimizer).divided(trained)
         self._optimizer = build_optimizer(settings.optimizer, members, settings.seed)
         self._lr_schedule = build_lr_schedule(settings.lr_schedule, self._optimizer, settings.seed)
 
@@ -130,8 +131,10 @@ class PlainModel:
     def load(self, load: Load, step: int) -> None:
         """Takes the weights and buffers before a step, and calls `begin_step` of the layers that have it."""
         for index, _, _ in self._layers:
-            for name, tensor in load(index).items():
-                self.held[index, name].copy_(tensor)
+            for full_name, tensor in load(index).items():
+                kind, _, name = full_name.partition("/")
+                if kind != "state":
+                    self.held[index, name].copy_(tensor)
         self._give_ties()
         for part in self._modules.modules():
             begin_step: Any = getattr(part, "begin_step", None)
@@ -142,7 +145,7 @@ class PlainModel:
         """Runs forward and backward of one mini-batch; `held` then has its buffers after the step.
 
         Args:
-            number: of the step, from 0.
+            number: number of the step, from 0.
             micro_batches: those of each replica, in the order in which their gradients are added up, which changes only
                 the rounding.
             loss_scale: factor of the loss in backward; the gradients of weights are divided by it in the end.

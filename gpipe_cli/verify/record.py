@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,39 +42,7 @@ class Point(NamedTuple):
     number: int
 
 
-Seen = dict[str, dict[Point, Fingerprint]]
-
-
-@dataclass
-class RecordedStep:
-    """Holds the record of one training step, of one worker or of the whole model.
-
-    Attributes:
-        loss: loss of the mini-batch, per unit of weight.
-        losses: unscaled sums by (replica, micro-batch).
-        gradient_norm: global, before clipping.
-        loss_scale: factor of the loss, and so of the gradients between layers.
-        seen: fingerprints of the layers' outputs.
-    """
-
-    loss: float = math.nan
-    losses: dict[Place, float] = field(default_factory=dict)
-    gradient_norm: float = math.nan
-    loss_scale: float = 1.0
-    seen: Seen = field(default_factory=dict)
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
-
-    def rows(self) -> list[tuple[str, Point, Fingerprint]]:
-        """Returns the fingerprints as plain values: (kind, point, fingerprint)."""
-        return [(kind, at, value) for kind, found in self.seen.items() for at, value in found.items()]
-
-    def add(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Adds the rows of another worker; JSON has turned their tuples into lists."""
-        for kind, at, value in rows:
-            self.seen.setdefault(kind, {})[Point(*at)] = value
+Sight = tuple[str, Point, Fingerprint]  # the first is `OUTPUT` or `AGAIN`
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -111,19 +77,10 @@ class Spill:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: copied(tensor) for name, tensor in tensors.items()}, path)
 
-    def get(self, moment: str, layer: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Returns the tensors of one layer; none where nothing was written.
-
-        Args:
-            kinds: if given, only tensors named ``kind/name`` of these kinds are returned, by ``name`` alone. Where two
-                kinds have one name, the last kind counts.
-        """
+    def get(self, moment: str, layer: int) -> dict[str, Tensor]:
+        """Returns the tensors of one layer; none where nothing was written."""
         path = self._path(moment, layer)
-        tensors = load_file(path) if path.exists() else {}
-        if not kinds:
-            return tensors
-        wanted = [(f"{kind}/", name) for kind in kinds for name in tensors if name.startswith(f"{kind}/")]
-        return {name.removeprefix(prefix): tensors[name] for prefix, name in wanted}
+        return load_file(path) if path.exists() else {}
 
     def drop(self, moment: str) -> None:
         """Deletes the files of a moment, if there are any. An empty name deletes those of all moments."""
@@ -157,19 +114,25 @@ class RunWatch:
         spill: files for tensors of the model's size; replica 0 writes them.
 
     Attributes:
-        record: record of the last step.
+        result: what all workers know of the last step; None before the first.
+        seen: fingerprints of the layers' outputs since `take_seen`.
     """
 
     def __init__(self, assembly: Assembly, trainer: Trainer, spill: Spill) -> None:
         self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
         self._layers = [(layer.index, layer.name, layer.module) for layer in assembly.pipeline.layers]
-        self._seen: Seen = defaultdict(dict)
         self._trainer = trainer
         trainer.around_update = self._around_update
-        self.record = RecordedStep()
+        self.result: StepResult | None = None
+        self.seen: list[Sight] = []
         for index, _, module in self._layers:
             # Functions, because a copy of the module then calls the same watch.
             module.register_forward_hook(self._after(index))
+
+    def take_seen(self) -> list[Sight]:
+        """Returns the fingerprints since the last call."""
+        seen, self.seen = self.seen, []
+        return seen
 
     def hold(self, number: int) -> None:
         """Writes weights, buffers and optimizer state of this worker after `number` steps, layer by layer."""
@@ -182,24 +145,22 @@ class RunWatch:
 
         def hook(module: nn.Module, inputs: Any, outputs: object) -> None:
             running = self._engine.running
-            seen = self._seen[AGAIN if running.op is Op.RECOMPUTE else OUTPUT]
+            kind = AGAIN if running.op is Op.RECOMPUTE else OUTPUT
             for number, tensor in enumerate(as_tensors(outputs)):
-                seen[Point(self._replica, running.micro_batch, layer, number)] = fingerprint(tensor)
+                point = Point(self._replica, running.micro_batch, layer, number)
+                self.seen.append((kind, point, fingerprint(tensor)))
 
         return hook
 
     @contextmanager
     def _around_update(self, result: StepResult) -> Iterator[None]:
         """Writes the gradients before the update, whole and not yet clipped, and the weights after it."""
-        number, scale = self._trainer.progress.step + 1, self._trainer.progress.loss_scale or 1.0
+        number, self.result = result.plan.step + 1, result
         for layer in self._layers if self._replica == 0 else []:
             own = {name: p.grad for name, p in named(layer).items() if p.grad is not None}
             self._spill.put(f"gradients {number}", layer[0], own)
         yield
         self.hold(number)
-        losses = {(r, m): loss for r, row in enumerate(result.losses) for m, loss in enumerate(row)}
-        seen, self._seen = dict(self._seen), defaultdict(dict)
-        self.record = RecordedStep(result.loss, losses, result.gradient_norm, scale, seen)
 
 
 def held_by(layer: Layer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:

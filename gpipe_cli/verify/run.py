@@ -4,8 +4,11 @@ Rank 0 checks a step while the workers wait, so that only one step has to be kep
 """
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,9 +30,7 @@ from ..trainer.batches import training_batches, wait_for_all
 from ..trainer.run import assemble_training, compare_module
 from .check import Checker
 from .compare import Found, VerifyReport, agrees, findings
-from .plain import PlainModel
 from .record import RunWatch, Spill
-from .settings import in_chosen_type, refuse_what_cannot_be_verified, tolerance_of
 
 
 def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -74,7 +75,7 @@ class Verification:
         quiet = Notices(context.emit, active=False)
         self._trainer = assemble_training(context, config, self._assembly, quiet, None)
         self._watch = RunWatch(self._assembly, self._trainer, self._spill)
-        self._checker = _checker(self._assembly, self._spill) if world.rank == 0 else None
+        self._checker = Checker(self._assembly, self._spill) if world.rank == 0 else None
         self._compared: dict[int, Found] = {}
         self._notes: list[str] = []
 
@@ -91,7 +92,7 @@ class Verification:
         if checker is None:
             return None
         found = findings(self._compared, checker.places, checker.model.batchnorms)
-        loss = self._watch.record.loss
+        loss = math.nan if self._watch.result is None else self._watch.result.loss
         return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, loss, memory)
 
     def _run_steps(self) -> None:
@@ -108,36 +109,21 @@ class Verification:
 
     def _check(self, number: int, batch: list[list[MicroBatch]] | None) -> bool:
         """Checks a step on rank 0 while the other workers wait; returns on every worker whether both sides agree."""
-        record, checker = self._watch.record, self._checker
+        result, checker = self._watch.result, self._checker
         wait_for_all(self._world)
-        for rows in self._world.gather(record.rows())[1:]:
-            record.add(rows)
-        if checker is not None:
+        seen = [sight for of_rank in self._world.gather(self._watch.take_seen()) for sight in of_rank]
+        if checker is not None and result is not None:
             if batch is None:
                 raise ConfigurationError(f"the data source gave fewer mini-batches when read again: {number - 1}")
             order = _backward_order(self._assembly, len(batch[0]))
             ordered = {(r, m): replica[m] for r, replica in enumerate(batch) for m in order}
-            found = checker.step(number, record, ordered)
+            found = checker.step(number, result, seen, ordered)
             self._compared[number] = {quantity.name: quantity for quantity in found if quantity.compared}
             sizes = [len(inputs[0]) for inputs, _ in ordered.values()]
             if number == 1 and checker.model.batchnorms and len(sizes) > 1:
                 said = f"BatchNorm normalises over at most {max(sizes)} examples, with M=1 over all {sum(sizes)}"
                 self._notes.append(f"{said}: another M gives another loss (paper, section 2.2), and that is no error")
         return bool(self._world.broadcast(lambda: agrees(self._compared[number])))
-
-
-def _checker(assembly: Assembly, spill: Spill) -> Checker:
-    settings, cut, names = assembly.settings, assembly.pipeline.cut, [builder.name for builder in assembly.builders]
-    owners = {
-        (index, f"{names[index]}.{own}"): (names.index(owner.layer), str(owner))
-        for index, tied in enumerate(cut.ties)
-        for own, owner in tied.items()
-    }
-    places = [f"layer {names[layer]} (cell {cell})" for cell, layers in enumerate(cut.layers) for layer in layers]
-    task, device = assembly.pipeline.task, assembly.world.device
-    model = PlainModel(settings, task, device, owners)
-    repeated = 0.0 if device.type == "cpu" else 1e-6
-    return Checker(names, places, model, spill, tolerance_of(settings), repeated, settings.trainer.gradient_clip)
 
 
 def _mini_batches(assembly: Assembly) -> Iterator[list[list[MicroBatch]]]:
@@ -156,3 +142,41 @@ def _backward_order(assembly: Assembly, micro_batches: int) -> list[int]:
     instructions = assembly.pipeline.schedule.lists(micro_batches)[assembly.pipeline.cut.placement[last]]
     adds = (Op.BACKWARD, Op.WEIGHT_GRADIENT)
     return [i.micro_batch for i in instructions if i.op in adds and i.cell == last]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_what_cannot_be_verified(settings: Settings) -> None:
+    """Refuses settings that have no plain counterpart, before anything is built.
+
+    Raises:
+        ConfigurationError: the run resumes, or its replicas share the statistics of BatchNorm.
+    """
+    if settings.checkpoint.resume is not None:
+        raise ConfigurationError("gpipe-verify begins at the first step: leave out checkpoint.resume, or use init_from")
+    if settings.pipeline.sync_batchnorm and settings.pipeline.replicas > 1:
+        message = "gpipe-verify has no plain counterpart of pipeline.sync_batchnorm=true with several replicas"
+        raise ConfigurationError(f"{message}: leave it out to verify everything else")
+
+
+@contextmanager
+def in_chosen_type(settings: Settings) -> Iterator[Settings]:
+    """Yields settings with which layers and data come in `verify.dtype`, within the context.
+
+    In float64 there is no autocast, boundaries are still cast, to float64, and the loss is still scaled.
+    """
+    if settings.verify.dtype == "configured":
+        yield settings
+        return
+    wide: Any = "float64"  # users cannot choose this one, so the field's type does not list it
+    boundaries = None if settings.precision.boundaries is None else wide
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield replace(
+            settings,
+            precision=replace(settings.precision, autocast=None, boundaries=boundaries, tf32=False),
+        )
+    finally:
+        torch.set_default_dtype(usual)
