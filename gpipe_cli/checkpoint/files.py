@@ -228,27 +228,21 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def problems(info: CheckpointInfo) -> list[str]:
-    """Returns one sentence for each file that is missing or has another size. Checksums are not read here."""
-    found = []
+def read_whole(directory: Path) -> CheckpointInfo:
+    """Reads the manifest of a checkpoint whose files are all there at full size. Checksums are not read here.
+
+    Raises:
+        NewerFormat: a later release has written it.
+        CheckpointError: it cannot be used.
+    """
+    info, found = read_manifest(directory), []
     for layer, file in info.layers.items():
         path = info.layer_path(layer)
         if not path.is_file():
             found.append(f"{path} is missing")
         elif (size := path.stat().st_size) != file.bytes:
             found.append(f"{path} has {size} bytes instead of {file.bytes}")
-    return found
-
-
-def read_whole(directory: Path) -> CheckpointInfo:
-    """Reads the manifest of a checkpoint whose files are all there at full size.
-
-    Raises:
-        NewerFormat: a later release has written it.
-        CheckpointError: it cannot be used.
-    """
-    info = read_manifest(directory)
-    if found := problems(info):
+    if found:
         raise CheckpointError(f"{directory} cannot be used: {shorten(found)}")
     return info
 

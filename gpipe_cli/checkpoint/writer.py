@@ -13,14 +13,14 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from ..disk import DiskError, cannot_write, whole_file, writing
+from ..disk import whole_file, writing
 from ..json_files import read_json
 from ..version import __version__
 from . import files
@@ -35,9 +35,9 @@ class CheckpointWriter:
 
     Attributes:
         run_dir: the run directory, on a file system that all workers share.
-        worker: this worker's number, 0 … workers−1. Worker 0 commits.
+        worker: number of this worker, 0 … workers−1. Worker 0 commits.
         model: names of all layers of the whole model, in its order; only worker 0 needs them.
-        keep: how many checkpoints to keep beside the best one. For a while there is one more on disk.
+        keep: number of checkpoints to keep beside the best one. For a while there is one more on disk.
         device: the kind of device that computes, as "cuda"; kept with every checkpoint.
     """
 
@@ -58,7 +58,8 @@ class CheckpointWriter:
         Every worker calls it for the same step. With replicas each layer is given by one worker only.
 
         Args:
-            written: if given, the layers are written before this returns, without copies, and it is called after each.
+            written: function that is called after each layer is written, all without copies and before this returns;
+                None: copies are written in the background.
         """
         self.wait()
         if written is not None:
@@ -85,33 +86,32 @@ class CheckpointWriter:
         """
         self._raise_failure()
         final = files.step_directory(self.run_dir, step)
-        with self._as_disk_error("completing", final):
-            self._complete(files.CheckpointInfo(final, step, state, {}, versions(self.device)), workers)
+        partial = final.with_suffix(files.PARTIAL)
+        with self._writing(partial):
+            self._complete(files.CheckpointInfo(partial, step, state, {}, versions(self.device)), final, workers)
         self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))
         return files.read_manifest(final)
 
-    def _complete(self, info: files.CheckpointInfo, workers: int) -> None:
-        """Joins the workers' lists of files in the manifest, and renames the partial directory."""
-        directory, parts = files.step_directory(self.run_dir, info.step).with_suffix(files.PARTIAL), range(workers)
+    def _complete(self, info: files.CheckpointInfo, final: Path, workers: int) -> None:
+        """Joins the workers' lists of files in the manifest, and renames the partial directory to ``final``."""
+        parts = [part_path(info.path, worker) for worker in range(workers)]
         written: dict[str, files.LayerFile] = {}
-        for path in (part_path(directory, worker) for worker in parts):
+        for path in parts:
             written |= {file.name: file for file in read_json(path, list[files.LayerFile])}
         if differing := written.keys() ^ {*self.model}:
             raise files.CheckpointError(
                 f"the checkpoint of step {info.step} is not the model and was not kept; not in both: "
                 + files.shorten(sorted(differing))
             )
-        info = replace(info, path=directory, layers={name: written[name] for name in self.model})
-        for worker in parts:
-            part_path(directory, worker).unlink()
-        write_manifest(info)
-        final = directory.rename(files.step_directory(self.run_dir, info.step))
-        sync_directory(final.parent)
+        for path in parts:
+            path.unlink()
+        write_manifest(replace(info, layers={name: written[name] for name in self.model}))
+        sync_directory(info.path.rename(final).parent)
 
     def amend(self, step: int, state: files.RunState) -> None:
         """Replaces the progress (`scalars`) in the manifest of the complete checkpoint of ``step``; worker 0 only."""
         directory = files.step_directory(self.run_dir, step)
-        with self._as_disk_error("amending", directory):
+        with self._writing(directory):
             info = files.read_manifest(directory)  # its other values belong to its layers, and stay
             write_manifest(replace(info, state=replace(info.state, scalars=state.scalars)))
         self._jobs.append(self._background.submit(prune, self.run_dir, self.keep))  # the former best one may go
@@ -126,7 +126,7 @@ class CheckpointWriter:
     ) -> None:
         """Writes layers, then the list of their files, into the partial directory of ``step``."""
         directory = files.step_directory(self.run_dir, step).with_suffix(files.PARTIAL)
-        with self._as_disk_error("writing", directory):
+        with self._writing(directory):
             directory.parent.mkdir(exist_ok=True)  # but never the run directory
             (directory / "layers").mkdir(parents=True, exist_ok=True)
             written = []
@@ -142,18 +142,12 @@ class CheckpointWriter:
         while self._jobs and self._jobs[0].done():
             self._jobs.pop(0).result()
 
-    @contextmanager
-    def _as_disk_error(self, action: str, path: Path) -> Iterator[None]:
-        """Turns an OSError inside the context into a DiskError."""
-        try:
-            yield
-        except OSError as error:
-            earlier = f"checkpoint.resume={self.run_dir}: earlier checkpoints are untouched"
-            again = earlier if files.step_directories(self.run_dir) else "the same again: this run had saved no step"
-            raise DiskError(
-                f"worker {self.worker}, {action}: {cannot_write(path, error)}. Free disk space or restore the right "
-                f"to write, then type {again}"
-            ) from error
+    def _writing(self, path: Path) -> AbstractContextManager[None]:
+        """Returns a context that turns an OSError about a checkpoint's directory into a DiskError."""
+        earlier = f"checkpoint.resume={self.run_dir}: earlier checkpoints are untouched"
+        again = earlier if files.step_directories(self.run_dir) else "the same again: this run had saved no step"
+        advice = f"free disk space or restore the right to write, then type {again}"
+        return writing(path, advice)
 
 
 # --- files of a run -------------------------------------------------------------------------------------------------
