@@ -13,10 +13,11 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.traced.modules import Subject
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.comparison.module_itself import Given, SameNoise, by_kind, compare, example_of, maker_of
+from gpipe_cli.comparison.module_itself import Given, SameNoise, by_kind, compare, maker_of
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.micro_batch import MicroBatch, Tensors
 from gpipe_cli.models.traced.layers import layers
+from gpipe_cli.models.traced.module import example_of
 
 SEED, M, EXAMPLES = 3, 2, 3
 COLUMNS = {"module": "", "layers": "d", "verdict": "", "cuts": "", "seconds": ".1f", "where": ""}
@@ -66,10 +67,9 @@ def find(subject: Subject, cases: Sequence[tuple[int, str]] = CASES) -> Finding:
     seconds = time.process_time() - began
     runs = [_of_cells(builders, K, remat, given.micro_batches) for K, remat in cases if len(builders) >= K]
     compared = compare(builders, given).found
-    worst, beyond = compared.worst, compared.beyond
-    where = "; ".join(map(str, beyond[:3])) or (f"at {worst}" if compared.relative else "")
+    where = "; ".join(map(str, compared.beyond[:3])) or (f"at {compared.worst}" if compared.relative else "")
     same = all(torch.equal(run[name], value) for run in runs[1:] for name, value in runs[0].items())
-    return Finding(len(builders), seconds, math.inf if beyond else compared.relative, same, where)
+    return Finding(len(builders), seconds, math.inf if compared.beyond else compared.relative, same, where)
 
 
 def _loss(outputs: Tensors, targets: object) -> Tensor:
@@ -91,7 +91,7 @@ def _of_cells(builders: Sequence[LayerBuilder], K: int, remat: str, given: Seque
         outputs = [outputs[0] for outputs, _ in pipeline.forward(inputs, targets)]
     named: dict[str, Tensor] = {}
     for layer in reversed(pipeline.layers):  # the first has the gradient of what is tied
-        held = maker_of(builders[layer.index]).held
+        held = maker_of(builders[layer.index]).segment.held
         named |= {held[path]: t for path, t in (*layer.module.named_parameters(), *layer.module.named_buffers())}
     values = {f"{kind} of {name}": t.detach() for kind, of in by_kind(named).items() for name, t in of.items()}
     return {"loss": torch.tensor(loss), **values} | {f"output {n}": output for n, output in enumerate(outputs)}

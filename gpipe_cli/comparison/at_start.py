@@ -1,9 +1,7 @@
 """Compares a traced model with the module itself when a run, or gpipe-verify, starts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,38 +51,13 @@ def given_by(settings: Settings, task: Task, micro_batches: Sequence[MicroBatch]
 
 
 def mean_loss(task: Task) -> Loss:
-    """Returns a function that computes a micro-batch's loss per unit of weight. Weights of the loss get no gradient."""
-    if isinstance(task, LossFunctionTask):
-        task = task.unwatched()
+    """Returns a function that computes a micro-batch's loss per unit of weight."""
+    trial = task.unwatched() if isinstance(task, LossFunctionTask) else task
 
     def loss(outputs: Tensors, targets: Tensors) -> Tensor:
-        own = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
-        value = task.loss(own, targets)[0] / (task.weight(targets) or 1.0)
-        if not (value.requires_grad and any(output.requires_grad for output in own)):
-            return value.detach()
-        needed = [output for output in own if output.requires_grad]
-        found = iter(torch.autograd.grad(value, needed, allow_unused=True))
-        gradients = [next(found) if output.requires_grad else None for output in own]
-        passed: Tensor = _OutputsAlone.apply(value.detach(), gradients, *outputs)
-        return passed
+        return trial.loss(outputs, targets)[0] / (trial.weight(targets) or 1.0)
 
     return loss
-
-
-class _OutputsAlone(torch.autograd.Function):
-    """Passes on a loss, and in backward the gradients of the model's outputs that were computed before.
-
-    So nothing but the outputs gets a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: Sequence[Tensor | None], *outputs: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(None if own is None else own * gradient.to(own) for own in ctx.gradients)
 
 
 def compare_at_start(builders: Sequence[LayerBuilder], given: Given, say: Callable[[str], None]) -> list[int]:

@@ -36,7 +36,7 @@ from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import LayerMaker
 from ..models.traced.module import Called, TracedFrom, autocast_of
 from ..models.traced.recording import quiet
-from ..models.traced.trace import Example, SizeError
+from ..models.traced.trace import SizeError
 from ..pipeline.messages.boundary import as_argument, as_tensors, canonical
 from .difference import MISSING, NO_LAYER, SMALL_SHARE, Gap, Key, Quantity, judge_tensors, measure
 
@@ -120,11 +120,6 @@ def maker_of(builder: LayerBuilder) -> LayerMaker:
     return builder.build
 
 
-def example_of(inputs: Tensors) -> Example:
-    """Returns dtype and shape of each tensor."""
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
-
-
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +132,7 @@ class _Chain(nn.Module):
         self.layers = nn.ModuleList(builder.build() for builder in builders)
         for tensor in (*self.parameters(), *self.buffers()):
             tensor.data = tensor.data.clone()  # as workers share no memory
-        self._held = [maker_of(builder).held for builder in builders]
+        self._held = [maker_of(builder).segment.held for builder in builders]
         owners: dict[str, nn.Parameter] = {}
         for layer, held in zip(self.layers, self._held, strict=True):
             for path, first in held.items():
@@ -202,10 +197,23 @@ class _Side:
             with autocast_of(self._autocast):
                 made = self._module(*(tensor.clone() for tensor in inputs))
                 outputs: Tensors = made if isinstance(made, tuple) else (made,)
-                loss = self._loss(outputs, targets) if trains else None
-            if loss is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                pairs = self._with_gradients(outputs, targets) if trains else []
+            if pairs:
+                torch.autograd.backward(*zip(*pairs, strict=True))
         return joined(outputs)
+
+    def _with_gradients(self, outputs: Tensors, targets: Tensors) -> list[tuple[Tensor, Tensor]]:
+        """Returns each output on which the loss depends, with its gradient.
+
+        Weights of the loss get no gradient, as the loss is computed apart from the model.
+        """
+        apart = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
+        loss = self._loss(apart, targets)
+        pairs = [pair for pair in zip(outputs, apart, strict=True) if pair[0].requires_grad]
+        if not (pairs and loss.requires_grad):
+            return []
+        gradients = torch.autograd.grad(loss, [given for _, given in pairs], allow_unused=True)
+        return [(output, own) for (output, _), own in zip(pairs, gradients, strict=True) if own is not None]
 
 
 def joined(outputs: Tensors) -> Tensor:

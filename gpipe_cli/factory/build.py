@@ -7,7 +7,8 @@ that what it makes is the same in every process and in every run.
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from inspect import Parameter, isclass, signature
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from ..data.source import Source
 from ..errors import ConfigurationError, Problems, place_in_users_code
 from ..gpus import GPU
 from ..layers import LayerBuilder, checked_layers
+from ..models.traced.module import autocast_of
 from ..pipeline.randomness import SECTION, seeded
 from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
@@ -150,16 +152,9 @@ def try_lr_schedule(settings: Settings) -> None:
 
 
 def build_autocast(precision: PrecisionConfig, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Chooses a GPU's kernels, and returns a function that makes the context in which forward runs: autocast, or none.
-
-    Autocast's cache is off. It keeps the casts of leaves, and a cell's inputs are leaves where they would be inner
-    tensors of a larger cell: the gradients of a tensor used twice would be added in bf16 or fp32 depending on the cut.
-    """
+    """Chooses a GPU's kernels, and returns a function that makes the context in which forward runs (`autocast_of`)."""
     choose_kernels(precision, device)
-    if precision.autocast is None:
-        return nullcontext
-    dtype = getattr(torch, precision.autocast)
-    return lambda: torch.autocast(device.type, dtype, cache_enabled=False)
+    return partial(autocast_of, precision.autocast, device.type)
 
 
 def boundary_type_of(precision: PrecisionConfig) -> torch.dtype | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..config import Settings
 from ..micro_batch import MicroBatch
+from ..models.traced.module import example_of
 from .build import build_source, parameters_of
 
 EXAMPLE = "example"  # the argument of a model's function that gets the inputs' types and shapes
@@ -42,6 +43,6 @@ def with_example(settings: Settings, inputs: Sequence[Tensor]) -> dict[str, Any]
     """
     if not asks_for_example(settings.model):
         return dict(settings.model)
-    shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in inputs]
-    given, known = {EXAMPLE: shapes, "autocast": settings.precision.autocast}, parameters_of(settings.model)
+    given = {EXAMPLE: example_of(inputs), "autocast": settings.precision.autocast}
+    known = parameters_of(settings.model)
     return {**settings.model, **{name: value for name, value in given.items() if name in known}}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from ..checkpoint.files import RunState, find
 from ..checkpoint.layer_state import layer_state, load_layer, restore_layer
 from ..checkpoint.writer import CheckpointWriter
 from ..comparison.at_start import compare_at_start, is_traced, mean_loss, refuse_fewer
-from ..comparison.module_itself import Given, example_of, maker_of
+from ..comparison.module_itself import Given, maker_of
 from ..config import PipelineConfig
 from ..distributed.pipeline import WorkerPipeline
 from ..distributed.step_message import BatchShape, refuse_unlike_lengths
@@ -29,7 +29,7 @@ from ..errors import ConfigurationError
 from ..layers import AGAIN, LayerBuilder, checked_layers, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..models.traced.layers import traced_layers
-from ..models.traced.module import ALL, Call, TracedFrom, copied
+from ..models.traced.module import ALL, Call, TracedFrom, autocast_of, copied, example_of
 from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer
@@ -150,7 +150,8 @@ class Pipeline(WorkerPipeline):
         seed, steps = keys.pop("seed"), keys.pop("steps")
         module = layers if isinstance(layers, nn.Module) else None
         given, micro_batch = Inputs.of(example, shared, module is not None)
-        builders, answer = layers_of(layers, given, micro_batch[0], seed, autocast, trust)
+        cast_to = None if autocast is None else str(autocast).removeprefix("torch.")
+        builders, answer = layers_of(layers, given, micro_batch[0], seed, cast_to, trust)
         task = task_of(loss, weight, answer)
         world = join_torchrun(replicas, device, backend, group)
         refuse_unlike(world.all_gather({name: repr(value) for name, value in {**keys, "seed": seed}.items()}))
@@ -160,7 +161,7 @@ class Pipeline(WorkerPipeline):
             raise ConfigurationError(agreed)
         if module is not None:
             share(builders, module)
-        shape, context = BatchShape.of(micro_batch), _context_of(autocast, world.device)
+        shape, context = BatchShape.of(micro_batch), partial(autocast_of, cast_to, world.device.type)
         arguments = builders, Cut.from_json(agreed[0]), config, task, shape, world, seed, context
         made = cls(*arguments, inputs=given, answer=answer, module=module, steps=steps)
         refuse_fewer(made.layers, *agreed[1])
@@ -267,15 +268,7 @@ class Pipeline(WorkerPipeline):
                 set_options(optimizer, self.named_parameters(), kept["options"])
         return unpacked(kept["extra"])
 
-    @overload
-    def step(self, inputs: Side | None = None, targets: Side | None = None) -> float: ...
-    @overload
-    def step(
-        self, inputs: Side | None = None, targets: Side | None = None, *, outputs: Literal[True]
-    ) -> tuple[float, list[MicroBatch]]: ...
-    def step(
-        self, inputs: Side | None = None, targets: Side | None = None, *, outputs: bool = False
-    ) -> float | tuple[float, list[MicroBatch]]:
+    def step(self, inputs: Side | None = None, targets: Side | None = None, *, outputs: bool = False) -> Any:
         """Runs forward and backward of a mini-batch, and adds its gradients to the parameters' ``.grad``.
 
         Args:
@@ -284,7 +277,8 @@ class Pipeline(WorkerPipeline):
             outputs: True to return the pairs of `forward` too.
 
         Returns:
-            the mean loss of the mini-batch, the same bits on every worker and for every K.
+            The mean loss of the mini-batch, a float of the same bits on every worker and for every K. With ``outputs``
+            a tuple of this and the list of pairs.
         """
         weights = super().parameters()
         own, found = [*weights, *self.ties.users], dict[int, MicroBatch]()
@@ -543,7 +537,7 @@ class Pipeline(WorkerPipeline):
 
 
 def layers_of(
-    layers: object, given: Inputs, inputs: Tensors, seed: int, autocast: torch.dtype | None, trust: bool
+    layers: object, given: Inputs, inputs: Tensors, seed: int, autocast: str | None, trust: bool
 ) -> tuple[Sequence[LayerBuilder], Callable[[Tensors], Any]]:
     """Returns the layers of a list or of a module, and the function that makes the model's answer of its outputs.
 
@@ -554,24 +548,24 @@ def layers_of(
     """
     answer: Callable[[Tensors], Any] = alone
     if isinstance(layers, nn.Module):
-        dtype = None if autocast is None else str(autocast).removeprefix("torch.")
         call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
-        of = TracedFrom(partial(copied, layers), call, seed, dtype, trust)
-        layers = traced_layers(of, example_of(inputs))
-        answer = maker_of(layers[-1]).answer
+        traced_from = TracedFrom(partial(copied, layers), call, seed, autocast, trust)
+        layers = traced_layers(traced_from, example_of(inputs))
+        answer = maker_of(layers[-1]).trace.answer
     return checked_layers(layers, "layers are a module, or"), answer
 
 
 def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:
     """Makes the layers that this process builds hold the module's own parameters and buffers."""
-    maker_of(builders[0]).share_with(module)
+    maker = maker_of(builders[0])
+    maker.weights.shared_with = module
     if not module.training:
         warnings.warn(
             "the module is in evaluation mode, and step() runs it so, without dropout: call model.train() before "
             "Pipeline.of to train it as usual",
             stacklevel=3,
         )
-    if kept := sorted(maker_of(builders[0]).kept):
+    if kept := sorted(maker.trace.kept):
         warnings.warn(
             f"forward keeps tensors in {', '.join(kept[:3])}, which step() does not: a loss that reads them gets old "
             "ones. Return them as further outputs",
@@ -610,11 +604,6 @@ def _agreed_or_refusal(
         return cut, fewest
     except ConfigurationError as error:
         return str(error)
-
-
-def _context_of(autocast: torch.dtype | None, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns the maker of the context of a forward: autocast without its cache, as the engine keeps casts."""
-    return nullcontext if autocast is None else partial(torch.autocast, device.type, autocast, cache_enabled=False)
 
 
 def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:

@@ -6,7 +6,8 @@ Each layer has the module's own weights under the module's own names, and its co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -22,10 +23,10 @@ from ...errors import ConfigurationError
 from ...layers import LayerBuilder
 from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
-from .module import Call, Constructor, InDefaultType, TracedFrom
+from .module import Call, Constructor, Example, InDefaultType, TracedFrom, autocast_of
 from .recording import NotRecordable
 from .segments import Forward, Segment, segments_of
-from .trace import Example, SizeCondition, SizeError, Trace, traced, without_values
+from .trace import SizeCondition, SizeError, Trace, traced, without_values
 
 
 def layers(
@@ -115,14 +116,10 @@ class TracedLayer(nn.Module):
                     f"the module was traced for inputs where {condition}, and gets {sizes}: bring inputs to one size, "
                     "or write the model as a list of layers, which takes any"
                 )
-        with self._context(tensors[0].device.type):
+        device = tensors[0].device.type
+        has_context = device == "meta" or torch.is_autocast_enabled(device)  # a run has entered autocast already
+        with autocast_of(None if has_context else self._autocast, device):
             return self._forwards[self.training](self, *tensors)
-
-    def _context(self, device: str) -> AbstractContextManager[Any]:
-        """Returns the autocast that the code was traced for, unless the caller has entered it, as a run does."""
-        if self._autocast is None or device == "meta" or torch.is_autocast_enabled(device):
-            return nullcontext()
-        return torch.autocast(device, getattr(torch, self._autocast), cache_enabled=False)
 
     def require(self, examples: int, tokens: int) -> None:
         """Makes the layer refuse fewer examples, and texts of fewer tokens. A number of 1 refuses nothing."""
@@ -136,11 +133,11 @@ class TracedLayer(nn.Module):
 class Weights:
     """Makes the module's tensors and gives them to the layers that hold them.
 
-    The first `take` of an announced layer makes the tensors of all announced layers, and keeps them until those layers
-    take theirs. For a layer that was not announced, only its own are made.
+    The first `take` makes the tensors of all layers that were announced, and keeps them until those layers take theirs.
 
     Args:
-        trace, traced_from: what was found in the module, and how it was made.
+        trace: graphs and tensors of the module.
+        traced_from: constructor, call and seed of the module.
 
     Attributes:
         shared_with: a module whose own tensors the layers get; of layers that hold the same tensor the first gets it,
@@ -167,9 +164,9 @@ class Weights:
         if self.shared_with is not None:
             return {name: self._of_module(name, self.shared_with) for name in names}
         if layer not in self._made:
-            layers = self._announced if layer in self._announced else {layer: names}
+            self._announced[layer] = names
+            layers, self._announced = self._announced, {}
             tensors, given = self._construct({*chain(*layers.values())}), set[str]()
-            self._made, self._announced = {}, {}
             for other, held in layers.items():
                 self._made[other] = {name: _own(tensors[name], trace.held.get(name), name in given) for name in held}
                 given |= held
@@ -203,32 +200,29 @@ def _own(tensor: Tensor, form: Tensor | None, shared: bool) -> Tensor:
     return nn.Parameter(own, form.requires_grad) if isinstance(form, nn.Parameter) else own
 
 
+@dataclass(frozen=True, eq=False)
 class LayerMaker:
     """Builds one layer; the `build` of its LayerBuilder.
 
     Attributes:
-        traced_from: how the module of all layers was made.
-        held: names of the layer's tensors in the module: name within the layer -> first name.
-        answer: turns output tensors into what the module returns, such as a dict.
-        kept: attributes in which the module's forward keeps tensors; the layers do not.
+        segment: the layer's part of the module.
+        trace: graphs and tensors of the whole module.
+        weights: source of the tensors of all layers.
+        traced_from: constructor, call and seed of the module.
     """
 
-    def __init__(self, segment: Segment, trace: Trace, weights: Weights, traced_from: TracedFrom) -> None:
-        self._segment, self._trace, self._weights, self.traced_from = segment, trace, weights, traced_from
-        self.held: Mapping[str, str] = segment.held
-        self.answer, self.kept = trace.answer, trace.kept
-
-    def share_with(self, module: nn.Module) -> None:
-        """Makes all layers hold the tensors of this module, of which the traced one was a copy."""
-        self._weights.shared_with = module
+    segment: Segment
+    trace: Trace
+    weights: Weights
+    traced_from: TracedFrom
 
     def announce(self) -> None:
         """Notes that this process will build the layer."""
-        self._weights.announce(self._segment.name, self._segment.held.values())
+        self.weights.announce(self.segment.name, self.segment.held.values())
 
     def __call__(self) -> TracedLayer:
-        segment = self._segment
-        tensors = self._weights.take(segment.name, segment.held.values())
+        segment = self.segment
+        tensors = self.weights.take(segment.name, segment.held.values())
         layer = TracedLayer(segment.training, segment.evaluation, segment.conditions, self.traced_from.autocast)
         for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)
@@ -239,7 +233,7 @@ class LayerMaker:
             if isinstance(tensor, nn.Parameter):
                 holder.register_parameter(name, tensor)
             else:
-                holder.register_buffer(name, tensor, persistent=first in self._trace.persistent)
+                holder.register_buffer(name, tensor, persistent=first in self.trace.persistent)
         return layer
 
 

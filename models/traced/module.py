@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 Constructor = Callable[[], nn.Module]
 ALL = "*"  # tensors of what a module returns
+Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 IGNORED = -100  # the target that torch's losses leave out
 
 
@@ -70,11 +71,22 @@ class TracedFrom:
     trusted: bool = False
 
 
-def autocast_of(dtype: str | None) -> AbstractContextManager[Any]:
-    """Returns the context of a forward on the CPU: autocast without its cache, as in a run; None: no autocast."""
-    if dtype is None:
-        return nullcontext()
-    return torch.autocast("cpu", getattr(torch, dtype), cache_enabled=False)
+def example_of(inputs: Sequence[Tensor]) -> Example:
+    """Returns type and shape of each input tensor, as ("float32", [4, 3])."""
+    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in inputs]
+
+
+def autocast_of(dtype: str | None, device: str = "cpu") -> AbstractContextManager[Any]:
+    """Returns the context in which forward runs: autocast without its cache, or none.
+
+    The cache keeps the casts of leaves, and a cell's inputs are leaves where they would be inner tensors of a larger
+    cell: the gradients of a tensor used twice would be added in 16 or 32 bits depending on the cut.
+
+    Args:
+        dtype: type to which autocast casts, as "bfloat16"; None: there is no autocast.
+        device: kind of the device, as "cuda".
+    """
+    return nullcontext() if dtype is None else torch.autocast(device, getattr(torch, dtype), cache_enabled=False)
 
 
 class InDefaultType:

@@ -22,12 +22,11 @@ from torch.export.graph_signature import InputKind
 
 from ...cpu import seeded
 from .flatten import Flat, flatten, place_of
-from .module import TracedFrom, Untraceable, autocast_of
+from .module import Example, TracedFrom, Untraceable, autocast_of
 from .recording import ConstructorRecord, NotRecordable, recorded
 from .refusals import TraceError, explained, name_of, refuse_module, told_with_place
 from .traceable import Traceable, fixed_at, traceable
 
-Example = Sequence[tuple[str, Sequence[int]]]  # (dtype, shape) of each input tensor of a micro-batch
 ROUNDED = re.compile(r"math\.trunc.* == \d+$")  # a condition that remains of int() of a size
 INSIDE = "module."  # how names in an exported program begin
 
