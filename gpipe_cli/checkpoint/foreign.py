@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 NAMES = ("model.safetensors", "pytorch_model.bin", "model.pt")  # in a folder, also with an index of several files
 LISTED = 8  # patterns in a message
-WRAPPED = (
-    "state_dict",
-    "model",
-    "model_state_dict",
-    "params",
-    "net",
-    "module",
-)  # keys under which a .pt file may hold the weights
+# Keys under which a .pt file may hold the weights.
+WRAPPED = ("state_dict", "model", "model_state_dict", "params", "net", "module")
 # Of replicated, compiled and checkpointed modules, also below Lightning's model.
 WRAPPERS = re.compile(r"^(?:(?:model\.)?(?:module|_orig_mod)\.)+|(?<=\.)(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -125,32 +119,35 @@ def _of_torch(file: Path, warn: Callable[[str], None]) -> dict[str, SavedTensor]
             f"safetensors file ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
         ) from error
 
-    def are_tensors(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(isinstance(tensor, torch.Tensor) for tensor in value.values())
-
-    def weights_in(name: str, value: Any) -> list[str]:
-        """Returns the dotted keys of the state_dicts in a value.
-
-        Tensors deeper in it count only if a name has a dot: those of an optimizer have none.
-        """
-        if not isinstance(value, Mapping) or not value:
-            return []
-        if are_tensors(value):
-            return [name] if "." not in name or any("." in str(key) for key in value) else []
-        return [found for key, below in value.items() for found in weights_in(f"{name}.{key}", below)]
-
-    for key in WRAPPED:
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            if others := [found for name in content if name != key for found in weights_in(name, content[name])]:
-                warn(
-                    f"{file} holds weights under {key}, which are used, and under {', '.join(others)}, which are not: "
-                    "to begin with those, save them alone"
-                )
-            content = content[key]
-    if not are_tensors(content):
+    found = state_dicts_in(content)
+    usable = [key for key in found if {*key.split(".")} <= {"", *WRAPPED}]
+    if not usable:
         keys = f": save one of {shorten([*map(str, content)])} alone" if isinstance(content, Mapping) else ""
         raise CheckpointError(f"{file} is no state_dict, which holds tensors by their names{keys}")
-    return {name: SavedTensor(tuple(tensor.shape), tensor.detach) for name, tensor in content.items()}
+    used = min(usable, key=lambda key: [WRAPPED.index(part) for part in key.split(".") if part])
+    if others := [key for key in found if key != used]:
+        warn(
+            f"{file} holds weights under {used}, which are used, and under {', '.join(others)}, which are not: "
+            "to begin with those, save them alone"
+        )
+    return {name: SavedTensor(tuple(tensor.shape), tensor.detach) for name, tensor in found[used].items()}
+
+
+def state_dicts_in(value: object, key: str = "") -> dict[str, Mapping[str, Tensor]]:
+    """Returns the state_dicts in what a file holds, by dotted key; "" is the key of the whole.
+
+    Tensors deeper in it count only if a name has a dot: those of an optimizer have none.
+    """
+    import torch
+
+    if not isinstance(value, Mapping) or not value:
+        return {}
+    if all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+        return {key: value} if "." not in key or any("." in str(name) for name in value) else {}
+    found: dict[str, Mapping[str, Tensor]] = {}
+    for name, part in value.items():
+        found |= state_dicts_in(part, f"{key}.{name}" if key else str(name))
+    return found
 
 
 # -- how it fits a model -----------------------------------------------------------------------------------------------
@@ -234,11 +231,11 @@ def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict
         CheckpointError: the file holds the whole model twice, under other first parts.
     """
     known, bare = set(model), {name: WRAPPERS.sub("", name) for name in saved}
-    renamed = [{name: name for name in saved}]
-    for part in sorted({"", *(f"{name.partition('.')[0]}." for name in model)}):
-        renamed.append({name: own if own in known else part + own for name, own in bare.items()})
-    for part in sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name}):
-        renamed.append({name: own.removeprefix(part) for name, own in bare.items()})
+    of_model = sorted({f"{name.partition('.')[0]}." for name in model})
+    of_file = sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name})
+    renamed = [{name: name for name in saved}, bare]
+    renamed += [{name: own if own in known else part + own for name, own in bare.items()} for part in of_model]
+    renamed += [{name: own.removeprefix(part) for name, own in bare.items()} for part in of_file]
     whole = [{own: name for name, own in names.items() if own in known} for names in renamed]
     whole = [names for names in whole if len(names) == len(known)]
     if other := next((names for names in whole if names != whole[0]), None):

@@ -48,7 +48,7 @@ def conclude(report: Any, run_dir: Path, console: Console) -> int:
     """Prints the report, writes summary.json and error.txt for a sweep's table, and returns the exit code.
 
     Args:
-        report: rank 0's, see `VerifyReport.as_json`; None on other ranks.
+        report: rank 0's, see `verify.compare.report_of`; None on other ranks.
     """
     if report is None:
         return 0

@@ -20,12 +20,7 @@ from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from .module_itself import COPIES, Compared, Given, Loss, compare, maker_of
 
-USUALLY = (
-    "A trace loses what forward changes in the module (counts, values kept, parameters and buffers made or replaced), "
-    "memory that two tensors share (use .clone(), or one nn.Parameter), what an autograd function changes in place, "
-    "what Python and numpy draw (use torch.rand, and multiply by it in place of `if`), and zeros that torch's "
-    "nn.TransformerEncoder puts on padding in evaluation (enable_nested_tensor=False)"
-)
+USUALLY = "docs/your-own-model.md lists what a trace loses and what to write in its place"
 TRUSTED = (
     "What tracing got wrong would train in silence: compare a smaller one with the same code, by what its arguments "
     "are called; model.trust=true then trains this"

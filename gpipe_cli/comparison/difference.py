@@ -123,9 +123,7 @@ class Quantity:
     def verdict(self) -> str:
         if self.beyond:
             return f"DIFFERS ({len(self.beyond)} of {self.compared})"
-        if self.worst is None:
-            return "none"
-        return "bit for bit" if self.worst.absolute == 0 and self.worst.relative == 0 else "OK"
+        return "bit for bit" if self.worst is None or self.worst.absolute == self.worst.relative == 0 else "OK"
 
 
 def judge_tensors(

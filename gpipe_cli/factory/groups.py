@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.utils import get_object
 from torch import nn
@@ -23,9 +23,11 @@ from torch import nn
 from ..config import GROUP
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, own_name
+from ..partition.fake_layers import TensorShape
 from ..partition.survey import Survey, survey
 from ..typed_section import shown, typed
 
+Shaped = TypeVar("Shaped", nn.Parameter, TensorShape)
 GroupKey = tuple[int, ...]  # numbers of the entries that apply to a parameter; empty: only what `optimizer` says
 WIDEST = 16  # times the shorter side of a hidden matrix: tables and classifiers are wider
 NOT_HIDDEN = re.compile(
@@ -59,9 +61,9 @@ class Groups:
         """Returns the numbers of the entries that select a parameter, by its name in the model and its shape."""
         return tuple(n for n, entry in enumerate(self.entries) if _selects(entry, name, shape))
 
-    def divided(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[GroupKey, list[nn.Parameter]]:
-        """Divides parameters, given with their names in the model, by the entries that apply to them."""
-        members: dict[GroupKey, list[nn.Parameter]] = {}
+    def divided(self, named: Iterable[tuple[str, Shaped]]) -> dict[GroupKey, list[Shaped]]:
+        """Divides parameters, or their shapes, given with names in the model, by the entries that apply to them."""
+        members: dict[GroupKey, list[Shaped]] = {}
         for name, parameter in named:
             members.setdefault(self.key(name, parameter.shape), []).append(parameter)
         return members
@@ -103,26 +105,28 @@ class Groups:
             ConfigurationError: an entry, or one of its patterns, selects no parameter.
         """
         layers: Survey[Any] = survey(builders)
-        parameters = [(layer, one) for layer, of in zip(layers.names, layers.parameters, strict=True) for one in of]
-        found = [(own_name(layer, one.name), one.form) for layer, one in parameters if one.owner is None]
-        keys = [self.key(name, form.shape) for name, form in found]
-        shapes = {name: form.shape for name, form in found}
-        tied = [(own_name(layer, one.name), own_name(*one.owner)) for layer, one in parameters if one.owner]
+        named = [
+            (own_name(layer, one.name), one)
+            for layer, parameters in zip(layers.names, layers.parameters, strict=True)
+            for one in parameters
+        ]
+        found = {name: one.form for name, one in named if one.owner is None}
+        tied = [(name, own_name(*one.owner)) for name, one in named if one.owner is not None]
         for number, entry in enumerate(self.entries[self._first :]):
             for pattern in _patterns(entry):
                 alone = {**entry, "match": pattern}
-                if any(_selects(alone, name, shape) for name, shape in shapes.items()):
+                if any(_selects(alone, name, form.shape) for name, form in found.items()):
                     continue
-                if any(fnmatchcase(name, pattern) and _selects(entry, owner, shapes[owner]) for name, owner in tied):
+                if any(fnmatchcase(name, pattern) and _selects(entry, o, found[o].shape) for name, o in tied):
                     continue  # another pattern of the entry selects it
-                names = ", ".join(name for name, _ in found[:: max(1, len(found) // 4)][:4])
+                names = ", ".join([*found][:: max(1, len(found) // 4)][:4])
                 said = f"optimizer.groups[{number}]={shown(alone)} selects no parameter. The names are as {names}"
                 raise ConfigurationError(f"{said}; a tied parameter has its owner's")
         groups = []
-        for key in sorted(set(keys)):
-            sizes = [form.numel for (_, form), other in zip(found, keys, strict=True) if other == key]
+        for key, forms in sorted(self.divided(found.items()).items()):
             settings = typed(self._merged(key)) if key else "as `optimizer` says"
-            groups.append(f"{len(sizes)} parameters ({sum(sizes):,} weights) {settings}")
+            weights = sum(form.numel for form in forms)
+            groups.append(f"{len(forms)} parameters ({weights:,} weights) {settings}")
         return f"optimizer.groups: {'; '.join(groups)}"
 
     def _merged(self, key: GroupKey) -> dict[str, Any]:

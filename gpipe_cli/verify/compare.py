@@ -1,7 +1,6 @@
 """Says which quantities differ between two ways to run a training step, where, and what a user can do about it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..comparison.difference import NO_LAYER, Gap, Key, Quantity, judge_tensors
@@ -19,7 +18,6 @@ OF_LOSSES = (
     "the outputs of all layers agree: the loss, of the task or of a layer, depends on more than outputs and targets, "
     "or was given other targets"
 )
-OF_BATCHNORM = (".running_mean", ".running_var", ".num_batches_tracked")
 
 Found = Mapping[str, Quantity]  # of one step, by name
 Gaps = dict[Key, Gap]
@@ -67,10 +65,6 @@ def findings(steps: Mapping[int, Found], places: Sequence[str], batchnorms: Coll
         repeated = now[AGAIN].beyond if AGAIN in now else []
         again = any(difference.layer == first.layer for difference in repeated)
         hint = _of_layer(first.layer, place, again, first.layer in batchnorms)
-    elif name == BUFFERS and first.where.endswith(OF_BATCHNORM):
-        hint = "outputs agree: only the moving averages of BatchNorm differ, which an evaluation uses"
-    elif name == BUFFERS:
-        hint = f"{place} changes a buffer of its own in forward, and again in recompute"
     return [found, f"step {number}: {hint}"] if hint else [found]
 
 
@@ -94,83 +88,66 @@ def _of_layer(layer: int, place: str, again: bool, batchnorm: bool) -> str:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class VerifyReport:
-    """Holds the comparison of some steps.
+def report_of(
+    settings: Settings, tolerance: float, steps: Mapping[int, Found], found: list[str], notes: list[str], loss: float
+) -> dict[str, Any]:
+    """Returns the report of a run as plain values; numbers that are not finite become null.
 
-    Attributes:
-        tolerance: the largest relative difference that counted as rounding.
-        steps: what was compared, by number of the step.
-        findings: what is wrong, as sentences; empty when all agrees.
-        notes: what is no error, as sentences.
+    Args:
+        settings: configuration of the run.
+        tolerance: largest relative difference that counted as rounding.
+        steps: number of a step -> what was compared.
+        found: sentences on what is wrong (`findings`).
+        notes: sentences on what looks wrong and is no error.
         loss: loss of the last step.
-        memory: peak bytes of rank 0.
     """
-
-    settings: Settings
-    tolerance: float
-    steps: Mapping[int, Found]
-    findings: list[str]
-    notes: list[str]
-    loss: float
-    memory: int
-
-    @property
-    def agrees(self) -> bool:
-        return bool(self.steps) and all(map(agrees, self.steps.values()))
-
-    @property
-    def verdict(self) -> str:
-        """Returns the verdict in one line."""
-        run = self._run()
-        if not self.steps:
-            return f"nothing was compared: the data ended before the first step ({run})"
-        if not self.agrees:
-            wider = (
-                "" if self.settings.verify.dtype == "float64" else "; verify.dtype=float64 tells errors from rounding"
-            )
-            return f"DIFFERENT: the pipelined run is not the plain one ({run}){wider}"
-        worst = max((q for q in self._quantities() if q.worst and not q.beyond), key=lambda q: q.relative, default=None)
-        if worst is None or worst.worst is None or worst.verdict == "bit for bit":
-            return f"OK, bit for bit: the pipelined run is the plain one ({run})"
-        most = worst.worst
-        return (
-            f"OK: the pipelined run is the plain one but for rounding; largest relative difference {most.relative:.1e} "
-            f"(absolute {most.absolute:.1e}) in {worst.name}, {most.where}; tolerance {self.tolerance:g} ({run})"
-        )
-
-    def _run(self) -> str:
-        pipeline, steps = self.settings.pipeline, len(self.steps)
-        wide = " in float64" if self.settings.verify.dtype == "float64" else ""
-        replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
-        return (
-            f"{steps} step{'s' if steps != 1 else ''}{wide}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
-            f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, "
-            + (f"remat {pipeline.remat}" if pipeline.keep is None else f"keep {shown(pipeline.keep)}")
-        )
-
-    def _quantities(self) -> list[Quantity]:
-        return [quantity for found in self.steps.values() for quantity in found.values()]
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain values; numbers that are not finite become null."""
-        plain = {
-            "agrees": self.agrees,
-            "verdict": self.verdict,
-            "findings": self.findings,
-            "notes": self.notes,
-            "steps": [
-                {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
-                for number, step in self.steps.items()
-            ],
-            "memory_bytes": self.memory,
-            "format": self.settings.verify.format,
-            "loss": self.loss,
-        }
-        return dict(json_safe(plain))
+    plain = {
+        "agrees": bool(steps) and all(map(agrees, steps.values())),
+        "verdict": verdict(settings, tolerance, steps),
+        "findings": found,
+        "notes": notes,
+        "steps": [
+            {"step": number, "quantities": [_quantity(quantity) for quantity in step.values()]}
+            for number, step in steps.items()
+        ],
+        "format": settings.verify.format,
+        "loss": loss,
+    }
+    return dict(json_safe(plain))
 
 
 def _quantity(quantity: Quantity) -> dict[str, Any]:
+    """Returns the plain values of one quantity, and of its largest difference."""
     own = {"name": quantity.name, "verdict": quantity.verdict, "compared": quantity.compared}
     worst = {name: getattr(quantity.worst, name, None) for name in ("absolute", "relative", "where")}
     return {**own, "beyond": len(quantity.beyond), **worst}
+
+
+def verdict(settings: Settings, tolerance: float, steps: Mapping[int, Found]) -> str:
+    """Returns the verdict on a run in one line; the arguments are those of `report_of`."""
+    run = _in_words(settings, len(steps))
+    if not steps:
+        return f"nothing was compared: the data ended before the first step ({run})"
+    if not all(map(agrees, steps.values())):
+        wider = "" if settings.verify.dtype == "float64" else "; verify.dtype=float64 tells errors from rounding"
+        return f"DIFFERENT: the pipelined run is not the plain one ({run}){wider}"
+    largest = max((quantity for found in steps.values() for quantity in found.values()), key=lambda q: q.relative)
+    if largest.worst is None or largest.verdict == "bit for bit":
+        return f"OK, bit for bit: the pipelined run is the plain one ({run})"
+    worst = largest.worst
+    return (
+        f"OK: the pipelined run is the plain one but for rounding; largest relative difference {worst.relative:.1e} "
+        f"(absolute {worst.absolute:.1e}) in {largest.name}, {worst.where}; tolerance {tolerance:g} ({run})"
+    )
+
+
+def _in_words(settings: Settings, steps: int) -> str:
+    """Returns number of steps and the pipeline of a run, for its verdict."""
+    pipeline = settings.pipeline
+    wide = " in float64" if settings.verify.dtype == "float64" else ""
+    replicas = f", {pipeline.replicas} replicas" if pipeline.replicas > 1 else ""
+    kept = f"remat {pipeline.remat}" if pipeline.keep is None else f"keep {shown(pipeline.keep)}"
+    return (
+        f"{steps} step{'s' if steps != 1 else ''}{wide}, K={pipeline.K}, M={pipeline.M}, {pipeline.worker_count} "
+        f"worker{'s' if pipeline.worker_count != 1 else ''}{replicas}, {pipeline.schedule}, {kept}"
+    )

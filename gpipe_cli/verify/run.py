@@ -23,13 +23,12 @@ from ..factory.build import build_task
 from ..launch.context import Context
 from ..metrics.journal import Notices
 from ..micro_batch import MicroBatch
-from ..pipeline.step import peak_memory
 from ..schedule.instruction import Op
 from ..trainer.assembly import Assembly, assemble_model, start_worker
 from ..trainer.batches import training_batches, wait_for_all
 from ..trainer.run import assemble_training, compare_module
 from .check import Checker
-from .compare import Found, VerifyReport, agrees, findings
+from .compare import Found, agrees, findings, report_of
 from .record import RunWatch, Spill
 
 
@@ -37,7 +36,7 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
     """Runs one worker of gpipe-verify; rank 0 writes verify.json.
 
     Returns:
-        On rank 0 the report as plain values (`VerifyReport.as_json`); None elsewhere.
+        On rank 0 the report (`report_of`); None elsewhere.
 
     Raises:
         ConfigurationError: this configuration cannot be verified, or is wrong in a way that shows only now.
@@ -50,17 +49,17 @@ def main(context: Context, config: dict[str, Any]) -> dict[str, Any] | None:
         torch._inductor.config.fallback_random = True  # compiled layers then draw what they would draw uncompiled
     with in_chosen_type(settings) as chosen:
         report = Verification(context, config, chosen, world).run()
-    if report is None:
-        return None
-    write_whole(context.run_dir / "verify.json", json.dumps(report.as_json(), indent=1) + "\n")
-    return report.as_json()
+    if report is not None:
+        write_whole(context.run_dir / "verify.json", json.dumps(report, indent=1) + "\n")
+    return report
 
 
 class Verification:
     """Runs and checks the first steps of one configuration; every worker has one.
 
     Args:
-        context, config: what the worker was started with.
+        context: place of the worker, and its connection to the command.
+        config: plain values that the worker was started with.
         settings: configuration of the run, perhaps in float64.
         world: the worker's place among the others.
     """
@@ -79,7 +78,7 @@ class Verification:
         self._compared: dict[int, Found] = {}
         self._notes: list[str] = []
 
-    def run(self) -> VerifyReport | None:
+    def run(self) -> dict[str, Any] | None:
         """Runs all steps; returns the report on rank 0."""
         try:
             self._run_steps()
@@ -88,12 +87,12 @@ class Verification:
             if self._world.rank == 0:
                 self._spill.drop("")
                 shutil.rmtree(checkpoints_directory(self._run_dir), ignore_errors=True)
-        checker, memory = self._checker, peak_memory(self._world.device)
+        checker = self._checker
         if checker is None:
             return None
         found = findings(self._compared, checker.places, checker.model.batchnorms)
         loss = math.nan if self._watch.result is None else self._watch.result.loss
-        return VerifyReport(self._settings, checker.tolerance, self._compared, found, self._notes, loss, memory)
+        return report_of(self._settings, checker.tolerance, self._compared, found, self._notes, loss)
 
     def _run_steps(self) -> None:
         """Runs and checks steps until one differs or the data end."""

@@ -35,23 +35,16 @@ class NotRecordable(Exception):
 
 
 @contextmanager
-def without_logs() -> Iterator[None]:
-    """Suppresses torch's messages about its work within the context."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Suppresses a module's printing and warnings within the context, and torch's logs."""
-    prints = StringIO()
-    with without_logs(), warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
-        warnings.simplefilter("ignore")
-        yield
+    prints, disabled = StringIO(), logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(prints), redirect_stderr(prints):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager
@@ -221,7 +214,7 @@ def recorded(
     try:
         with (
             seeded(seed),
-            without_logs(),
+            quiet(),
             patch.multiple(torch, **patches),
             patch.object(init, TRUNCATED.__name__, partial(recorder.note, TRUNCATED)),
             fake,
