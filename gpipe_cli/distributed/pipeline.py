@@ -167,7 +167,7 @@ def build_cells(
 
     def build(index: int) -> BuiltLayer:
         where.layer = builders[index].name
-        module = _unshared(build_layer(builders[index], index, seed, world.device), held)
+        module = unshared(build_layer(builders[index], index, seed, world.device), held)
         passed = boundary_type if index < len(builders) - 1 else None
         tied, may_vary = _with_all_names(cut.ties[index], module), index in (*cut.varying, len(builders) - 1)
         return BuiltLayer(index, builders[index].name, module, passed, tied, may_vary)
@@ -187,7 +187,7 @@ def build_cells(
     return cells
 
 
-def _unshared(module: nn.Module, held: set[int]) -> nn.Module:
+def unshared(module: nn.Module, held: set[int]) -> nn.Module:
     """Returns the module, or a copy if an earlier layer has one of its tensors.
 
     So every use of a shared parameter has gradients of its own, and a BatchNorm in a module that several layers share

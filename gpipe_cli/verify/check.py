@@ -70,9 +70,9 @@ class Checker:
 
         Args:
             number: number of the step, from 1.
-            result: what the pipeline's workers know of it.
+            result: numbers of the step that all workers know.
             seen: fingerprints of all workers.
-            micro_batches: see `PlainModel.run`.
+            micro_batches: micro-batches of all replicas, in the order of `PlainModel.run`.
         """
         before, now = f"held {number - 1}", f"held {number}"
         gaps: dict[str, Gaps] = defaultdict(dict)

@@ -8,7 +8,6 @@ torch's own BatchNorm. One optimizer and one learning-rate schedule update all w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -21,11 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comparison.difference import Key
 from ..comparison.module_itself import averaged_over_a_mini_batch
 from ..config import Settings
+from ..distributed.pipeline import unshared
 from ..factory.build import boundary_type_of, build_autocast, build_lr_schedule, build_model, build_optimizer
 from ..factory.groups import Groups
 from ..layers import announce, own_name
 from ..micro_batch import MicroBatch
-from ..pipeline.cell import build_layer
+from ..pipeline.cell import BuiltLayer, build_layer
 from ..pipeline.engine import TASK
 from ..pipeline.messages.boundary import (
     as_argument,
@@ -38,7 +38,7 @@ from ..pipeline.messages.boundary import (
 )
 from ..pipeline.randomness import NoiseSource
 from ..tasks.base import Task
-from .record import Fingerprint, Layer, Place, Point, fingerprint, held_by, named, named_buffers
+from .record import Fingerprint, Place, Point, fingerprint, held_by, named, named_buffers
 
 Load = Callable[[int], Mapping[str, Tensor]]  # index of a layer -> what it holds, see `held_by`
 
@@ -59,12 +59,20 @@ class PlainStep:
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     outputs: dict[Point, Fingerprint] = field(default_factory=dict)
 
+    def add_gradient(self, key: Key, gradient: Tensor | None) -> None:
+        """Adds the gradient of one replica, or of one use, to those of a parameter; None: there is none."""
+        if gradient is not None:
+            before = self.gradients.get(key)
+            self.gradients[key] = gradient if before is None else before + gradient
+
     @property
     def loss(self) -> float:
+        """Returns the loss of the mini-batch, per unit of weight."""
         return sum(self.losses[key] for key in sorted(self.losses)) / self.weight if self.weight else 0.0
 
     @property
     def gradient_norm(self) -> float:
+        """Returns the norm of all gradients together."""
         norms = [torch.linalg.vector_norm(self.gradients[key], dtype=torch.float64) for key in sorted(self.gradients)]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
@@ -87,39 +95,35 @@ class PlainModel:
     def __init__(self, settings: Settings, task: Task, device: torch.device, owners: Mapping[Key, Key]) -> None:
         self.settings, self.task, self.device, self.owners = settings, task, device, owners
         self._layers = self._built()
-        self._modules = nn.ModuleList(module for _, _, module in self._layers)
+        self._modules = nn.ModuleList(layer.module for layer in self._layers)
         self._autocast = build_autocast(settings.precision, device)
         self._boundary_type = boundary_type_of(settings.precision)
-        self.weights = {(layer[0], name): p for layer in self._layers for name, p in named(layer).items()}
-        buffers = {(layer[0], name): b for layer in self._layers for name, b in named_buffers(layer).items()}
+        self.weights = {(layer.index, name): p for layer in self._layers for name, p in named(layer).items()}
+        buffers = {(layer.index, name): b for layer in self._layers for name, b in named_buffers(layer).items()}
         self.held: dict[Key, Tensor] = {**self.weights, **buffers}
-        parts = ((index, part) for index, _, module in self._layers for part in module.modules())
+        parts = ((layer.index, part) for layer in self._layers for part in layer.module.modules())
         self.batchnorms = {index for index, part in parts if isinstance(part, _BatchNorm)}
         self._give_ties()
         trained = [
-            (own_name(layer, name), parameter)
-            for index, layer, module in self._layers
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and (index, f"{layer}.{name}") not in owners
+            (own_name(layer.name, name), parameter)
+            for layer in self._layers
+            for name, parameter in layer.module.named_parameters()
+            if parameter.requires_grad and (layer.index, f"{layer.name}.{name}") not in owners
         ]
         members = Groups(settings.optimizer).divided(trained)
         self._optimizer = build_optimizer(settings.optimizer, members, settings.seed)
         self._lr_schedule = build_lr_schedule(settings.lr_schedule, self._optimizer, settings.seed)
 
-    def _built(self) -> list[Layer]:
+    def _built(self) -> list[BuiltLayer]:
         """Builds all layers, each with parameters of its own."""
         seed = self.settings.seed
         builders = Groups(self.settings.optimizer).frozen_in(build_model(self.settings.model, seed))
         announce(builders)
-        layers: list[Layer] = []
-        used: set[int] = set()
-        for index, builder in enumerate(builders):
-            module = build_layer(builder, index, seed, self.device)
-            if not used.isdisjoint(map(id, (*module.parameters(), *module.buffers()))):
-                module = deepcopy(module)  # layers that share a module: each collects its own gradients
-            used.update(map(id, (*module.parameters(), *module.buffers())))
-            layers.append((index, builder.name, module))
-        return layers
+        used = set[int]()
+        return [
+            BuiltLayer(index, builder.name, unshared(build_layer(builder, index, seed, self.device), used))
+            for index, builder in enumerate(builders)
+        ]
 
     @torch.no_grad()
     def _give_ties(self) -> None:
@@ -130,11 +134,11 @@ class PlainModel:
     @torch.no_grad()
     def load(self, load: Load, step: int) -> None:
         """Takes the weights and buffers before a step, and calls `begin_step` of the layers that have it."""
-        for index, _, _ in self._layers:
-            for full_name, tensor in load(index).items():
+        for layer in self._layers:
+            for full_name, tensor in load(layer.index).items():
                 kind, _, name = full_name.partition("/")
                 if kind != "state":
-                    self.held[index, name].copy_(tensor)
+                    self.held[layer.index, name].copy_(tensor)
         self._give_ties()
         for part in self._modules.modules():
             begin_step: Any = getattr(part, "begin_step", None)
@@ -163,13 +167,10 @@ class PlainModel:
                     roots = [loss for loss in losses if loss.requires_grad]
                     torch.autograd.backward(roots, [torch.full_like(loss, scale) for loss in roots])
                 for key, parameter in self.weights.items():
-                    if (own := parameter.grad) is not None:
-                        before, parameter.grad = step.gradients.get(key), None
-                        step.gradients[key] = own if before is None else before + own
+                    step.add_gradient(key, parameter.grad)
+                    parameter.grad = None
         for key, owner in sorted(self.owners.items()):  # uses in layer order
-            if (own := step.gradients.pop(key, None)) is not None:
-                before = step.gradients.get(owner)
-                step.gradients[owner] = own if before is None else before + own
+            step.add_gradient(owner, step.gradients.pop(key, None))
         step.gradients = {key: gradient / loss_scale for key, gradient in step.gradients.items()}
         return step
 
@@ -187,7 +188,7 @@ class PlainModel:
     def holds(self, layer: int) -> dict[str, Tensor]:
         """Returns weights, buffers and optimizer state of a layer, by ``kind/name in the model``."""
         states: Mapping[Tensor, Any] = self._optimizer.state
-        parameters = self._layers[layer][2].named_parameters()
+        parameters = self._layers[layer].module.named_parameters()
         return held_by(self._layers[layer], {name: states[p] for name, p in parameters if p in states})
 
     def _forward(self, number: int, place: Place, pair: MicroBatch, step: PlainStep) -> list[Tensor]:
@@ -201,16 +202,17 @@ class PlainModel:
         noise = NoiseSource(self.settings.seed, replica, self.device)
         *seeds, of_loss = noise.seeds(number, micro_batch, [*range(len(self._layers)), TASK])
         with self._autocast():
-            for (index, _, module), seed in zip(self._layers, seeds, strict=True):
+            for layer, seed in zip(self._layers, seeds, strict=True):
                 noise.seed(seed)
-                returned = module(as_argument(values))
+                returned = layer.module(as_argument(values))
                 outputs = as_tensors(returned)
-                step.outputs |= {Point(*place, index, n): fingerprint(tensor) for n, tensor in enumerate(outputs)}
-                auxiliary = getattr(module, "auxiliary_loss", None)
+                marks = [*map(fingerprint, outputs)]
+                step.outputs |= {Point(*place, layer.index, number): mark for number, mark in enumerate(marks)}
+                auxiliary = getattr(layer.module, "auxiliary_loss", None)
                 own = [auxiliary(returned, targets)] if auxiliary is not None else []
                 noise.seed_backward(seed, [*outputs, *own], values)
                 losses += own
-                dtype = None if index == len(self._layers) - 1 else self._boundary_type
+                dtype = None if layer is self._layers[-1] else self._boundary_type
                 values = grouped_like(map(_laid_out, passed_on(outputs, values, dtype)), outputs)
             loss = self.task.loss(values, targets)[0]
             losses.append(loss if self.task.weight(targets) else torch.zeros_like(loss))

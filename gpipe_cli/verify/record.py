@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..checkpoint.layer_state import copied
+from ..pipeline.cell import BuiltLayer
 from ..pipeline.messages.boundary import as_tensors
 from ..pipeline.step import StepResult
 from ..schedule.instruction import Op
@@ -26,7 +27,6 @@ from ..trainer.assembly import Assembly
 from ..trainer.loop import Trainer
 
 Place = tuple[int, int]  # (replica, micro-batch)
-Layer = tuple[int, str, nn.Module]  # index, name, module
 
 # What is seen of a step: layers' outputs, in the forward and in recompute.
 OUTPUT, AGAIN = "output", "output in recompute"
@@ -90,16 +90,14 @@ class Spill:
         return self._folder / moment / f"{layer}.safetensors"
 
 
-def named(layer: Layer) -> dict[str, nn.Parameter]:
+def named(layer: BuiltLayer) -> dict[str, nn.Parameter]:
     """Returns a layer's parameters by name in the whole model: layer.parameter."""
-    _, layer_name, module = layer
-    return {f"{layer_name}.{name}": parameter for name, parameter in module.named_parameters()}
+    return {f"{layer.name}.{name}": parameter for name, parameter in layer.module.named_parameters()}
 
 
-def named_buffers(layer: Layer) -> dict[str, Tensor]:
+def named_buffers(layer: BuiltLayer) -> dict[str, Tensor]:
     """Returns a layer's buffers by name in the whole model: layer.buffer."""
-    _, layer_name, module = layer
-    return {f"{layer_name}.{name}": buffer for name, buffer in module.named_buffers()}
+    return {f"{layer.name}.{name}": buffer for name, buffer in layer.module.named_buffers()}
 
 
 # -- the pipelined side ------------------------------------------------------------------------------------------------
@@ -114,20 +112,20 @@ class RunWatch:
         spill: files for tensors of the model's size; replica 0 writes them.
 
     Attributes:
-        result: what all workers know of the last step; None before the first.
+        result: numbers of the last step that all workers know; None before the first.
         seen: fingerprints of the layers' outputs since `take_seen`.
     """
 
     def __init__(self, assembly: Assembly, trainer: Trainer, spill: Spill) -> None:
         self._replica, self._engine, self._spill = assembly.world.replica, assembly.pipeline.engine, spill
-        self._layers = [(layer.index, layer.name, layer.module) for layer in assembly.pipeline.layers]
+        self._layers = assembly.pipeline.layers
         self._trainer = trainer
         trainer.around_update = self._around_update
         self.result: StepResult | None = None
         self.seen: list[Sight] = []
-        for index, _, module in self._layers:
+        for layer in self._layers:
             # Functions, because a copy of the module then calls the same watch.
-            module.register_forward_hook(self._after(index))
+            layer.module.register_forward_hook(self._after(layer.index))
 
     def take_seen(self) -> list[Sight]:
         """Returns the fingerprints since the last call."""
@@ -138,7 +136,7 @@ class RunWatch:
         """Writes weights, buffers and optimizer state of this worker after `number` steps, layer by layer."""
         states = self._trainer.updater.layer_states()
         for layer in self._layers if self._replica == 0 else []:
-            self._spill.put(f"held {number}", layer[0], held_by(layer, states[layer[1]].optimizer))
+            self._spill.put(f"held {number}", layer.index, held_by(layer, states[layer.name].optimizer))
 
     def _after(self, layer: int) -> Callable[[nn.Module, Any, object], None]:
         """Returns a forward hook that records fingerprints of the outputs of layer number `layer`."""
@@ -158,12 +156,12 @@ class RunWatch:
         number, self.result = result.plan.step + 1, result
         for layer in self._layers if self._replica == 0 else []:
             own = {name: p.grad for name, p in named(layer).items() if p.grad is not None}
-            self._spill.put(f"gradients {number}", layer[0], own)
+            self._spill.put(f"gradients {number}", layer.index, own)
         yield
         self.hold(number)
 
 
-def held_by(layer: Layer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+def held_by(layer: BuiltLayer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Returns weights, buffers and optimizer state of a layer, by ``kind/name`` with the name in the whole model.
 
     Args:
@@ -173,5 +171,5 @@ def held_by(layer: Layer, states: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     held |= {f"buffer/{name}": buffer for name, buffer in named_buffers(layer).items()}
     for parameter, values in states.items():
         numbers = {key: value for key, value in values.items() if isinstance(value, (Tensor, int, float))}
-        held |= {f"state/{layer[1]}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
+        held |= {f"state/{layer.name}.{parameter}:{key}": torch.as_tensor(value) for key, value in numbers.items()}
     return held
