@@ -189,7 +189,7 @@ def other_vocabulary(info: CheckpointInfo, now: Mapping[str, str]) -> str | None
     """Returns the name of a vocabulary that differs from the one that ``info`` was trained with; None: none does.
 
     Args:
-        now: see `vocabularies`.
+        now: SHA-256 of each vocabulary file of the data (`vocabularies`).
     """
     before = info.state.vocabularies
     return next((name for name in sorted(now) if before.get(name, now[name]) != now[name]), None)

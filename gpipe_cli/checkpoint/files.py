@@ -228,8 +228,8 @@ def with_todays_names(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def read_whole(directory: Path) -> CheckpointInfo:
-    """Reads the manifest of a checkpoint whose files are all there at full size. Checksums are not read here.
+def open_checkpoint(directory: Path) -> CheckpointInfo:
+    """Reads the manifest of one checkpoint, whose files must be there at full size. Checksums are not read here.
 
     Raises:
         NewerFormat: a later release has written it.
@@ -250,7 +250,7 @@ def read_whole(directory: Path) -> CheckpointInfo:
 def is_whole(directory: Path) -> bool:
     """Returns whether a checkpoint's files are all there at full size; raises NewerFormat for a later release's."""
     with suppress(CheckpointError):
-        return bool(read_whole(directory))
+        return bool(open_checkpoint(directory))
     return False
 
 
@@ -301,7 +301,7 @@ def latest(run_dir: Path) -> Choice:
     warnings: list[str] = []
     for directory in reversed(step_directories(run_dir)):
         try:
-            return read_whole(directory), [f"{text}; using {directory.name}" for text in warnings]
+            return open_checkpoint(directory), [f"{text}; using {directory.name}" for text in warnings]
         except CheckpointError as error:
             warnings.append(str(error))
     if warnings:
@@ -364,18 +364,6 @@ def find(path: Path, step: str = "last") -> tuple[CheckpointInfo, list[str]]:
             "give the directory of a run that has saved one"
         )
     return found, warnings
-
-
-def open_checkpoint(directory: Path) -> CheckpointInfo:
-    """Reads the manifest of one checkpoint and checks that its files are there at full size.
-
-    Raises:
-        CheckpointError: it cannot be used; the message names an older one of the same run, if any.
-    """
-    try:
-        return read_whole(directory)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {advice(directory)}") from error
 
 
 def advice(damaged: Path) -> str:

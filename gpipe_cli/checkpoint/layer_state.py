@@ -81,7 +81,7 @@ def layer_state(
     Args:
         optimizer: the worker's one optimizer over all its layers; None for a state without optimizer.
         averages: the layer's moving averages; None: there are none.
-        tied: as in `LayerState`; None: no parameter is.
+        tied: parameters of another layer, see `LayerState`; None: there are none.
 
     Raises:
         CheckpointError: the optimizer keeps something other than tensors, numbers, strings and None per parameter.
@@ -197,9 +197,8 @@ def write_layer(directory: Path, step: int, name: str, state: LayerState) -> Lay
     Raises:
         OSError: it cannot be written.
     """
-    tensors = {f"weight:{name}": tensor for name, tensor in state.weights.items()}
-    tensors |= {f"buffer:{name}": tensor for name, tensor in state.buffers.items()}
-    tensors |= {f"average:{name}": tensor for name, tensor in state.averages.items()}
+    kinds = {"weight": state.weights, "buffer": state.buffers, "average": state.averages}
+    tensors = {f"{kind}:{name}": tensor for kind, held in kinds.items() for name, tensor in held.items()}
     values: dict[str, dict[str, OptimizerValue]] = {}
     for parameter, entries in state.optimizer.items():
         for key, value in entries.items():

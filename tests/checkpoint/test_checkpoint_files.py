@@ -44,15 +44,6 @@ def flip_last_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def replaced(old: str, new: str) -> Callable[[Path], None]:
-    def replace_in(path: Path) -> None:
-        text = re.sub(old, new, path.read_text(), flags=re.DOTALL)
-        assert text != path.read_text()
-        path.write_text(text)
-
-    return replace_in
-
-
 def test_a_worker_reads_only_the_files_of_its_own_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that rank 0 had to read would take hours: 72 GB for six billion parameters."""
     opened: list[str] = []
@@ -169,7 +160,6 @@ def two_checkpoints(run_dir: Path) -> Layers:
         (Path.unlink, "layers/head.safetensors", r"head\.safetensors is missing"),
         (cut_short, "manifest.json", r"manifest\.json is damaged"),
         (Path.unlink, "manifest.json", r"manifest\.json cannot be read: No such file"),
-        (replaced('"versions": {', '"versions": {"torch": [],'), "manifest.json", r"versions\.torch: Input"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -193,7 +183,7 @@ def test_the_checkpoints_of_a_run_may_lie_on_a_scratch_disk(tmp_path: Path) -> N
     save(run, 2, make_layers())
     assert (tmp_path / "scratch" / "of others.tmp").exists()
     cut_short(layer_file(run, 2, "head"))
-    with pytest.raises(CheckpointError, match=r"Use .*run/checkpoints/step_00000001 instead"):
+    with pytest.raises(CheckpointError, match=r"run/checkpoints/step_00000002 cannot be used: .*head\.safetensors has"):
         checkpoint_files.resolve(run / "checkpoints" / "step_00000002", tmp_path / "new")
 
 
