@@ -20,7 +20,6 @@ from ..tasks.base import Task
 from ..tasks.own_loss import LossFunctionTask
 from .module_itself import COPIES, Compared, Given, Loss, compare, maker_of
 
-USUALLY = "docs/your-own-model.md lists what a trace loses and what to write in its place"
 TRUSTED = (
     "What tracing got wrong would train in silence: compare a smaller one with the same code, by what its arguments "
     "are called; model.trust=true then trains this"
@@ -84,7 +83,7 @@ def compare_at_start(builders: Sequence[LayerBuilder], given: Given, say: Callab
     if compared.found.beyond:
         raise ConfigurationError(
             f"{name}: its layers, traced, do not compute what the module itself does: {_in_words(compared)}. "
-            f"{USUALLY}; {WAY_OUT}"
+            f"A trace has lost part of its code: {WAY_OUT}"
         )
     say(f"the module itself: {_in_words(compared)}")
     return [compared.fewest, compared.shortest]

@@ -7,7 +7,7 @@ itself). Up to a tolerance it is rounding.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -144,7 +144,7 @@ def judge_tensors(
     norms: dict[object, list[float]] = {}
     for key, gap in gaps:
         norms.setdefault(kind(key), []).append(gap.plain)
-    least = {one: small * norm_of_all(its_norms) for one, its_norms in norms.items()}
+    least = {one: small * math.hypot(*filter(math.isfinite, its_norms)) for one, its_norms in norms.items()}
     found = []
     for key, gap in gaps:
         rounding = 8 * gap.epsilon / tolerance * gap.size if changes else 0.0
@@ -152,8 +152,3 @@ def judge_tensors(
         found.append(Difference(*key, gap.absolute, relative))
     worst = max(found, key=lambda d: (d.relative, d.absolute), default=None)
     return Quantity(name, len(found), worst, [d for d in found if d.relative > tolerance])
-
-
-def norm_of_all(norms: Iterable[float]) -> float:
-    """Returns the norm of all tensors together, from the finite ones among their norms."""
-    return math.sqrt(sum(norm * norm for norm in norms if math.isfinite(norm)))

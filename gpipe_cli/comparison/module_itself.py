@@ -199,7 +199,7 @@ class _Side:
                 outputs: Tensors = made if isinstance(made, tuple) else (made,)
                 pairs = self._with_gradients(outputs, targets) if trains else []
             if pairs:
-                torch.autograd.backward(*zip(*pairs, strict=True))
+                torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
         return joined(outputs)
 
     def _with_gradients(self, outputs: Tensors, targets: Tensors) -> list[tuple[Tensor, Tensor]]:

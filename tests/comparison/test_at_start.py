@@ -10,7 +10,7 @@ from inline_run import train_inline
 from planted_faults import verified
 from refusals import refusal_of
 
-from gpipe_cli.comparison import at_start, module_itself
+from gpipe_cli.comparison import at_start
 from gpipe_cli.comparison.at_start import compare_at_start, given_by
 from gpipe_cli.config import Settings
 from gpipe_cli.errors import ConfigurationError
@@ -63,15 +63,6 @@ def test_a_module_that_is_not_compared_trains_only_if_it_is_trusted(
 def test_gpipe_verify_compares_with_the_module_itself(tmp_path: Path) -> None:
     told = refusal_of(verified, tmp_path, *WORDS, "pipeline.K=2", "pipeline.M=2", subject=False)
     assert "do not compute what the module itself does: DIFFERENT in" in told and DIFFERS in told
-
-
-def test_a_module_that_fails_is_not_compared(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise ValueError("not a number")
-
-    monkeypatch.setattr(module_itself._Side, "call", fail)
-    with pytest.raises(ConfigurationError, match=r"not compared with its layers: .*not a number"):
-        started(settings)
 
 
 def test_a_run_refuses_micro_batches_of_one_example_where_the_module_treats_them_otherwise(tmp_path: Path) -> None:
