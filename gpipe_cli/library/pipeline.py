@@ -134,7 +134,8 @@ class Pipeline(WorkerPipeline):
             cells, micro_batches: other names of K and M.
             weight: function (targets) that returns the number over which ``loss`` is a mean, as tokens; None: examples.
             shared: names of inputs, given as {name: tensor}, that are the same for all micro-batches.
-            K, M, schedule, remat, keep, partition, cost, device, backend, replicas: as keys of `pipeline` (README).
+            K, M, schedule, remat, keep, partition, cost, device, backend, replicas: values of the keys of `pipeline`
+                (README).
             autocast: the type of torch.autocast, as torch.bfloat16; None: there is none.
             steps: number of steps that the program will take, for layers with `begin_step`.
             group: the processes that run it; None: all.
@@ -546,13 +547,12 @@ def layers_of(
     Raises:
         ConfigurationError: it is neither, or the module cannot be traced.
     """
-    answer: Callable[[Tensors], Any] = alone
-    if isinstance(layers, nn.Module):
-        call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
-        traced_from = TracedFrom(partial(copied, layers), call, seed, autocast, trust)
-        layers = traced_layers(traced_from, example_of(inputs))
-        answer = maker_of(layers[-1]).trace.answer
-    return checked_layers(layers, "layers are a module, or"), answer
+    if not isinstance(layers, nn.Module):
+        return checked_layers(layers, "layers are a module, or"), alone
+    call = Call(inputs=given.names or None, output=ALL, mean=None, shared=given.shared)
+    traced_from = TracedFrom(partial(copied, layers), call, seed, autocast, trust)
+    builders = traced_layers(traced_from, example_of(inputs))
+    return builders, maker_of(builders[-1]).trace.answer
 
 
 def share(builders: Sequence[LayerBuilder], module: nn.Module) -> None:

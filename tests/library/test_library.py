@@ -21,8 +21,6 @@ from two_processes import TOKENS
 from two_processes import made as tied
 
 from gpipe_cli import LayerBuilder, Pipeline
-from gpipe_cli.distributed.step_message import BatchShape, PlanMessage
-from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigurationError
 from gpipe_cli.pipeline.cell import LayerFailed, failed
 
@@ -47,21 +45,11 @@ class LooksAtValues(nn.Module):
         return x * 2 if x.sum() > 0 else x
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x)
-        return x
-
-
 def test_counting_costs_leaves_the_program_s_modules_as_they_are() -> None:
-    looks, counts = LooksAtValues(), Counts()
+    looks = LooksAtValues()
     random = looks.generator.get_state()
-    pipeline_of(looks, counts)
-    assert int(looks.norm.num_batches_tracked) == looks.calls == len(counts.seen) == 0
+    pipeline_of(looks)
+    assert int(looks.norm.num_batches_tracked) == looks.calls == 0
     assert looks.norm.running_mean.eq(0).all() and torch.equal(looks.generator.get_state(), random)
 
 
@@ -210,35 +198,26 @@ def test_a_checkpoint_goes_on_at_another_k_with_the_same_bits(tmp_path: Path) ->
         other[0].load(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8),
-        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5),
-    ],
-    ids=["from the group's rate", "numbers as keys"],
-)
-def test_a_scheduler_goes_on_where_it_was_saved(make: Any, tmp_path: Path) -> None:
+def test_a_scheduler_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     def made() -> tuple[Pipeline, torch.optim.Optimizer, Any]:
         pipeline = pipeline_of(nn.Linear(2, 2))
         groups = [{"params": [parameter], "lr": 0.1 / (1 + n)} for n, parameter in enumerate(pipeline.parameters())]
         optimizer = torch.optim.SGD(groups)
-        return pipeline, optimizer, make(optimizer)
+        return pipeline, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)
 
-    def rates(pipeline: Pipeline, optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+    def rates(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
         found = []
         for _ in range(3):
-            pipeline.step(X, Y)
             optimizer.step()
             scheduler.step()
             found += [group["lr"] for group in optimizer.param_groups]
         return found
 
     one, other = made(), made()
-    rates(*one)
+    rates(*one[1:])
     one[0].save(tmp_path, one[1], extra=one[2].state_dict())
     other[2].load_state_dict(other[0].load(tmp_path, other[1]))
-    assert rates(*other) == rates(*one)
+    assert rates(*other[1:]) == rates(*one[1:])
 
 
 def test_extra_values_come_back_as_they_were_or_are_refused(tmp_path: Path) -> None:
@@ -583,12 +562,3 @@ def test_what_a_message_could_not_follow_is_refused_by_name_at_every_k(K: int) -
     said = r"layer 'layer 0', micro-batch \d: it passes on float64\[2, 2\], where .* before"
     with pytest.raises(LayerFailed, match=said):
         pipeline.step(X * torch.arange(8)[:, None], Y)
-
-
-def test_targets_of_another_type_are_a_form_of_their_own() -> None:
-    hard, soft = torch.tensor([0, 1]), torch.tensor([0.4, 0.6])
-    cpu = torch.device("cpu")
-    message = PlanMessage(World(0, 1, 1, cpu, cpu, None, None, None), BatchShape((2,), (1,)), 2)
-    message.write_plan([((torch.ones(2, 2),), (targets,)) for targets in (hard, soft)], [2, 2])
-    message.run()
-    assert len(set(message.read_plan("train").signatures)) == 2
