@@ -168,7 +168,7 @@ def build_operation(name: str, inputs: int, width: int, stride: int, norm: Norm)
     """Returns the operation that a genotype names.
 
     Args:
-        name: as in `GENOTYPES`.
+        name: name of the operation, see `amoebanet_genotypes.py`.
         inputs, width: channels of its input and output.
         stride: 1 or 2.
         norm: makes the BatchNorm of a number of channels.
@@ -385,7 +385,7 @@ class AmoebaCellWithAuxiliaryHead(AmoebaCell):
         head: makes the head.
         weight: factor of its loss in the loss of the mini-batch.
         label_smoothing: share of the probability spread evenly over the classes.
-        cell: see `AmoebaCell`.
+        cell: arguments of `AmoebaCell`.
     """
 
     def __init__(self, head: Callable[[], AuxiliaryHead], weight: float, label_smoothing: float, *cell: Any) -> None:

@@ -35,7 +35,7 @@ class SourceEmbedding(parts.TokenEmbedding):
     """Embeds the source: (source ids [b, S], target ids [b, T]) to (x [b, S, d], source mask [b, 1, 1, S], target ids).
 
     Args:
-        vocabulary, d_model, dropout, positions: as in `TokenEmbedding`.
+        vocabulary, d_model, dropout, positions: arguments of `TokenEmbedding`.
         pad_id: the id of padding.
     """
 
@@ -109,7 +109,7 @@ def transformer(
         d_model: width between the sub-layers; even.
         dropout, input_dropout, attention_dropout: shares of branches, embeddings and attention weights that are zeroed.
         depth_scaled_init: multiply the Xavier bound of the feed-forward matrices by n^-depth_scale_exponent.
-        depth_scale_layers: what n counts: "both" stacks (2·L) or "one" (L).
+        depth_scale_layers: stacks whose layers n counts: "both" (2·L) or "one" (L).
         tie_embeddings: one table for target embedding and softmax; in the paper all three are separate.
         share_embeddings: one table for source and target embedding; both sides must have one vocabulary.
         pad_id: the id of padding in the source.
@@ -133,15 +133,14 @@ def transformer(
         "cross_attention": partial(parts.CrossAttention, *heads),
         **feed_forward,
     }
-    table = "source_embedding.weight" if share_embeddings else "target_embedding.weight"
-    of_target = {"weight": table} if share_embeddings else {}
-    of_softmax = {"weight": table} if tie_embeddings else {}
-    source, target = ((tokens, d_model, input_dropout, positions) for tokens in (source_vocabulary, target_vocabulary))
+    embedding = (d_model, input_dropout, positions)
+    shared = {"weight": "source_embedding.weight"} if share_embeddings else {}
+    of_softmax = (shared or {"weight": "target_embedding.weight"}) if tie_embeddings else {}
     return [
-        LayerBuilder("source_embedding", partial(SourceEmbedding, *source, pad_id)),
+        LayerBuilder("source_embedding", partial(SourceEmbedding, source_vocabulary, *embedding, pad_id)),
         *parts.stacked("encoder", L, encoder),
         LayerBuilder("encoder.norm", partial(EncoderNorm, d_model)),
-        LayerBuilder("target_embedding", partial(TargetEmbedding, *target), tied=of_target),
+        LayerBuilder("target_embedding", partial(TargetEmbedding, target_vocabulary, *embedding), tied=shared),
         *parts.stacked("decoder", L, decoder),
         LayerBuilder("decoder.norm", partial(DecoderNorm, d_model)),
         LayerBuilder("softmax", partial(parts.VocabularyProjection, d_model, target_vocabulary), tied=of_softmax),

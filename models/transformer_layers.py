@@ -33,7 +33,7 @@ class Projection(nn.Linear):
 
     Args:
         inputs, outputs: widths.
-        matrices: how many matrices lie side by side in this one; each gets the bound that it would have alone.
+        matrices: number of matrices that lie side by side in this one; each gets the bound that it would have alone.
         scale: multiplies the bound (depth-scaled initialisation).
     """
 
@@ -109,7 +109,7 @@ class SelfAttention(Attention):
     """Makes queries, keys and values from one input.
 
     Args:
-        d_model, A, dropout, attention_dropout: as in `Attention`.
+        d_model, A, dropout, attention_dropout: arguments of `Attention`.
         positions: "rotary" turns queries and keys by their positions.
     """
 
