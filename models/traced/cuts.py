@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from .flatten import ROOT, Flat, enter, is_view_of_parameter
+from .flatten import ROOT, WRAPPER, Flat, enter, is_view_of_parameter
 
 FEWEST, MOST = 6, 96  # layers, where the module has so many places; of more, some are left out
 NEAR = 4  # candidates on either side with which a place is compared
-WRAPPER = "module"  # of the names in nn_module_stack
 Place = tuple[str, str]  # ("before" or "after", a call of a module)
 
 
@@ -50,11 +49,9 @@ def cuts_of(flat: Flat) -> dict[int, CutPoint]:
     """Returns every place where the graph may be cut, by position."""
     nodes = flat.nodes
     position = {node: number for number, node in enumerate(nodes)}
-    closed = {
-        inside
-        for first, last in flat.forbidden
-        for inside in range(position.get(first, -1) + 1, position.get(last, len(nodes) - 1) + 1)
-    }
+    closed = set[int]()  # places between a tensor and a later change of it in place
+    for first, last in flat.forbidden:
+        closed |= {*range(position.get(first, -1) + 1, position.get(last, len(nodes) - 1) + 1)}
     last_use = {
         node: max((position.get(user, len(nodes)) for user in node.users), default=-1)
         for node in (*flat.inputs, *nodes)

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from .module import Untraceable
 from .own_backward import functions
 
+WRAPPER = "module"  # attribute of `Called` with which names in an exported program begin
 ROOT = "L__self__"  # how the keys of nn_module_stack begin
 CHECKS = ("_assert", "sym_constrain_range", "assert_")  # names of operations that only check
 INNER = {"wrap_with_set_grad_enabled": torch.set_grad_enabled, "wrap_with_autocast": torch.autocast}  # blocks of code
@@ -61,7 +62,6 @@ class Flat:
 
 def flatten(
     program: ExportedProgram,
-    inside: str,
     aliases: Mapping[str, str],
     named: Sequence[tuple[str, nn.Parameter]],
     constants: dict[str, Tensor],
@@ -69,7 +69,7 @@ def flatten(
     """Returns the plain graph of a program.
 
     Args:
-        inside: prefix of the names in the program, taken off.
+        program: the exported program of a `Called`.
         aliases: further name of a tensor -> its first name.
         named: the module's parameters with their names.
         constants: gets the tensors that are neither parameters nor buffers. Those that are attributes of the module
@@ -89,7 +89,7 @@ def flatten(
         if spec.kind == InputKind.USER_INPUT:
             flat.inputs.append(copy)
             continue
-        name = str(spec.target).removeprefix(inside)
+        name = str(spec.target).removeprefix(f"{WRAPPER}.")
         name, constant = aliases.get(name, name), program.constants.get(str(spec.target))
         shared = parameters.get(_form(constant)) if constant is not None else None
         if shared is not None:  # such as a weight in a list

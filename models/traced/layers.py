@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -25,7 +24,7 @@ from ...typed_section import CountOrZero, Positive
 from .cuts import choose_cuts
 from .module import Call, Constructor, Example, InDefaultType, TracedFrom, autocast_of
 from .recording import NotRecordable
-from .segments import Forward, Segment, segments_of
+from .segments import Segment, segments_of
 from .trace import SizeCondition, SizeError, Trace, traced, without_values
 
 
@@ -48,10 +47,10 @@ def layers(
     """Returns the layers of a traced module; their parameters keep the module's own names.
 
     Args:
-        module: makes it, without arguments.
+        module: function, or class, that makes the module and takes no arguments.
         example: (dtype, shape) of each input tensor of a micro-batch; the number of examples does not matter.
         seed: seed of its weights, as after ``torch.manual_seed(seed)``.
-        inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: see `Call`.
+        inputs, output, arguments, masks, pad_id, mean, std, labels, ignored: fields of `Call`.
         autocast: type of the autocast that the layers will run under.
         trust: True if the layers may train without having been compared with the module.
 
@@ -65,9 +64,8 @@ def layers(
             "and leave model.module._partial_ as it is"
         )
     call = Call(inputs, output, arguments or {}, masks or {}, pad_id, mean, std, labels, ignored)
-    made_by = (module.func, module.args, module.keywords) if isinstance(module, partial) else (module,)
     # Equal texts mean equal arguments: a text has an object's address, and the kept list holds the object.
-    key = repr((*made_by, example, seed, call, autocast, trust, torch.get_default_dtype()))
+    key = repr((module, example, seed, call, autocast, trust, torch.get_default_dtype()))
     if key not in _known:
         _known.clear()
         _known[key] = traced_layers(TracedFrom(InDefaultType(module), call, seed, autocast, trust), example)
@@ -94,18 +92,15 @@ class TracedLayer(nn.Module):
     """Runs a segment of a traced module: its training graph in training, else that for evaluation.
 
     Args:
-        training, evaluation: the compiled graphs.
-        conditions: conditions that the sizes of the inputs must fulfil.
+        segment: functions of the layer, and the conditions that the sizes of its inputs must fulfil.
         autocast: type of the autocast under which the module was traced; None: there was none.
     """
 
     graph_varies = False  # see the engine's cells
 
-    def __init__(
-        self, training: Forward, evaluation: Forward, conditions: Sequence[SizeCondition], autocast: str | None
-    ) -> None:
+    def __init__(self, segment: Segment, autocast: str | None) -> None:
         super().__init__()
-        self._forwards, self._conditions, self._autocast = (evaluation, training), conditions, autocast
+        self._segment, self._conditions, self._autocast = segment, segment.conditions, autocast
 
     def forward(self, argument: Tensor | tuple[Tensor, ...]) -> Any:
         tensors = (argument,) if isinstance(argument, Tensor) else argument
@@ -119,7 +114,8 @@ class TracedLayer(nn.Module):
         device = tensors[0].device.type
         has_context = device == "meta" or torch.is_autocast_enabled(device)  # a run has entered autocast already
         with autocast_of(None if has_context else self._autocast, device):
-            return self._forwards[self.training](self, *tensors)
+            run = self._segment.training if self.training else self._segment.evaluation
+            return run(self, *tensors)
 
     def require(self, examples: int, tokens: int) -> None:
         """Makes the layer refuse fewer examples, and texts of fewer tokens. A number of 1 refuses nothing."""
@@ -160,7 +156,8 @@ class Weights:
         names, trace = {*names}, self._trace
         here = torch.empty(0)
         if here.is_meta or isinstance(here, FakeTensor):
-            return {name: without_values(({**trace.held, **trace.constants})[name]) for name in names}
+            forms = trace.held | trace.constants
+            return {name: without_values(forms[name]) for name in names}
         if self.shared_with is not None:
             return {name: self._of_module(name, self.shared_with) for name in names}
         if layer not in self._made:
@@ -223,7 +220,7 @@ class LayerMaker:
     def __call__(self) -> TracedLayer:
         segment = self.segment
         tensors = self.weights.take(segment.name, segment.held.values())
-        layer = TracedLayer(segment.training, segment.evaluation, segment.conditions, self.traced_from.autocast)
+        layer = TracedLayer(segment, self.traced_from.autocast)
         for path, (kind, arguments) in segment.batchnorms.items():
             holder, name = _holder(layer, path)
             with torch.device("meta"):

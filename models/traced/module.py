@@ -57,8 +57,8 @@ class TracedFrom:
     """Names the constructor, call and seed from which layers were traced.
 
     Attributes:
-        constructor: makes the module, without arguments.
-        call: how it is called.
+        constructor: function that makes the module, without arguments.
+        call: description of how the module is called.
         seed: seed of torch, numpy and Python when it is made.
         autocast: type of the autocast that it runs under, as "bfloat16"; None: it runs under none.
         trusted: True if it may train without having been compared with its layers.
@@ -96,7 +96,7 @@ class InDefaultType:
     types has code for them and stays as it is.
 
     Attributes:
-        func: what the user has named: the class, or the function.
+        func: class or function that the user has named.
         was: the 16-bit type that the weights had, such as "bfloat16"; empty: they are as the module was made.
     """
 

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -55,19 +55,13 @@ def plainly() -> Iterator[None]:
     not look at a mask's values. torch.distributions do not check their values.
     """
     transformer: Any = torch.nn.modules.transformer
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            patch.object(torch.distributed, "is_initialized", lambda: False),
-            patch.object(torch.distributions.Distribution, "_validate_args", False),
-            patch.object(
-                transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)
-            ),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with (
+        patch.object(torch.distributed, "is_initialized", lambda: False),
+        patch.object(torch.distributions.Distribution, "_validate_args", False),
+        patch.object(torch.backends.mha, "get_fastpath_enabled", lambda: False),
+        patch.object(transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal)),
+    ):
+        yield
 
 
 class _View:
@@ -116,10 +110,7 @@ class _Operation:
         return self.function is TRUNCATED or torch.Tag.nondeterministic_seeded in getattr(self.function, "tags", ())
 
     def repeat(self, memory: dict[int, torch.UntypedStorage]) -> None:
-        """Runs the operation on real tensors, unless it only made a view of a tensor that is in ``memory``."""
-        schema = getattr(self.function, "_schema", None)
-        if schema is not None and not schema.is_mutable and all(view.key in memory for view in self.answers):
-            return
+        """Runs the operation on real tensors; ``memory`` gets the storages that it makes, by key."""
         arguments, keywords = tree_map_only(_View, lambda view: view.real(memory), self.arguments)
         made = [tensor for tensor in tree_iter(self.function(*arguments, **keywords)) if isinstance(tensor, Tensor)]
         for view, tensor in zip(self.answers, made, strict=True):
@@ -157,23 +148,19 @@ class ConstructorRecord:
     """Holds the operations of a constructor, run under a seed.
 
     Attributes:
-        named: the parameters and buffers that it left in the module.
-        further: name of another tensor that it made -> (number of the operation, number of its result).
+        named: parameters and buffers that it left in the module, and further tensors that it made.
     """
 
     seed: int
     operations: list[_Operation]
     named: dict[str, _View]
-    further: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def name(self, name: str, tensor: Tensor) -> bool:
-        """Adds a tensor to `further` under a name; returns False if the constructor has not made it."""
+        """Adds a further tensor to `named`; returns False if the constructor has not made it."""
         view = _View(tensor)
-        for number, operation in enumerate(self.operations):
-            for place, answer in enumerate(operation.answers):
-                if (answer.key, answer.layout) == (view.key, view.layout):
-                    self.further[name] = number, place
-        return name in self.further
+        if is_made := any(view.key == answer.key for operation in self.operations for answer in operation.answers):
+            self.named[name] = view
+        return is_made
 
     def made(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Makes real tensors by name, with the values that the constructor draws under the seed.
@@ -181,8 +168,7 @@ class ConstructorRecord:
         Raises:
             NotRecordable: torch makes a tensor with another layout in memory than without values.
         """
-        further = {name: self.operations[number].answers[place] for name, (number, place) in self.further.items()}
-        wanted = {name: (self.named | further)[name] for name in names}
+        wanted = {name: self.named[name] for name in names}
         keys, needed = {view.key for view in wanted.values()}, set()  # storages, and operations on which they depend
         for number, operation in reversed([*enumerate(self.operations)]):
             if keys & operation.changed or (

@@ -164,10 +164,9 @@ class _PartGraph:
         return self._env[node]
 
     def _on_this_device(self, argument: Any) -> Any:
-        return self._on_device() if isinstance(argument, torch.device) else argument
-
-    def _on_device(self) -> fx.Node:
-        """Returns the node of the device on which the layer runs: that of its first input."""
+        """Returns an argument; in place of a device the node of that on which the layer runs, its first input's."""
+        if not isinstance(argument, torch.device):
+            return argument
         if self._device is None:
             first = next(iter(self._graph.nodes))
             with self._graph.inserting_after(first):
@@ -207,37 +206,48 @@ class _PartGraph:
 def _assigned(trace: Trace, parts: Sequence[Part]) -> list[dict[str, str]]:
     """Decides which names of tensors each part holds: full name -> first name, in the module's order.
 
-    A tensor with several names is one parameter of several layers: each part that uses it gets one of the names, or a
-    new one (`AGAIN`). A tensor that nothing uses goes to the part with the nearest calls.
+    A tensor that nothing uses goes to the part with the nearest calls.
     """
     uses = [_used(trace, part) for part in parts]
     called = [{_without_number(call) for node in (*a, *b) for call in calls_of(node)} for a, b in parts]
+    every_name = [*trace.held, *trace.aliases, *trace.constants]
     names_of: dict[str, list[str]] = defaultdict(list)
-    for name in (*trace.held, *trace.aliases, *trace.constants):
+    for name in every_name:
         names_of[trace.aliases.get(name, name)].append(name)
     assigned: list[dict[str, str]] = [{} for _ in parts]
     for first, names in names_of.items():
         users = [number for number, used in enumerate(uses) if first in used]
-        if not trace.is_parameter(first):
+        if trace.is_parameter(first):
+            for name, number in _holders(names, users, called):
+                assigned[number][name] = first
+        else:
             for number in users or [_nearest(first, called)]:
                 assigned[number][first] = first
-            continue
-        without = list(users)  # parts that use the parameter and have no name for it yet
-        for name in names:
-            near = [number for number in users if name.rpartition(".")[0] in called[number]]
-            free = [number for number in near if number in without] or near
-            number = (free or users or [_nearest(name, called)])[0]
-            assigned[number][name] = first
-            without = [user for user in without if user != number]
-        if users and users[0] in without:  # it owns the parameter, so it has the name
-            holder = next(number for number in users if first in assigned[number])
-            del assigned[holder][first]
-            assigned[users[0]][first] = first
-            without[without.index(users[0])] = holder
-        for again, number in enumerate(without, start=1):
-            assigned[number][f"{first}{AGAIN}{again}"] = first
-    order = {name: place for place, name in enumerate((*trace.held, *trace.aliases, *trace.constants))}
+    order = {name: place for place, name in enumerate(every_name)}
     return [dict(sorted(names.items(), key=lambda item: order.get(item[0], len(order)))) for names in assigned]
+
+
+def _holders(names: Sequence[str], users: Sequence[int], called: Sequence[set[str]]) -> list[tuple[str, int]]:
+    """Decides which part holds a parameter under each of its names: pairs of a name and the number of a part.
+
+    Each part that uses the parameter gets one of its names, or a new one (`AGAIN`). The first of them owns it.
+
+    Args:
+        names: all names of the parameter in the module.
+        users: numbers of the parts that use it.
+        called: modules that each part calls.
+    """
+    first, holders = names[0], dict[str, int]()
+    without = list(users)  # parts that have no name for it yet
+    for name in names:
+        near = [number for number in users if name.rpartition(".")[0] in called[number]]
+        free = [number for number in near if number in without]
+        holders[name] = (free or near or users or [_nearest(name, called)])[0]
+        without = [user for user in without if user != holders[name]]
+    if users and users[0] in without:  # it owns the parameter, so it gets the first name
+        without[0], holders[first] = holders[first], users[0]
+    again = {f"{first}{AGAIN}{number}": part for number, part in enumerate(without, start=1)}
+    return [*holders.items(), *again.items()]
 
 
 def _used(trace: Trace, part: Part) -> set[str]:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -28,15 +28,10 @@ from .refusals import TraceError, explained, name_of, refuse_module, told_with_p
 from .traceable import Traceable, fixed_at, traceable
 
 ROUNDED = re.compile(r"math\.trunc.* == \d+$")  # a condition that remains of int() of a size
-INSIDE = "module."  # how names in an exported program begin
 
 
 class SizeError(ValueError):
     """Raised for inputs of a size for which a module was not traced; names the size and the line that asks for it."""
-
-
-class FixedSize(Untraceable):
-    """Raised for code that holds only for one number of examples."""
 
 
 @dataclass(frozen=True)
@@ -106,34 +101,47 @@ def without_values(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def traced(of: TracedFrom, example: Example) -> Trace:
+def traced(traced_from: TracedFrom, example: Example) -> Trace:
     """Traces a module.
+
+    Args:
+        traced_from: constructor, call and seed of the module.
+        example: type and shape of each input tensor.
 
     Raises:
         TraceError: it cannot be traced.
     """
-    constructor = of.constructor
+    constructor, seed = traced_from.constructor, traced_from.seed
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         try:
-            module, recording = recorded(constructor, of.seed, fake)
+            module, recording = recorded(constructor, seed, fake)
         except NotRecordable:
-            with seeded(of.seed):
+            with seeded(seed):
                 module, recording = constructor(), None
     except Exception as error:
         raise TraceError(f"{name_of(constructor)} cannot be constructed: {told_with_place(error)}") from error
     try:
         refuse_module(module)
-        return _traced(module, of, recording, example, fake)
+        with torch.no_grad():  # which code may do that changes weights where the mode changes
+            module.train()
+        called = Traceable(module, traced_from.call)
+        return _traced(called, recording, partial(_programs, called, example, fake, traced_from.autocast))
     except Exception as error:
         raise TraceError(explained(error, constructor)) from error
 
 
 def _traced(
-    module: nn.Module, of: TracedFrom, recording: ConstructorRecord | None, example: Example, fake: FakeTensorMode
+    called: Traceable, recording: ConstructorRecord | None, export: Callable[[], list[ExportedProgram]]
 ) -> Trace:
-    with torch.no_grad():  # which code may do that changes weights where the mode changes
-        module.train()
+    """Returns what was found in a module: its graphs, tensors and their names.
+
+    Args:
+        called: the module, before any call.
+        recording: operations of the constructor; None where it must run for real.
+        export: function that exports the module for training and for evaluation, which may change it.
+    """
+    module = called.module
     first: dict[int, str] = {}
     parameters = [*nn.Module.named_parameters(module, remove_duplicate=False)]  # the class may have one of its own
     named: list[tuple[str, Tensor]] = [*parameters, *nn.Module.named_buffers(module, remove_duplicate=False)]
@@ -143,15 +151,14 @@ def _traced(
         held = {name: without_values(tensor) for name, tensor in named if first[id(tensor)] == name}
     aliases = {name: first[id(tensor)] for name, tensor in named if name != first[id(tensor)]}
     persistent = {*module.state_dict().keys()}
-    called = Traceable(module, of.call)
-    programs = _programs(called, example, fake, of.autocast)
-    constants: dict[str, Tensor] = {}
-    graphs = training, evaluation = [flatten(p, INSIDE, aliases, parameters, constants) for p in programs]
+    programs, constants = export(), dict[str, Tensor]()
+    graphs = training, evaluation = [flatten(p, aliases, parameters, constants) for p in programs]
     for name in [name for name, constant in constants.items() if isinstance(constant, FakeTensor)]:
         with torch.device("meta"):
             held[name] = without_values(constant := constants.pop(name).detach())  # a parameter is frozen
         if recording is None or not recording.name(name, constant):
-            users = [user for flat in graphs for node, of in flat.held.items() if of == name for user in node.users]
+            holders = [node for flat in graphs for node, held_name in flat.held.items() if held_name == name]
+            users = [user for node in holders for user in node.users]
             place = place_of(users[0]) if users else None
             raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)
     conditions = [
@@ -185,7 +192,8 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
     whole = [(0, 1) if not t.is_floating_point() and t.dim() == 2 else (0,) for t in inputs]
     refusals: list[Exception] = []
     rounded = None  # a program that holds only for some sizes, because int() of one became a number
-    for called.numbers_follow in (False, True):
+    for numbers_follow in (False, True):
+        called.numbers_follow = numbers_follow
         for dynamic in (whole, batch) if whole != batch else (batch,):
             called.before.restore()
             try:
@@ -193,11 +201,11 @@ def _export(called: Traceable, inputs: tuple[Tensor, ...]) -> ExportedProgram:
             except Exception as error:
                 refusals.append(error)
                 continue
-            if not any(ROUNDED.search(code) for code in _guards(program)):
+            if not any(ROUNDED.search(code) for code in program._guards_code):
                 return program
             rounded = rounded or program
             break
-        if rounded is None and not isinstance(refusals[-1], FixedSize):
+        if rounded is None and not isinstance(refusals[-1], Untraceable):
             break
     if rounded is not None:
         return rounded
@@ -208,7 +216,7 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
     """Exports with these dimensions of each input free.
 
     Raises:
-        FixedSize: the program holds only for one number of examples.
+        Untraceable: the program holds only for one number of examples.
     """
     fixed_at.clear()
     shapes: Any = (tuple(dict.fromkeys(dimensions, Dim.AUTO) for dimensions in dynamic),)
@@ -223,7 +231,7 @@ def _export_with(called: Traceable, inputs: tuple[Tensor, ...], dynamic: Sequenc
                     f"here the code holds only for mini-batches of {fixed} examples: leave their number a size, as in "
                     "h / len(h) or h.view(-1, 8), and compute all of them at once, in place of a loop"
                 )
-                raise FixedSize(said, fixed_at.get(fixed))
+                raise Untraceable(said, fixed_at.get(fixed))
     return program
 
 
@@ -239,19 +247,13 @@ def _fixed(size: Any) -> int | None:
 def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
     """Returns torch.export's assumptions about the sizes of the inputs, and the sizes that it took for constants."""
     place = _place_of_guards(inputs)
-    codes = [code.replace("L['tensors']", "tensors") for code in _guards(program)]
+    codes = [code.replace("L['tensors']", "tensors") for code in program._guards_code]
     for number, node in enumerate(inputs):
         for dimension, size in enumerate(node.meta["val"].shape):
             fixed = _fixed(size)
             if fixed is not None:
                 codes.append(f"tensors[{number}].size()[{dimension}] == {fixed}")
     return [SizeCondition(code, place) for code in dict.fromkeys(codes)]
-
-
-def _guards(program: ExportedProgram) -> list[str]:
-    """Returns torch.export's assumptions about sizes, as Python expressions."""
-    assumed: list[str] = getattr(program, "_guards_code", [])  # not in every release of torch
-    return assumed
 
 
 def _place_of_guards(inputs: Sequence[fx.Node]) -> str | None:

@@ -40,10 +40,10 @@ class Traceable(Called):
 
     Args:
         module: the module, of which torch.export sees every call.
-        call: how it is called.
+        call: description of how the module is called.
 
     Attributes:
-        before: what there was before any call.
+        before: attributes as they were before any call.
         kept: attributes in which forward has kept tensors for others, as auxiliary losses; none before a call.
         numbers_follow: True if int() and float() of a size stay sizes in the module's files; tried if all else fails.
     """
