@@ -233,15 +233,15 @@ def _renamed(model: Collection[str], saved: Collection[str], path: Path) -> dict
     known, bare = set(model), {name: WRAPPERS.sub("", name) for name in saved}
     of_model = sorted({f"{name.partition('.')[0]}." for name in model})
     of_file = sorted({f"{name.partition('.')[0]}." for name in bare.values() if "." in name})
-    renamed = [{name: name for name in saved}, bare]
-    renamed += [{name: own if own in known else part + own for name, own in bare.items()} for part in of_model]
-    renamed += [{name: own.removeprefix(part) for name, own in bare.items()} for part in of_file]
-    whole = [{own: name for name, own in names.items() if own in known} for names in renamed]
-    whole = [names for names in whole if len(names) == len(known)]
-    if other := next((names for names in whole if names != whole[0]), None):
+    candidates = [{name: name for name in saved}, bare]
+    candidates += [{name: own if own in known else part + own for name, own in bare.items()} for part in of_model]
+    candidates += [{name: own.removeprefix(part) for name, own in bare.items()} for part in of_file]
+    by_own = [{own: name for name, own in candidate.items() if own in known} for candidate in candidates]
+    whole = [found for found in by_own if len(found) == len(known)]  # which have all names of the model
+    if other := next((found for found in whole if found != whole[0]), None):
         name = next(own for own in other if other[own] != whole[0][own])
         raise CheckpointError(
             f"{path} holds this model more than once, as {whole[0][name]} and {other[name]}: save the one alone that "
             "the run is to begin with"
         )
-    return max(renamed, key=lambda names: len(known.intersection(names.values())))  # the first of equal ones
+    return max(candidates, key=lambda candidate: len(known.intersection(candidate.values())))  # the first of equal ones
