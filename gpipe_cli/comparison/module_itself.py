@@ -209,11 +209,11 @@ class _Side:
         """
         apart = tuple(output.detach().requires_grad_(output.requires_grad) for output in outputs)
         loss = self._loss(apart, targets)
-        pairs = [pair for pair in zip(outputs, apart, strict=True) if pair[0].requires_grad]
-        if not (pairs and loss.requires_grad):
+        needed = [number for number, output in enumerate(outputs) if output.requires_grad]
+        if not (needed and loss.requires_grad):
             return []
-        gradients = torch.autograd.grad(loss, [given for _, given in pairs], allow_unused=True)
-        return [(output, own) for (output, _), own in zip(pairs, gradients, strict=True) if own is not None]
+        gradients = torch.autograd.grad(loss, [apart[number] for number in needed], allow_unused=True)
+        return [(outputs[number], own) for number, own in zip(needed, gradients, strict=True) if own is not None]
 
 
 def joined(outputs: Tensors) -> Tensor:

@@ -42,7 +42,7 @@ class Point(NamedTuple):
     number: int
 
 
-Sight = tuple[str, Point, Fingerprint]  # the first is `OUTPUT` or `AGAIN`
+Sight = tuple[str, Point, Fingerprint]  # what was seen (`OUTPUT` or `AGAIN`), where, and its fingerprint
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
