@@ -125,10 +125,10 @@ def sizes_of(tensors: Sequence[fx.Node]) -> dict[str, tuple[fx.Node, int]]:
 
 
 def _bytes_of(node: fx.Node) -> int:
-    """Returns the bytes of a node's value for the example; a size that depends on values counts 1."""
+    """Returns the bytes of a value that can pass a cut, for the example."""
     value = node.meta["val"]
     sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
-    return prod(1 if size is None else int(size) for size in sizes) * int(value.dtype.itemsize)
+    return prod(map(int, sizes)) * int(value.dtype.itemsize)
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------------

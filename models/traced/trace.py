@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
@@ -161,12 +162,9 @@ def _traced(
             users = [user for node in holders for user in node.users]
             place = place_of(users[0]) if users else None
             raise Untraceable("here forward uses a tensor that an earlier call made and kept, as lru_cache does", place)
-    conditions = [
-        c for program, flat in zip(programs, graphs, strict=True) for c in _conditions_of(program, flat.inputs)
-    ]
-    assumed = list(dict.fromkeys(conditions))
+    conditions = [*dict.fromkeys(chain(*map(_conditions_of, programs, graphs)))]  # each once
     return Trace(
-        training, evaluation, held, persistent, aliases, constants, recording, assumed, called.answer, called.kept
+        training, evaluation, held, persistent, aliases, constants, recording, conditions, called.answer, called.kept
     )
 
 
@@ -244,11 +242,11 @@ def _fixed(size: Any) -> int | None:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def _conditions_of(program: ExportedProgram, inputs: Sequence[fx.Node]) -> list[SizeCondition]:
+def _conditions_of(program: ExportedProgram, flat: Flat) -> list[SizeCondition]:
     """Returns torch.export's assumptions about the sizes of the inputs, and the sizes that it took for constants."""
-    place = _place_of_guards(inputs)
+    place = _place_of_guards(flat.inputs)
     codes = [code.replace("L['tensors']", "tensors") for code in program._guards_code]
-    for number, node in enumerate(inputs):
+    for number, node in enumerate(flat.inputs):
         for dimension, size in enumerate(node.meta["val"].shape):
             fixed = _fixed(size)
             if fixed is not None:
