@@ -96,13 +96,13 @@ class _Parts:
         positions = [0, *(cut.position for cut in cuts), len(nodes)]
         self.nodes = [nodes[first:last] for first, last in pairwise(positions)]
         self.passing = [tuple(flat.inputs), *(cut.alive for cut in cuts), flat.outputs]
-        self.open = [self._entered_before(position) for position in positions]
+        self.open = [_entered(nodes[:position]) for position in positions]
 
-    def _entered_before(self, position: int) -> list[fx.Node]:
-        """Returns the contexts that are entered before a position and left after it."""
-        before = set(self.flat.nodes[:position])
-        entered = [node for node in self.flat.nodes[:position] if node.target is enter]
-        return [node for node in entered if not before & node.users.keys()]
+
+def _entered(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Returns the contexts that these nodes enter and do not leave."""
+    known = set(nodes)
+    return [node for node in nodes if node.target is enter and not known & node.users.keys()]
 
 
 class _PartGraph:
