@@ -35,8 +35,6 @@ from gpipe_cli.typed_section import (
     unknown_key,
 )
 
-MESSAGE_TAGS = 1 << 30  # messages between cells have tags below; those of the exchange begin here
-TAGS_PER_CELL = 5  # of a micro-batch in a cell: activation, gradient, flags of both, a description of the boundary
 MOST_FORWARDS = 1 << 20  # of a step: lists of more would fill the memory
 
 # Values of keys that are `auto`, until the planner has chosen others: a cell for every device there may be.

@@ -14,7 +14,7 @@ from gpipe_cli.micro_batch import Loss, MicroBatch, Tensors
 from gpipe_cli.pipeline.cell import BuiltLayer, Cell
 from gpipe_cli.pipeline.engine import Engine
 from gpipe_cli.pipeline.messages.boundary import as_argument, as_tensors
-from gpipe_cli.pipeline.messages.shared_memory import connect_workers
+from gpipe_cli.pipeline.messages.shared_memory import SharedMemoryTransport
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.randomness import NoiseSource
 from gpipe_cli.pipeline.step import StepPlan
@@ -36,7 +36,7 @@ def cpu_transport(placement: tuple[int, ...]) -> Transport | None:
     world = dist.group.WORLD
     if world is None or world.size() == 1:
         return None
-    return connect_workers(placement, CPU, CPU, (world, world), world)
+    return SharedMemoryTransport(placement, CPU, CPU, (world, world), world)
 
 
 @dataclass(frozen=True)

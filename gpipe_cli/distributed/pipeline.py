@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from ..config import PipelineConfig
+from ..gpus import GPU
+from ..launch.local_group import LocalGroup
 from ..layers import LayerBuilder, Owner, announce, own_name
 from ..micro_batch import MicroBatch, Tensors
 from ..partition.cut import Cut
 from ..pipeline.cell import BuiltLayer, Cell, build_layer
 from ..pipeline.engine import TASK, Caches, Engine
 from ..pipeline.gradients import UnusedParameters
-from ..pipeline.messages.shared_memory import connect_workers
+from ..pipeline.messages.shared_memory import SharedMemoryTransport
 from ..pipeline.messages.transport import Transport
 from ..pipeline.offload import StateFile
 from ..pipeline.randomness import NoiseSource
@@ -226,4 +228,6 @@ def make_transport(world: World, placement: Sequence[int]) -> Transport | None:
     if world.workers == 1 or world.message_groups is None or world.all_ranks is None:
         return None
     ranks = tuple(world.rank_of(worker) for worker in placement)
-    return connect_workers(ranks, world.device, world.wire, world.message_groups, world.all_ranks)
+    shares_memory = world.wire.type != GPU and isinstance(world.all_ranks, LocalGroup)
+    kind = SharedMemoryTransport if shares_memory else Transport
+    return kind(ranks, world.device, world.wire, world.message_groups, world.all_ranks)

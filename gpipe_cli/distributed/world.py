@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..config import MESSAGE_TAGS
 from ..errors import ConfigurationError
 from ..launch.context import GROUP_TIMEOUT_SECONDS, Context
 from ..launch.join import adopt_step, check_rank, local_rank
@@ -29,7 +28,7 @@ from ..launch.messenger import LOCAL
 from .device import NCCL2, choose_backend, choose_device, device_identity, nccl_kind
 
 GROUP_TIMEOUT = timedelta(seconds=GROUP_TIMEOUT_SECONDS)  # torch gives NCCL ten minutes: too few while a peer compiles
-VALUES = MESSAGE_TAGS + 1  # message tag, beyond that of the exchange
+EXCHANGE, VALUES = 10, 11  # message tags, beyond those of the pipeline's messages (`transport.py`)
 TIMEOUT_OF_GROUP = timedelta(0)
 
 
@@ -141,16 +140,16 @@ class Exchange:
     """
 
     def __init__(self, fields: Mapping[str, int], group: dist.ProcessGroup | None) -> None:
-        self._tree = Tree(group, MESSAGE_TAGS)  # beyond the tags of the pipeline's transport
+        self._tree = Tree(group, EXCHANGE)
         self._sizes = list(fields.values())
         self._vector = torch.zeros(sum(self._sizes), dtype=torch.float64)
         self.own: dict[str, Tensor] = dict(zip(fields, torch.split(self._vector, self._sizes), strict=True))
         self.total: dict[str, Tensor] = {name: tensor.clone() for name, tensor in self.own.items()}
         self.ended_at = time.perf_counter()
 
-    def run(self, timeout: timedelta = TIMEOUT_OF_GROUP) -> None:
+    def run(self) -> None:
         """Sums ``own`` of all workers into ``total`` and sets ``own`` to 0; every worker calls it at the same time."""
-        total = self._tree.add_up(self._vector, timeout)
+        total = self._tree.add_up(self._vector)
         self.total = dict(zip(self.own, torch.split(total, self._sizes), strict=True))
         self._vector.zero_()
         self.ended_at = time.perf_counter()

@@ -20,7 +20,7 @@ from ..cpu import waited_for_core
 from ..gpus import GPU
 from ..layers import LayerBuilder, announce
 from ..micro_batch import Tensors
-from ..pipeline.cell import BuiltLayer, Cell, require_values
+from ..pipeline.cell import BuiltLayer, Cell
 from ..pipeline.halves import WeightHalf, backward_of_inputs
 from ..pipeline.messages.boundary import canonical_gradient, grouped_like, grouping_of, is_channels_last
 from ..pipeline.randomness import NoiseSource
@@ -91,8 +91,7 @@ def profile_layers(
             keys.append((build_key(builder, index), shapes, grouping_of(values)))
             if keys[-1] not in known:
                 announce([builder])
-                require_values(builder, own := build_or_explain(builder))
-                module = deepcopy(own).to(device)  # the run has this one, if builders share it
+                module = deepcopy(build_or_explain(builder)).to(device)  # the run has this one, if builders share it
                 passed_as = boundary_type if index < len(builders) - 1 else None
                 layer = BuiltLayer(index, builder.name, module, passed_as)
                 trial = LayerTrial(_run_of(layer, device, targets), values, device, autocast)

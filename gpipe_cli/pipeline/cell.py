@@ -9,7 +9,6 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import ConfigurationError
 from ..layers import LayerBuilder, Owner
@@ -75,25 +74,9 @@ class BuiltLayer:
 
 
 def build_layer(builder: LayerBuilder, index: int, seed: int, device: torch.device) -> nn.Module:
-    """Builds layer number ``index``: weights are drawn on the CPU, equal for every kind of device, then moved.
-
-    Raises:
-        ConfigurationError: the builder returns the module that it made while costs were counted, without values.
-    """
+    """Builds layer number ``index``: weights are drawn on the CPU, equal for every kind of device, then moved."""
     with seeded(WEIGHTS, seed, index):
-        module = builder.made()
-    require_values(builder, module)
-    return module.to(device)
-
-
-def require_values(builder: LayerBuilder, module: nn.Module) -> None:
-    """Raises ConfigurationError for a module that its builder has made while costs were counted, without values."""
-    if any(isinstance(tensor, FakeTensor) for tensor in (*module.parameters(), *module.buffers())):
-        raise ConfigurationError(
-            f"layer {builder.name!r}: its builder keeps the module that it makes, and has kept one without values from "
-            "when costs were counted. A builder makes a new module at every call; what two layers share is made before "
-            "the list of layers is"
-        )
+        return builder.made().to(device)
 
 
 MOST_VARIANTS = 4096  # of one layer: by shapes, by types, with and without a graph
@@ -248,12 +231,8 @@ class Cell:
             BufferChanged: a layer changes the cell's input, or after `guard_buffers` a buffer or its own input.
         """
         versions = [tensor._version for tensor in inputs]
-        if first_time != self._gathers:
-            self._gathers = first_time
-            for batchnorm in self.batchnorms:
-                batchnorm.gathering = first_time
-        values = inputs
-        auxiliary: dict[int, Tensor] = {}
+        self._set_gathering(first_time)
+        values, auxiliary = inputs, dict[int, Tensor]()
         is_first, silent, has_graph = self._silent is None, self._silent or set(), torch.is_grad_enabled()
         unchanged = self._unchanged.setdefault((signature, has_graph), set())
         seeds = self.noise.seeds(step, micro_batch, self._indices)
@@ -277,10 +256,7 @@ class Cell:
                 if index not in unchanged:
                     made, is_settled = self._layouts.settle(made, values, layer.boundary_type, index, signature)
                     if not (call.is_fixed or layer.may_vary):
-                        if (form := self._forms.get((index, signature))) is None:
-                            form = self._forms[index, signature] = BoundarySpec.of(made)
-                        if not form.fits(made):  # at every K: a cut may lie behind any layer
-                            raise self.other_form(number, micro_batch, made, form)
+                        self._refuse_other_form(number, micro_batch, made, signature)
                     elif is_settled and call.is_fixed:
                         unchanged.add(index)
                 values = made
@@ -295,6 +271,13 @@ class Cell:
                 f"cell {self.number}, micro-batch {micro_batch}: a layer changes {', '.join(INPUT_CHANGED)}"
             )
         return values, auxiliary
+
+    def _set_gathering(self, gathers: bool) -> None:
+        """Sets whether the BatchNorms gather statistics."""
+        if gathers != self._gathers:
+            self._gathers = gathers
+            for batchnorm in self.batchnorms:
+                batchnorm.gathering = gathers
 
     def run_inference(
         self, inputs: Tensors, number: Sequence[int], micro_batch: int, caches: list[dict[str, Any]] | None
@@ -354,6 +337,20 @@ class Cell:
                 "data.sequence_length"
             )
         return failed(f"cell {self.number}, layer {layer.name!r}, micro-batch {micro_batch}", type(error))
+
+    def _refuse_other_form(self, number: int, micro_batch: int, made: Tensors, signature: Hashable) -> None:
+        """Raises LayerFailed for outputs of another form than before, at every K: a cut may lie behind any layer.
+
+        Args:
+            number: index of the layer in the cell.
+            made: its outputs.
+            signature: shapes and types of the micro-batch that entered the pipeline.
+        """
+        key = self.layers[number].index, signature
+        if (form := self._forms.get(key)) is None:
+            form = self._forms[key] = BoundarySpec.of(made)
+        if not form.fits(made):
+            raise self.other_form(number, micro_batch, made, form)
 
     def other_form(self, number: int, micro_batch: int, made: Tensors, before: BoundarySpec) -> LayerFailed:
         """Returns the error of a layer whose outputs have another form than before, for which messages are laid out.

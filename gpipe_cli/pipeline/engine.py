@@ -209,8 +209,6 @@ class _Step:
         posts: when receives are posted; None: `post_ahead`.
     """
 
-    HANDLERS: ClassVar[Handlers]
-
     engine: Engine
     instructions: Sequence[Instruction]
     plan: StepPlan
@@ -372,6 +370,13 @@ class _Step:
         assert wait is not None  # its shapes are known by now
         return wait(separate)
 
+    HANDLERS: ClassVar[Handlers] = {
+        Op.SEND_ACTIVATION: _send_activation,
+        Op.RECEIVE_ACTIVATION: _receive_activation,
+        Op.BRING: _bring,
+        Op.TAKE_AWAY: _take_away,
+    }
+
 
 @dataclass
 class _ForwardStep(_Step):
@@ -396,13 +401,7 @@ class _ForwardStep(_Step):
                 self.engine.boundaries[key] = BoundarySpec.of(outputs)
             self._pass_on(i, outputs)
 
-    HANDLERS: ClassVar[Handlers] = {
-        Op.FORWARD: _forward,
-        Op.SEND_ACTIVATION: _Step._send_activation,
-        Op.RECEIVE_ACTIVATION: _Step._receive_activation,
-        Op.BRING: _Step._bring,
-        Op.TAKE_AWAY: _Step._take_away,
-    }
+    HANDLERS: ClassVar[Handlers] = {**_Step.HANDLERS, Op.FORWARD: _forward}
 
 
 @dataclass
@@ -573,15 +572,12 @@ class _TrainingStep(_Step):
         self.buffers.output_gradients[i.cell, i.micro_batch] = found
 
     HANDLERS: ClassVar[Handlers] = {
+        **_Step.HANDLERS,
         Op.FORWARD: _forward,
         Op.RECOMPUTE: _recompute,
         Op.BACKWARD: _backward,
         Op.INPUT_GRADIENT: _backward,
         Op.WEIGHT_GRADIENT: _weight_gradient,
-        Op.SEND_ACTIVATION: _Step._send_activation,
-        Op.RECEIVE_ACTIVATION: _Step._receive_activation,
-        Op.BRING: _Step._bring,
-        Op.TAKE_AWAY: _Step._take_away,
         Op.SEND_GRADIENT: _send_gradient,
         Op.RECEIVE_GRADIENT: _receive_gradient,
     }

@@ -17,7 +17,7 @@ from processes import run, succeeded
 from refusals import refusal_of
 from run_files import rows
 
-from gpipe_cli.errors import ConfigurationError, PlainError
+from gpipe_cli.errors import PlainError
 from gpipe_cli.factory.build import build_source
 from gpipe_cli.pipeline.cell import LayerFailed
 
@@ -117,13 +117,6 @@ def test_all_replicas_stop_when_the_data_of_one_ends(tmp_path: Path) -> None:
     succeeded(train_by_command(tmp_path, ends, *words))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_by"]) == (3, "end of data")
-
-
-def test_a_builder_that_keeps_what_it_makes_is_refused_by_name(train: Train) -> None:
-    kept = "KEPT = {}\n\n\ndef kept(width):\n    return KEPT.setdefault(width, Hidden(width))\n\n\ndef layers("
-    module = changed("partial(Hidden, width)", "partial(kept, width)").replace("def layers(", kept, 1)
-    with pytest.raises(ConfigurationError, match="layer 'hidden_0': its builder keeps the module that it makes"):
-        train(module, "pipeline.K=1")
 
 
 # -- modules of libraries -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from gpipe_cli.config import ROUND_ROBIN
 from gpipe_cli.launch.context import Context
 from gpipe_cli.pipeline.batchnorm import finish_batchnorm
 from gpipe_cli.pipeline.cell import BuiltLayer
-from gpipe_cli.pipeline.messages.shared_memory import connect_workers
+from gpipe_cli.pipeline.messages.shared_memory import SharedMemoryTransport
 from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.pipeline.step import StepPlan
 from gpipe_cli.schedule.early import post_early
@@ -108,12 +108,11 @@ def compare(context: Context, config: dict[str, Any]) -> list[str]:
         settings = product((False, True), zip(WIRES, ("always", "never", (3, 1, 2, 0)), strict=True))
         alone = [run_case(Case(4, 5, kind, "always", 11, True, 0.2, v), (0,) * 4, 0, None) for v in (False, True)]
         for varying, (wire, policy) in settings:
+            kind_of_wire = SharedMemoryTransport if wire == "shared memory" else Transport
+            transport: Any = kind_of_wire(placement, CPU, CPU, groups, gloo if wire == "gloo" else world)
             if wire == "like NCCL":
-                transport: Any = Transport(placement, CPU, CPU, groups, world)
                 transport.exchange_first_messages()
                 transport.blocks_device = True
-            else:
-                transport = connect_workers(placement, CPU, CPU, groups, world if wire == "shared memory" else gloo)
             case = Case(4, 5, kind, policy, 11, True, 0.2, varying)
             seen = run_case(case, placement, context.rank, transport)
             ours = small.other_values(seen, alone[varying], ("losses", "gradients", "buffers"), (0, 0))

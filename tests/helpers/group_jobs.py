@@ -13,7 +13,8 @@ from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
 from gpipe_cli.pipeline.gradients import reduce_over_replicas, sum_over_replicas
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
-from gpipe_cli.pipeline.messages.shared_memory import connect_workers
+from gpipe_cli.pipeline.messages.shared_memory import SharedMemoryTransport
+from gpipe_cli.pipeline.messages.transport import Transport
 from gpipe_cli.schedule.instruction import Message
 
 CPU = torch.device("cpu")
@@ -151,8 +152,9 @@ def messages() -> list[Tensors]:
 def send_both_ways(context: Context, config: dict[str, Any]) -> list[bool]:
     """Checks that every message arrives unchanged, twice, and does not change when its slot is used again."""
     group, same = joined(context), []
-    control = group if config["wire"] == "shared memory" else dist.new_group(backend="gloo")
-    channel = connect_workers((0, 1), CPU, CPU, (control, control), control)
+    shared = config["wire"] == "shared memory"
+    control = group if shared else dist.new_group(backend="gloo")
+    channel = (SharedMemoryTransport if shared else Transport)((0, 1), CPU, CPU, (control, control), control)
     for step, direction in enumerate(("activation", "gradient")):
         sent = [(Message(direction, 0, number), tensors) for number, tensors in enumerate(messages())]
         if context.rank == step:

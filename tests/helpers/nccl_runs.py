@@ -133,7 +133,7 @@ class Watched(Position):
 
 
 def connected_like_nccl(ranks: tuple[int, ...], *arguments: Any) -> Transport:
-    """Does what `connect_workers` does between GPUs."""
+    """Makes a transport as between GPUs."""
     transport = Transport(ranks, *arguments)
     transport.blocks_device, transport._window = True, None
     transport.exchange_first_messages()
@@ -169,7 +169,7 @@ class Run:
         names += ["all_reduce", "all_to_all_single", "all_gather_into_tensor"]
         with (
             patch.multiple(dist, **{name: getattr(network, name) for name in names}),
-            patch(f"{pipeline}.connect_workers", connected_like_nccl),
+            patch(f"{pipeline}.Transport", connected_like_nccl),
             patch("gpipe_cli.pipeline.messages.transport._FIRST_MESSAGES", (1, 2)),  # quicker than megabytes
             patch("gpipe_cli.pipeline.gradients.BUCKET_BYTES", self.bucket),
             ThreadPoolExecutor(len(ranks)) as threads,

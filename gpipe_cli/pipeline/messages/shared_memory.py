@@ -2,7 +2,7 @@
 
 gloo sends over TCP even there: a message is copied four times and wakes two threads beside the two workers, and where
 cores are the devices this is computing time. Here the sender copies a message into a slot of shared memory and
-announces it by 16 bytes on a socket; the receiver copies it out and returns the slot by one byte.
+announces it by 8 bytes on a socket; the receiver copies it out and returns the slot by one byte.
 
 Neither memory (memfd) nor sockets have a name: the memory travels as a descriptor over a socket that the process group
 of one machine hands from worker to worker. So nobody else gets in, and nothing is left behind however the processes
@@ -19,17 +19,14 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...gpus import GPU
-from ...launch.local_group import LocalGroup
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message, send_window
 from .boundary import BoundarySpec, unpack
-from .transport import DIRECTIONS, Transport, Wait, message_tag, routes
+from .transport import DIRECTIONS, Transport, Wait, routes
 
-_TOKEN = struct.Struct("<qii")  # tag, slot, whether the slot's memory comes behind it
+_TOKEN = struct.Struct("<ii")  # slot, whether the slot's memory comes behind it
 _BYTE = b"\0"
 _PATIENCE = 1800.0  # seconds, as a process group's: the end of a peer is seen at once, this is for one that hangs
 
@@ -65,29 +62,14 @@ class SharedMemoryTransport(Transport):
         if not spec.size:
             super().send(message, tensors, spec)
         else:
-            channel = self._outgoing[message.direction, self._ranks[message.receiver]]
-            channel.send(tensors, spec, message_tag(message, len(self._ranks)))
+            self._outgoing[message.direction, self._ranks[message.receiver]].send(tensors, spec)
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
         """Returns the function that waits for a message; see `Transport.post`."""
         if not spec.size:
             return super().post(message, spec)
         channel = self._incoming[message.direction, self._ranks[message.sender]]
-        tag = message_tag(message, len(self._ranks))
-        return lambda separate: channel.receive(spec, tag)  # every tensor gets memory of its own
-
-
-def connect_workers(
-    ranks: tuple[int, ...],
-    device: torch.device,
-    wire: torch.device,
-    groups: tuple[dist.ProcessGroup, ...],
-    control: dist.ProcessGroup,
-) -> Transport:
-    """Connects this worker with those of the neighbouring cells; the arguments are those of `Transport`."""
-    shares_memory = wire.type != GPU and isinstance(control, LocalGroup)
-    kind = SharedMemoryTransport if shares_memory else Transport
-    return kind(ranks, device, wire, groups, control)
+        return lambda separate: channel.receive(spec)  # every tensor gets memory of its own
 
 
 class _Slot:
@@ -125,7 +107,7 @@ class Outgoing:
         self._on_their_way: deque[_Slot] = deque()
         self._free: list[_Slot] = []
 
-    def send(self, tensors: Sequence[Tensor], spec: BoundarySpec, tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], spec: BoundarySpec) -> None:
         """Copies a message into a slot and announces it to the receiver.
 
         Raises:
@@ -135,7 +117,7 @@ class Outgoing:
         for place, tensor in zip(slot.tensors(spec), tensors, strict=True):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
         try:
-            self._peer.sendall(_TOKEN.pack(tag, slot.number, new_memory is not None))
+            self._peer.sendall(_TOKEN.pack(slot.number, new_memory is not None))
             if new_memory is not None:
                 socket.send_fds(self._peer, [_BYTE], [new_memory])
         except OSError as error:
@@ -192,17 +174,15 @@ class Incoming:
         self._peer, self._sender, self._device = peer, sender, device
         self._slots: dict[int, _Slot] = {}
 
-    def receive(self, spec: BoundarySpec, tag: int) -> Tensors:
+    def receive(self, spec: BoundarySpec) -> Tensors:
         """Waits for the next message and copies it out: tensors on the device, each with memory of its own.
 
         Raises:
-            RuntimeError: the sender has ended, or sends nothing for too long, or sends another message.
+            RuntimeError: the sender has ended, or sends nothing for too long.
         """
-        sent, number, is_new = self._next_token()
+        number, is_new = self._next_token()
         if is_new:
             self._slots[number] = self._new_slot(number)
-        if sent != tag:
-            raise RuntimeError(f"rank {self._sender} sent message {sent} where {tag} is awaited")
         tensors = tuple(
             tensor.to("cpu" if described.on_host else self._device, copy=True)
             for tensor, described in zip(self._slots[number].tensors(spec), spec.tensors, strict=True)
@@ -211,16 +191,16 @@ class Incoming:
             self._peer.send(_BYTE)
         return tensors
 
-    def _next_token(self) -> tuple[int, int, bool]:
-        """Waits for the next announcement; returns (tag, number of the slot, whether its memory is new)."""
+    def _next_token(self) -> tuple[int, bool]:
+        """Waits for the next announcement; returns (number of the slot, whether its memory is new)."""
         try:
             token = self._peer.recv(_TOKEN.size, socket.MSG_WAITALL)
         except OSError as error:
             raise _lost(self._sender, error) from None
         if len(token) < _TOKEN.size:
             raise _lost(self._sender)
-        sent, number, is_new = _TOKEN.unpack(token)
-        return sent, number, bool(is_new)
+        number, is_new = _TOKEN.unpack(token)
+        return number, bool(is_new)
 
     def _new_slot(self, number: int) -> _Slot:
         """Returns a slot of the memory whose descriptor follows the token."""

@@ -1,7 +1,8 @@
 """Sends messages between workers with process groups of torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-One message carries one boundary of one micro-batch. Both ends name it by the same `Message` and know its size
-beforehand: the first message of a boundary is preceded by its `BoundarySpec`, which both ends keep.
+One message carries one boundary of one micro-batch. Both ends know its size beforehand: the first message of a boundary
+is preceded by its `BoundarySpec`, which both ends keep. A tag says of which kind a message is; among those of one kind
+between two workers only their order says which it is.
 """
 
 from collections import defaultdict, deque
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...config import TAGS_PER_CELL
 from ...gpus import GPU
 from ...micro_batch import Tensors
 from ...schedule.instruction import Message, send_window
@@ -20,22 +20,10 @@ from .boundary import BoundarySpec, pack, unpack
 
 Wait = Callable[[int], Tensors]  # see `Transport.post`
 DIRECTIONS = ("activation", "gradient")
+_TAGS = {"activation": 1, "gradient": 2}
+_FLAGS_TAGS = {"activation": 3, "gradient": 4}  # of the messages that the CPU group carries beside others
+_SPEC_TAG = 5
 _FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more channels
-
-
-def message_tag(message: Message, K: int) -> int:
-    """Returns a number that no other message of a step of K cells has, below `MESSAGE_TAGS` (`config.py`)."""
-    return (message.micro_batch * K + message.boundary) * TAGS_PER_CELL + DIRECTIONS.index(message.direction) + 1
-
-
-def spec_tag(boundary: int) -> int:
-    """Returns the tag of a boundary's description; no message has it."""
-    return TAGS_PER_CELL * boundary + 3
-
-
-def flags_tag(message: Message, K: int) -> int:
-    """Returns the tag of the message that the CPU group carries beside another one; nothing else has it."""
-    return message_tag(message, K) + 3
 
 
 def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
@@ -125,12 +113,12 @@ class Transport:
             spec = spec.without_flags
         content = pack(tensors, spec, self._wire)  # first, because it may fail, and nothing must be on its way then
         if flags is not None:
-            work = dist.isend(flags, receiver, group=self._control, tag=flags_tag(message, len(self._ranks)))
+            work = dist.isend(flags, receiver, group=self._control, tag=_FLAGS_TAGS[message.direction])
             self._sending["flags"].append((work, flags))
         if content.numel() == 0:
             return
         group = self._group(message.direction, self._rank, receiver)
-        work = dist.isend(content, receiver, group=group, tag=message_tag(message, len(self._ranks)))
+        work = dist.isend(content, receiver, group=group, tag=_TAGS[message.direction])
         sending.append((work, content))
 
     def post(self, message: Message, spec: BoundarySpec) -> Wait:
@@ -140,17 +128,17 @@ class Transport:
         memory of their own, so that keeping them does not keep the whole message. It raises RuntimeError when the
         sender has ended, or sends nothing for too long.
         """
-        sender, K = self._ranks[message.sender], len(self._ranks)
+        sender, direction = self._ranks[message.sender], message.direction
         works: list[dist.Work | None] = []
         flags = None
         if self._puts_flags_aside(spec):
             flags = torch.empty(spec.tensors[-1].shape, dtype=spec.tensors[-1].dtype)
-            works.append(dist.irecv(flags, sender, group=self._control, tag=flags_tag(message, K)))
+            works.append(dist.irecv(flags, sender, group=self._control, tag=_FLAGS_TAGS[direction]))
             spec = spec.without_flags
         content = torch.empty(spec.size, dtype=torch.uint8, device=self._wire)
         if spec.size:
-            group = self._group(message.direction, sender, self._rank)
-            works.append(dist.irecv(content, sender, group=group, tag=message_tag(message, K)))
+            group = self._group(direction, sender, self._rank)
+            works.append(dist.irecv(content, sender, group=group, tag=_TAGS[direction]))
 
         def wait(separate: int) -> Tensors:
             for work in works:
@@ -175,16 +163,15 @@ class Transport:
         """Sends the description of the activations behind cell ``boundary``; never waits."""
         text = torch.frombuffer(bytearray(spec.to_json().encode()), dtype=torch.uint8)
         for content in (torch.tensor([len(text)]), text):
-            work = dist.isend(content, self._ranks[boundary + 1], group=self._control, tag=spec_tag(boundary))
+            work = dist.isend(content, self._ranks[boundary + 1], group=self._control, tag=_SPEC_TAG)
             self._sending["spec"].append((work, content))
 
     def receive_spec(self, boundary: int) -> BoundarySpec:
         """Waits for the description that `send_spec` sends and returns it."""
-        sender, tag = self._ranks[boundary], spec_tag(boundary)
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, sender, group=self._control, tag=tag)
+        sender, size = self._ranks[boundary], torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, sender, group=self._control, tag=_SPEC_TAG)
         text = torch.zeros(int(size), dtype=torch.uint8)
-        dist.recv(text, sender, group=self._control, tag=tag)
+        dist.recv(text, sender, group=self._control, tag=_SPEC_TAG)
         return BoundarySpec.from_json(bytes(text.tolist()).decode())
 
     def drain(self) -> None:
