@@ -27,11 +27,14 @@ _FIRST_MESSAGES = (64, 4 << 20)  # bytes; for a large one NCCL connects more cha
 
 
 def routes(ranks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:
-    """Yields (direction, sender, receiver) of all ways that messages take, in the same order on every rank."""
-    for one, next_one in dict.fromkeys(pairwise(ranks)):
-        if one != next_one:
-            yield "activation", one, next_one
-            yield "gradient", next_one, one
+    """Yields (direction, sender, receiver) of all ways that messages take, in the same order on every rank.
+
+    Every second boundary comes first, so that workers connect in pairs at the same time, not one after another.
+    """
+    boundaries = [(one, next_one) for one, next_one in dict.fromkeys(pairwise(ranks)) if one != next_one]
+    for one, next_one in boundaries[::2] + boundaries[1::2]:
+        yield "activation", one, next_one
+        yield "gradient", next_one, one
 
 
 class Transport:
