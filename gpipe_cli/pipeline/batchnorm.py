@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .gradients import sum_over_replicas
+from .gradients import on_wire, sum_over_replicas
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -54,9 +54,8 @@ class DeferredBatchNorm(_BatchNorm):
     def _normalise_over_replicas(self, x: Tensor, count: int) -> Tensor:
         """Normalises by the statistics of all replicas, as SyncBatchNorm does, and gathers only the local ones.
 
-        All replicas exchange their counts, means and sums of squares about the mean in one differentiable sum, and
-        combine them (Chan et al., 1979). With squares about zero, digits would cancel if a mean is large beside its
-        deviation.
+        All replicas gather their counts, means and sums of squares about the mean, and combine them (Chan et al.,
+        1979). With squares about zero, digits would cancel if a mean is large beside its deviation.
 
         Args:
             count: numbers of ``x`` in each channel.
@@ -67,7 +66,7 @@ class DeferredBatchNorm(_BatchNorm):
         squares = (wide - mean.view(shape)).square().sum(dims)
         counts = torch.full_like(mean, count)
         self._gather(torch.stack([counts, mean, squares / max(count - 1, 1)]).detach())
-        everyone = self._from_every_replica(torch.stack([counts, mean, squares]))
+        everyone = _FromEveryReplica.apply(torch.stack([counts, mean, squares]), self.group)
         counts, means, squares = everyone.unbind(1)  # each (replicas, C)
         together = (counts * means).sum(0) / counts.sum(0)
         variance = (squares + counts * (means - together).square()).sum(0) / counts.sum(0)
@@ -75,16 +74,6 @@ class DeferredBatchNorm(_BatchNorm):
         if self.weight is not None:
             output = output * self.weight.view(shape) + self.bias.view(shape)
         return output.to(x.dtype)
-
-    def _from_every_replica(self, local: Tensor) -> Tensor:
-        """Returns the ``local`` (3, C) of all replicas, (replicas, 3, C).
-
-        They are added up exactly, because each replica fills one row and has zeros elsewhere.
-        """
-        replicas, place = dist.get_world_size(self.group), dist.get_rank(self.group)
-        slots = F.pad(local[None], (0, 0, 0, 0, place, replicas - 1 - place))
-        everyone: Tensor = _SumOverReplicas.apply(slots, self.group)
-        return everyone
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own; see `forward`
     def _gather(self, statistics: Tensor) -> None:
@@ -99,23 +88,25 @@ class DeferredBatchNorm(_BatchNorm):
         return gathered
 
 
-class _SumOverReplicas(torch.autograd.Function):
-    """Sums over a group; the gradient is the sum of the replicas' gradients."""
+class _FromEveryReplica(torch.autograd.Function):
+    """Gathers a tensor from all replicas; its gradient is the sum of the replicas' gradients of it."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Returns the sum of all replicas' ``x``."""
-        ctx.group = group  # type: ignore[attr-defined]  # torch types the context as a plain object
-        total = x.clone(memory_format=torch.contiguous_format)
-        sum_over_replicas(total.view(-1), group)
-        return total
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Returns the ``local`` of all replicas, in their order, in a new first dimension."""
+        ctx.group, sent = group, on_wire(local, group)
+        everyone = sent.new_empty(group.size(), *sent.shape)
+        dist.all_gather_into_tensor(everyone, sent, group=group)
+        return everyone.to(local.device)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        """Returns the sum of all replicas' gradients: the loss of each depends on every ``x``."""
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        sum_over_replicas(total.view(-1), ctx.group)  # type: ignore[attr-defined]
-        return total, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Returns the sum of what all replicas have for this one's ``local``, in the order of the replicas."""
+        sent = on_wire(gradient, ctx.group)
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=ctx.group)
+        first, *others = arrived.unbind()
+        return sum(others, first).to(gradient.device), None
 
 
 def defer_batchnorm(module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:

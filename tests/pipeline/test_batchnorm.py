@@ -67,8 +67,9 @@ def test_a_subclass_keeps_its_own_forward_and_the_users_module_stays_as_it_is() 
     assert outputs.min() == 0
 
 
-def test_two_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch() -> None:
-    assert run_workers("group_jobs:normalise", 2, {}) == []
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_have_the_gradients_and_statistics_of_the_joined_mini_batch(replicas: int) -> None:
+    assert run_workers("group_jobs:normalise", replicas, {}) == []
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
