@@ -131,10 +131,12 @@ class WorkerPipeline:
         """Writes the plan of this replica's next mini-batch into the message; an empty one after its last."""
         self.message.write_plan(micro_batches, [self.task.weight(targets) for _, targets in micro_batches])
 
-    def train_step(self, plan: StepPlan, timed: bool = True) -> StepRecord:
-        """Runs forward and backward of one mini-batch; ``timed`` as in `Engine.train_step`."""
+    def train_step(
+        self, plan: StepPlan, timed: bool = True, cell_ended: Callable[[int], None] | None = None
+    ) -> StepRecord:
+        """Runs forward and backward of one mini-batch; ``timed`` and ``cell_ended`` as in `Engine.train_step`."""
         instructions, posts = self._training(len(plan.signatures))
-        return self.engine.train_step(instructions, plan, posts, timed)
+        return self.engine.train_step(instructions, plan, posts, timed, cell_ended)
 
     def run_forward(
         self, plan: StepPlan, sink: Callable[[int, Tensors, Tensors], None], caches: Caches | None = None

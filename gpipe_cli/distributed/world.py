@@ -232,6 +232,12 @@ class World:
         """Returns whether this is the first worker of a replica; targets travel with their micro-batch."""
         return self.worker == 0
 
+    @property
+    def sums_beside_computations(self) -> bool:
+        """Returns whether a sum over the replicas goes on while this worker computes, and needs no copy to the host."""
+        backend = None if self.replica_group is None else dist.get_backend(self.replica_group)
+        return self.wire == self.device and backend not in (None, LOCAL)
+
     def rank_of(self, worker: int) -> int:
         """Returns the rank of a worker of this replica, in torch's default group."""
         rank = self.replica * self.workers + worker

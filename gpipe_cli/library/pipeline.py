@@ -34,7 +34,7 @@ from ..partition.cut import Cut, cut_model
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import BuiltLayer
 from ..pipeline.engine import SenderFailed
-from ..pipeline.gradients import clip_factor, copy_from_replica, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.gradients import ReplicaSums, clip_factor, copy_from_replica, scale_gradients, squared_norms
 from ..pipeline.step import StepPlan, StepRecord
 from ..tasks.base import Task
 from ..tasks.own_loss import alone
@@ -299,7 +299,7 @@ class Pipeline(WorkerPipeline):
                     # The norm is not asked for here, nor statistics.
                     self.message.write_result(StepRecord(record.losses), squared_norms([]), self.unused.used())
             if replicas is not None:
-                reduce_over_replicas(weights, replicas)
+                ReplicaSums(replicas).finish(weights)
             self.unused.clear(self.message.read_used)
             if replicas is not None:
                 _add(own, gradients)

@@ -131,7 +131,12 @@ class Engine:
         return self._transport
 
     def train_step(
-        self, instructions: Sequence[Instruction], plan: StepPlan, posts: Posts | None = None, timed: bool = True
+        self,
+        instructions: Sequence[Instruction],
+        plan: StepPlan,
+        posts: Posts | None = None,
+        timed: bool = True,
+        cell_ended: Callable[[int], None] | None = None,
     ) -> StepRecord:
         """Runs forward and backward of one mini-batch and adds the gradients to the parameters' ``.grad``.
 
@@ -140,13 +145,15 @@ class Engine:
             plan: describes the mini-batch.
             posts: when receives are posted; None: `post_ahead`.
             timed: True to record the time of every instruction in the engine's meter.
+            cell_ended: function that is called with the number of each cell whose gradients are whole, behind its last
+                instruction; None: nothing is called.
 
         Raises:
             LayerFailed: an exception in a layer, with the layer's own as cause.
         """
         with self.noise.restored():
             step = _TrainingStep(self, instructions, plan, posts)
-            step.run(self.meter if timed else None)
+            step.run(self.meter if timed else None, cell_ended)
         for cell in self.cells.values():
             cell.end_step()
         return step.record
@@ -222,13 +229,15 @@ class _Step:
         posts = post_ahead(self.instructions) if self.posts is None else self.posts
         self._receives = Receives(posts, self._post) if posts else None
 
-    def run(self, meter: Meter | None) -> None:
+    def run(self, meter: Meter | None, cell_ended: Callable[[int], None] | None = None) -> None:
         """Executes the list.
 
         Args:
             meter: records the time of every instruction; None: times are not taken.
+            cell_ended: as in `Engine.train_step`.
         """
         where, position, op = self.engine.where, -1, Op.FORWARD
+        last_of_cell = {i.cell: at for at, i in enumerate(self.instructions)} if cell_ended is not None else {}
         try:
             self._begin()
             for position, instruction in enumerate(self.instructions):
@@ -240,6 +249,8 @@ class _Step:
                 self.HANDLERS[op](self, instruction)
                 if meter is not None:
                     meter.record(instruction, started)
+                if cell_ended is not None and last_of_cell[instruction.cell] == position:
+                    cell_ended(instruction.cell)
         except BaseException as error:
             self.engine.failed_at = time.time()
             is_lost = op in RECEIVES and not isinstance(error, SenderFailed)  # the peer or the connection has ended

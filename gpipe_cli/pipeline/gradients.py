@@ -6,6 +6,7 @@ The global norm is made of one number per parameter, computed on the parameter's
 float64: the same bits for every K.
 """
 
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ..gpus import GPU
 
 BUCKET_BYTES = 32 << 20  # gradients are reduced in flat buckets of about this size
+MOST_UNDER_WAY = 2  # buckets; each needs its memory once more, with three or more replicas three times
 
 
 def fill_gradients(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -73,15 +75,44 @@ class UnusedParameters:
         self._filled, self.owners = set(), ()
 
 
-def reduce_over_replicas(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+class ReplicaSums:
     """Sums the gradients of the D replicas in place, once per mini-batch (paper, section 2.2).
 
     A sum, not a mean: every replica has already divided by the weight of the whole mini-batch. Every replica passes the
-    same parameters, and after `fill_gradients` the same of them have a gradient.
+    same parameters in the same order, and after `fill_gradients` the same of them have a gradient. Parameters may be
+    passed as soon as their gradients are whole: their sums are on their way while other cells still run.
+
+    Args:
+        group: the ranks that hold the same layers, one of each replica.
     """
-    for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-        flat, put_back = flattened(bucket)
-        sum_over_replicas(flat, group)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._begun: set[nn.Parameter] = set()
+        # For each bucket, in order: waits for its sum; puts the sum into the gradients.
+        self._under_way: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begins to sum the gradients of those parameters that were not passed before in this mini-batch."""
+        new = [parameter for parameter in parameters if parameter not in self._begun]
+        self._begun.update(new)
+        for bucket in buckets([parameter.grad for parameter in new if parameter.grad is not None]):
+            if len(self._under_way) == MOST_UNDER_WAY:
+                self._finish_oldest()
+            flat, put_back = flattened(bucket)
+            self._under_way.append((begin_sum(flat, self._group), put_back))
+
+    def finish(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums the gradients of all parameters, those that were begun before and the others."""
+        self.begin(parameters)
+        while self._under_way:
+            self._finish_oldest()
+        self._begun.clear()
+
+    def _finish_oldest(self) -> None:
+        """Waits for the sum of the oldest bucket and puts it into the gradients."""
+        wait, put_back = self._under_way.popleft()
+        wait()
         put_back()
 
 
@@ -138,7 +169,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Replaces ``flat`` by the sum of all replicas' ``flat``, added up in the order of the replicas.
+    """Replaces ``flat`` by the sum of all replicas' ``flat``; see `begin_sum`."""
+    begin_sum(flat, group)()
+
+
+def begin_sum(flat: Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Begins to replace ``flat`` by the sum of all replicas' ``flat``, added up in the order of the replicas.
 
     An all-reduce around a ring starts each chunk of the tensor at another replica, so the order in which a number is
     added up would depend on its place in the tensor, and so on the cut. (With two replicas the order does not matter.)
@@ -146,22 +182,32 @@ def sum_over_replicas(flat: Tensor, group: dist.ProcessGroup) -> None:
 
     Args:
         flat: one-dimensional and contiguous; of the same size on all replicas.
+
+    Returns:
+        A function that waits for the sum; all replicas call it at the same place.
     """
     wired, replicas = on_wire(flat, group), group.size()
+    share = -(-wired.numel() // replicas)
     if replicas <= 2:
-        dist.all_reduce(wired, group=group)
+        padded = mine = wired
+        work = dist.all_reduce(wired, group=group, async_op=True)
     else:
-        share = -(-wired.numel() // replicas)
         padded = torch.cat([wired, wired.new_zeros(share * replicas - wired.numel())])
         mine = torch.empty_like(padded)
-        dist.all_to_all_single(mine, padded, group=group)
-        first, *others = mine.view(replicas, share)
-        for other in others:
-            first.add_(other)
-        dist.all_gather_into_tensor(padded, first, group=group)
-        wired = padded[: flat.numel()]
-    if wired is not flat:
-        flat.copy_(wired)
+        work = dist.all_to_all_single(mine, padded, group=group, async_op=True)
+
+    def finish() -> None:
+        assert work is not None  # this rank is in the group
+        work.wait()
+        if replicas > 2:
+            first, *others = mine.view(replicas, share)
+            for other in others:
+                first.add_(other)
+            dist.all_gather_into_tensor(padded, first, group=group)
+        if padded is not flat:
+            flat.copy_(padded[: flat.numel()])
+
+    return finish
 
 
 def copy_from_replica(tensor: Tensor, replica: int, group: dist.ProcessGroup) -> None:

@@ -40,7 +40,7 @@ class TiedParameters:
         group: process group for messages; None where there is one worker.
 
     Attributes:
-        ties: as given; empty if the model has none.
+        ties: the uses of every tied parameter; empty if the model has none.
     """
 
     def __init__(
@@ -66,6 +66,11 @@ class TiedParameters:
         """Returns the parameters of this worker's uses, without owners."""
         own = (use.name for owner, *others in self.ties for use in others if use.worker == self._worker)
         return [self._own[name] for name in own]
+
+    @property
+    def own(self) -> set[nn.Parameter]:
+        """Returns the parameters of all uses on this worker, owners among them."""
+        return set(self._own.values())
 
     @property
     def hooked(self) -> list[str]:

@@ -97,7 +97,7 @@ class Trainer:
         plan = self._with_mini_batch(plan)
 
         # 2. Forward and backward of all its micro-batches; the gradients add up in `.grad`.
-        record = self.pipeline.train_step(plan)
+        record = self.pipeline.train_step(plan, cell_ended=self.updater.begin_sums)
 
         # 3. Meet all workers, once a step. They exchange this step's losses and norms, and also the plan of the *next*
         #    mini-batch, before this one's update: it is read while a GPU still computes, and needs no second meeting.

@@ -19,7 +19,7 @@ from ..errors import ConfigurationError
 from ..optim.average import WeightAverage
 from ..pipeline.batchnorm import finish_batchnorm
 from ..pipeline.cell import Cell
-from ..pipeline.gradients import clip_factor, reduce_over_replicas, scale_gradients, squared_norms
+from ..pipeline.gradients import ReplicaSums, clip_factor, scale_gradients, squared_norms
 from ..pipeline.step import StepResult
 
 
@@ -48,6 +48,8 @@ class Updater:
 
     Attributes:
         is_offloaded: True if the cells' state lies in a file; then they are updated one after the other.
+        begin_sums: begins to sum a cell's gradients over the replicas, by the cell's number, while other cells run;
+            None where sums do not run beside computations, and with offload.
     """
 
     def __init__(
@@ -67,6 +69,10 @@ class Updater:
         self._parameters = pipeline.parameters()
         self.is_offloaded = any(cell.state for cell in cells)
         self._batchnorms = [batchnorm for cell in cells for batchnorm in cell.batchnorms]
+        self._sums = None if self._replica_group is None else ReplicaSums(self._replica_group)
+        sums_early = pipeline.world.sums_beside_computations and not self.is_offloaded
+        self.begin_sums = self._begin_sums if sums_early else None
+        self._of_cell = {cell.number: [p for _, p in cell.parameters() if p not in self._ties.own] for cell in cells}
 
     def take_away(self) -> None:
         """Gives the memory of all offloaded cells back."""
@@ -77,6 +83,12 @@ class Updater:
     def learning_rate(self) -> float:
         """Returns the learning rate of the optimizer's first group."""
         return float(self._lr_schedule.get_last_lr()[0])
+
+    def _begin_sums(self, cell: int) -> None:
+        """Begins to sum a cell's gradients over the replicas; those of tied parameters are not whole yet."""
+        assert self._sums is not None  # there are replicas
+        self._unused.fill(self._of_cell[cell])
+        self._sums.begin(self._of_cell[cell])
 
     def reduce_gradients(self, scale: float = 1.0) -> None:
         """Sums the gradients over the uses of tied parameters and over the replicas.
@@ -90,8 +102,8 @@ class Updater:
         if self._ties.ties:
             self._unused.owners = self._ties.add_gradients()
         for parameters in self._portions():
-            if self._replica_group is not None:
-                reduce_over_replicas(parameters, self._replica_group)
+            if self._sums is not None:
+                self._sums.finish(parameters)
             scale_gradients(parameters, 1 / scale)
 
     def squared_norms(self) -> Tensor:

@@ -1,6 +1,7 @@
 """Defines what the workers of a small group do in tests: sums, messages, shared statistics."""
 
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from gpipe_cli.distributed.world import Exchange, all_gather_json, broadcast_jso
 from gpipe_cli.launch.context import Context
 from gpipe_cli.micro_batch import Tensors
 from gpipe_cli.pipeline.batchnorm import defer_batchnorm, finish_batchnorm
-from gpipe_cli.pipeline.gradients import reduce_over_replicas, sum_over_replicas
+from gpipe_cli.pipeline.gradients import ReplicaSums, sum_over_replicas
 from gpipe_cli.pipeline.messages.boundary import BoundarySpec, is_channels_last
 from gpipe_cli.pipeline.messages.shared_memory import SharedMemoryTransport
 from gpipe_cli.pipeline.messages.transport import Transport
@@ -19,8 +20,8 @@ from gpipe_cli.schedule.instruction import Message
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 3, 7, 4096, 4099)
-SHAPES = [(7, 5), (5,), (3, 4), (1,), (64, 2)]
-IMAGES = ([3, 3], [3, 2])  # of each replica in two micro-batches
+SHAPES = [(7, 5), (5,), (3, 4), (1,), (2,), (64, 2), (6,), (4,)]
+IMAGES = ([3, 3, 2], [3, 2, 4])  # of each replica in two micro-batches
 Found = TypeVar("Found")
 
 
@@ -82,8 +83,10 @@ def shard(context: Context, config: dict[str, Any]) -> list[str]:
     """Sums gradients and divides the optimizer's state; lists what differs from whole sums and states."""
     group = joined(context)
     whole, divided = weights(context.rank), weights(context.rank)
-    reduce_over_replicas(whole, group)
-    reduce_over_replicas(divided, group)
+    ReplicaSums(group).finish(whole)
+    with patch("gpipe_cli.pipeline.gradients.BUCKET_BYTES", 1):  # so that more buckets are under way than may be
+        (sums := ReplicaSums(group)).begin(divided[2:])
+        sums.finish(divided)
     shards = OptimizerShards(divided, group, lambda value: all_gather_json(value, group))
     everything, share = torch.optim.Adam(whole, lr=0.1), torch.optim.Adam(shards.own, lr=0.1)
     for _ in range(2):
@@ -104,13 +107,13 @@ def shard(context: Context, config: dict[str, Any]) -> list[str]:
 # -- BatchNorm ---------------------------------------------------------------------------------------------------------
 
 
-def normalised(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+def normalised(replica: int, replicas: int, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """Returns outputs, gradients and statistics of a replica; without a group by the joined micro-batches."""
     norm: Any = defer_batchnorm(nn.BatchNorm2d(5, momentum=0.3), group)
     found: dict[str, Any] = {}
-    for number, sizes in enumerate(IMAGES):
-        both = drawn(sum(sizes), 5, 4, 4, seed=number) * 3 + 100
-        leaves = (both if group is None else torch.split(both, sizes)[replica].clone()).requires_grad_()
+    for number, sizes in enumerate(each[:replicas] for each in IMAGES):
+        joint = drawn(sum(sizes), 5, 4, 4, seed=number) * 3 + 100
+        leaves = (joint if group is None else torch.split(joint, sizes)[replica].clone()).requires_grad_()
         outputs = norm(leaves)
         outputs.pow(3).sum().backward()
         assert leaves.grad is not None
@@ -125,9 +128,10 @@ def normalised(replica: int, group: dist.ProcessGroup | None) -> dict[str, Tenso
 
 
 def normalise(context: Context, config: dict[str, Any]) -> list[str]:
-    """Lists what two replicas with shared statistics have other than the joined micro-batches, in float64."""
+    """Lists what replicas with shared statistics have other than the joined micro-batches, in float64."""
     torch.set_default_dtype(torch.float64)
-    found, expected = normalised(context.rank, joined(context)), normalised(context.rank, None)
+    place = context.rank, context.world_size
+    found, expected = normalised(*place, joined(context)), normalised(*place, None)
     return of_all([name for name in found if not torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-10)])
 
 

@@ -101,7 +101,7 @@ class Network:
     def recv(self, tensor: Tensor, src: int, group: Group, tag: int = 0) -> None:
         self.irecv(tensor, src, group, tag).wait()
 
-    def _collective(self, *tensors: Tensor, group: Group) -> Begun:
+    def _collective(self, *tensors: Tensor, group: Group, async_op: bool = False) -> Begun:
         HERE.calls.append(Call("collective", _numbered(group.name), group.ranks, group.name))
         return Begun()
 
@@ -188,7 +188,8 @@ class Run:
         pipeline.ties.spread()
         pipeline.message.run()
         for step in range(2):
-            pipeline.train_step(StepPlan(((),) * self.M, 1.0, step=step, micro_batches=given))
+            plan = StepPlan(((),) * self.M, 1.0, step=step, micro_batches=given)
+            pipeline.train_step(plan, cell_ended=updater.begin_sums)
             updater.reduce_gradients()
             updater.squared_norms()
             calls += [Call("compute", "norms"), Call("read", "norms")]
